@@ -1,11 +1,10 @@
 # shellcheck shell=bash
-# What images/build, images/fixture and images/check share. Sourced, never run.
+# Functions shared by images/build, images/fixture and images/check. Sourced, never run.
 #
-# Images are written here as a `dir:` image (a manifest, a config, the layers) and handed to `podman pull`. Unlike
-# `podman import` that gives several layers, the same image id for the same content, and a base layer that a store
-# which has it already does not read again.
+# Images are written as a `dir:` image (manifest, config, layers) and loaded with `podman pull`. Unlike `podman import`,
+# this supports several layers, gives the same id for the same content, and skips layers that the store already has.
 
-# Modes of what is packed must not depend on who packs it.
+# The modes of packed files must not depend on the caller's umask.
 umask 022
 
 program=images/${0##*/}
@@ -15,18 +14,18 @@ die() {
   exit 1
 }
 
-# Arguments for every podman call: those of --into "…", then what this host needs and they leave open.
+# Arguments for every podman call: those of --into "…", then defaults for this host.
 podman_args=()
 
 into() {
   read -r -a podman_args <<<"$1"
 }
 
-# Called once, after the options. crun refuses the hybrid layout of cgroups, so there it must be runc; and without systemd
-# (or a session of it, for an ordinary user) Podman must manage cgroups by itself.
+# Called once, after the options. crun does not support hybrid cgroups, which need runc; and without systemd (or a
+# systemd session, for an ordinary user) Podman must manage cgroups itself.
 suit_host() {
   if [[ $(stat -fc %T /sys/fs/cgroup 2>/dev/null) != cgroup2fs && " ${podman_args[*]} " != *" --runtime"* ]]; then
-    PATH=$PATH:/usr/sbin command -v runc >/dev/null || die "this host mounts version 1 of cgroups, for which runc is needed. Remedy: scripts/setup"
+    PATH=$PATH:/usr/sbin command -v runc >/dev/null || die "this host uses cgroups v1, which need runc. Remedy: scripts/setup"
     podman_args+=(--runtime runc)
   fi
   if [[ " ${podman_args[*]} " != *" --cgroup-manager"* ]] &&
@@ -59,7 +58,7 @@ cache_dir() {
 
 sha256() { sha256sum "$@" | cut -d' ' -f1; }
 
-# put_layer DIR TAR [SHA256]: links or copies a layer into the image directory and prints its digest.
+# put_layer DIR TAR [SHA256]: links a layer into the image directory and prints its digest.
 put_layer() {
   local directory=$1 tar=$2 digest=${3:-}
   [[ $digest ]] || digest=$(sha256 "$tar")
@@ -67,8 +66,8 @@ put_layer() {
   echo "$digest"
 }
 
-# write_image DIR CONFIG_JSON oci|docker LAYER_DIGEST…: config and manifest over layers already put in DIR.
-# CONFIG_JSON is the image's `config` object. Only Docker's format knows a health check.
+# write_image DIR CONFIG_JSON oci|docker LAYER_DIGEST…: writes config and manifest for the layers in DIR.
+# CONFIG_JSON is the image's `config` object. Only Docker's format has health checks.
 write_image() {
   local directory=$1 config=$2 format=$3 architecture layers='[]' digest
   shift 3
@@ -100,8 +99,8 @@ write_image() {
   printf 'Directory Transport Version: 1.1\n' >"$directory/version"
 }
 
-# load_image DIR NAME…: into the store, under every name; prints the image id. Some versions of Podman name what they
-# pull from a directory after its path: that name goes.
+# load_image DIR NAME…: loads the image under every name and prints its id. Some versions of Podman also add a name
+# derived from the directory, which is removed.
 load_image() {
   local directory=$1 name id
   shift
@@ -113,5 +112,5 @@ load_image() {
   echo "$id"
 }
 
-# label IMAGE KEY: the label's value, or nothing when image or label are absent.
+# label IMAGE KEY: prints the value of a label, or nothing if the image or label does not exist.
 label() { podman_ image inspect --format "{{index .Config.Labels \"$2\"}}" "$1" 2>/dev/null || true; }

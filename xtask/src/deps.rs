@@ -1,4 +1,4 @@
-//! Proves that dependencies point one way and that what only one room may use stays in it.
+//! Checks the direction of dependencies between crates, and that confined libraries stay confined.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::root;
 
-/// Each of our crates, and which of ours it may depend on.
+/// Each workspace crate, and the workspace crates on which it may depend.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("cynode-api", &[]),
     ("cynode-archive", &[]),
@@ -85,7 +85,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// A library, and the crates that alone may use it directly. What measures the audit trail fills it and times bare commits.
+/// A library, and the only crates that may use it directly. The audit benchmark fills the trail and
+/// times bare commits.
 const CONFINED: &[(&str, &[&str])] = &[
     ("bollard", &["cynode-worker"]),
     ("sqlx", &["cynode-orchestrator", "cynode-bench-audit"]),
@@ -122,7 +123,7 @@ pub(crate) fn check() -> Result<()> {
         let name = package["name"].as_str().unwrap_or_default();
         let Some(allowed) = allowed.get(name) else {
             faults.push(format!(
-                "{name}: unknown crate; add it to xtask/src/deps.rs with what it may depend on"
+                "{name}: unknown crate; add it to xtask/src/deps.rs with its allowed dependencies"
             ));
             continue;
         };
@@ -144,7 +145,7 @@ pub(crate) fn check() -> Result<()> {
             fs_err::read_to_string(package["manifest_path"].as_str().unwrap_or_default())?;
         if !manifest.contains("[lints]\nworkspace = true") {
             faults.push(format!(
-                "{name}: its Cargo.toml must take the workspace's lints"
+                "{name}: Cargo.toml must inherit the workspace's lints"
             ));
         }
         for line in manifest

@@ -1,21 +1,23 @@
-//! The table of escape attempts by runtime, from what the tests of the last run wrote below `target/escape`.
+//! The table of escape attempts by runtime, from the records of the last test run below
+//! `target/escape`.
 
 use std::{collections::BTreeMap, fmt::Write as _, path::Path};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-/// All that we support, as the tests name them. Every attempt must have been tried on each.
+/// All supported runtimes, as the tests name them. Every attempt must be tried on each.
 const RUNTIMES: [&str; 3] = ["podman-root", "podman-rootless", "docker"];
 
-/// How an outcome begins: the attempt failed, or nothing but a limit that this host does not enforce would have stopped it, and a
-/// worker refuses to go without that limit unless it is allowed by name.
+/// The prefix of an outcome: the attempt was refused, or only a limit would have stopped it that
+/// this host does not enforce. A worker refuses to run without that limit unless the configuration
+/// allows it by name.
 const OUTCOMES: [&str; 2] = ["refused", "not enforced, refused by default"];
 
-/// By topic and attempt, what happened on each runtime.
+/// The outcome on each runtime, by topic and attempt.
 type Outcomes = BTreeMap<(String, String), BTreeMap<String, String>>;
 
-/// Prints how many attempts each runtime refused, by topic, and writes every attempt into `target/escape.md`. Fails when one was not
-/// tried everywhere.
+/// Prints the number of attempts that each runtime refused, by topic, and writes every attempt to
+/// `target/escape.md`. Fails if an attempt was not tried on every runtime.
 pub(crate) fn table() -> Result<()> {
     let outcomes = read(&crate::root().join("target/escape"))?;
     let mut text = format!(
@@ -79,7 +81,7 @@ fn read(directory: &Path) -> Result<Outcomes> {
         let runtime = entry.file_name().to_string_lossy().into_owned();
         ensure!(
             RUNTIMES.contains(&runtime.as_str()),
-            "{}: no runtime of ours",
+            "{}: unknown runtime",
             entry.path().display()
         );
         for topic in fs_err::read_dir(entry.path())? {
@@ -106,7 +108,7 @@ fn read(directory: &Path) -> Result<Outcomes> {
     Ok(outcomes)
 }
 
-/// What was tried somewhere and not everywhere.
+/// Attempts that were not tried on every runtime.
 fn missing(outcomes: &Outcomes) -> Vec<String> {
     let lacking = |by_runtime: &BTreeMap<String, String>| {
         RUNTIMES
@@ -156,9 +158,6 @@ mod tests {
         write(directory.path(), "docker", "one\trefused\ntwo\trefused\n");
         assert_eq!(missed(), [""; 0]);
         write(directory.path(), "lxc", "one\trefused\n");
-        assert!(
-            read(directory.path()).is_err(),
-            "a runtime that nobody knows"
-        );
+        assert!(read(directory.path()).is_err(), "an unknown runtime");
     }
 }

@@ -1,4 +1,4 @@
-//! Tasks of this repository: `cargo xtask sba | requirements | escape | check-deps`.
+//! Tasks of this repository: `cargo xtask sba | requirements | escape | check-deps | docs`.
 #![forbid(unsafe_code)]
 #![allow(
     clippy::print_stdout,
@@ -8,6 +8,7 @@
 )]
 
 mod deps;
+mod docs;
 mod escape;
 mod requirements;
 mod sba;
@@ -26,7 +27,8 @@ fn main() -> Result<()> {
         ["requirements"] => requirements::report(),
         ["escape"] => escape::table(),
         ["check-deps"] => deps::check(),
-        _ => bail!("usage: cargo xtask sba | requirements | escape | check-deps"),
+        ["docs"] => docs::write(),
+        _ => bail!("usage: cargo xtask sba | requirements | escape | check-deps | docs"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Builds the agent: static, stripped, small enough to be mounted into every sandbox.
+//! Builds the agent: static, stripped, and small.
 
 use std::process::Command;
 
@@ -6,12 +6,12 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::root;
 
-/// The agent must stay small: it is mapped into every sandbox.
+/// The agent must stay small: every sandbox maps it.
 const MAX_BYTES: u64 = 5 * 1024 * 1024;
 
 pub(crate) fn build() -> Result<()> {
     let host = host_target()?;
-    // musl where its target is installed; else glibc, linked statically, which needs nothing beyond the C toolchain.
+    // musl if its target is installed; otherwise static glibc, which needs only the C toolchain.
     let musl = host.replace("-gnu", "-musl");
     let target = if installed_targets().contains(&musl) {
         musl
@@ -46,7 +46,7 @@ pub(crate) fn build() -> Result<()> {
     fs_err::rename(&staged, &binary)?;
     let size = fs_err::metadata(&binary)?.len();
     if size > MAX_BYTES {
-        bail!("cynode-sba has {size} bytes, more than the {MAX_BYTES} it may have");
+        bail!("cynode-sba has {size} bytes, more than the limit of {MAX_BYTES}");
     }
     eprintln!("cynode-sba: {size} bytes, static, for {target}");
     println!("{}", binary.display());

@@ -1,4 +1,5 @@
-//! One short command with the trail, without it, and what a bare commit costs in the same database.
+//! The cost of one short command with the trail, without it, and of a bare commit in the same
+//! database.
 
 use std::time::Duration;
 
@@ -11,12 +12,13 @@ use cynode_bench::{
 use cynode_tests::World;
 use sqlx::{Connection as _, PgConnection};
 
-/// So many rounds of ours, then one of `podman exec`.
+/// Rounds of ours between two rounds of `podman exec`.
 const SLOW_EVERY: u32 = 20;
-/// What Podman's exec leaves behind (its cleanup runs after the answer, and caches are cold) must not be charged to the next in line.
+/// Pause after Podman's exec: its cleanup runs after it returns, and must not slow the next
+/// measurement.
 const SETTLE: Duration = Duration::from_millis(300);
 const WARM: u32 = 3;
-/// So many of ours in a row, when the stack is alone, and Podman's in a row too: as in a loop.
+/// Consecutive execs of ours in a row, as in a loop, before consecutive ones of Podman.
 const ROW: u32 = 100;
 const TRUE: &[&str] = &["true"];
 
@@ -40,12 +42,12 @@ impl Cost {
         ]
     }
 
-    /// What the trail adds at the median.
+    /// The median cost of the trail, in milliseconds.
     pub(crate) fn added(&self) -> f64 {
         self.audited.p50().as_secs_f64() - self.unaudited.p50().as_secs_f64()
     }
 
-    /// That, in bare commits.
+    /// The cost of the trail, in bare commits.
     pub(crate) fn in_commits(&self) -> f64 {
         self.added() / self.commit.p50().as_secs_f64()
     }
@@ -55,7 +57,7 @@ impl Cost {
     }
 }
 
-/// Commands one after the other, as an agent has them run, in a stack that has the machine for itself.
+/// Sequential commands, as an agent runs them, with the machine to themselves.
 #[derive(Debug)]
 pub(crate) struct Alone {
     pub(crate) audited: Samples,
@@ -111,7 +113,12 @@ pub(crate) async fn measure(
     sqlx::query("create schema bench")
         .execute(&mut database)
         .await?;
-    sqlx::query("create table bench.bare (number bigint generated always as identity primary key, body text not null)").execute(&mut database).await?;
+    sqlx::query(
+        "create table bench.bare ( \
+         number bigint generated always as identity primary key, body text not null)",
+    )
+    .execute(&mut database)
+    .await?;
     let mut cost = Cost {
         audited: Samples::new("exec by the orchestrator, audited"),
         unaudited: Samples::new("exec by the orchestrator, without a trail"),
@@ -152,7 +159,7 @@ pub(crate) async fn push(
     Ok(())
 }
 
-/// A row of the size of a record, committed by itself.
+/// Commits a row of the size of a record.
 async fn bare(database: &mut PgConnection) -> Result<()> {
     sqlx::query("insert into bench.bare (body) values (repeat('x', 700))")
         .execute(database)

@@ -1,4 +1,5 @@
-//! Records of execs as the orchestrator writes them, in a stream of their own, so many that it would take days to run them.
+//! Fills the trail with records of execs as the orchestrator writes them, in a separate stream.
+//! Running that many execs would take days.
 
 use std::{
     fmt::Write as _,
@@ -16,38 +17,41 @@ use sqlx::{Connection as _, PgConnection};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 use uuid::Uuid;
 
-/// So many are committed together.
-const BATCH: u64 = 100_000;
-/// The records are of so many sessions.
+/// Records per transaction.
+const BATCH_RECORDS: u64 = 100_000;
+/// The number of sessions that the records belong to.
 const SESSIONS: u64 = 1_000;
 /// How long the checkpoints may take to catch up.
-const SIGNED: Duration = Duration::from_mins(1);
+const SIGNING_TIMEOUT: Duration = Duration::from_mins(1);
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Filled {
     pub(crate) records: u64,
     pub(crate) time: Duration,
-    /// Of the table, with its indexes.
+    /// The size of the table and its indexes.
     pub(crate) bytes: u64,
 }
 
 pub(crate) async fn fill(stack: &Stack, records: u64) -> Result<Filled> {
     let started = Instant::now();
     let mut database = PgConnection::connect(stack.database()).await?;
-    let models = models(stack, &mut database).await?;
+    let models = templates(stack, &mut database).await?;
     let sessions: Vec<Value> = (0..SESSIONS)
         .map(|_| Uuid::now_v7().to_string().into())
         .collect();
     let mut chain = Chain::new(Uuid::now_v7());
-    sqlx::query("insert into audit_streams (stream, writer, hash, closed_at, settled_at) values ($1, 'bench', $2, now(), now())")
-        .bind(chain.stream())
-        .bind(chain.head().hash.as_slice())
-        .execute(&mut database)
-        .await?;
+    sqlx::query(
+        "insert into audit_streams (stream, writer, hash, closed_at, settled_at) \
+         values ($1, 'bench', $2, now(), now())",
+    )
+    .bind(chain.stream())
+    .bind(chain.head().hash.as_slice())
+    .execute(&mut database)
+    .await?;
     let mut call = Uuid::now_v7();
     let mut written = 0;
     while written < records {
-        let count = BATCH.min(records - written);
+        let count = BATCH_RECORDS.min(records - written);
         let mut transaction = database.begin().await?;
         let last: i64 = sqlx::query_scalar("update audit_head set last = last + $1 returning last")
             .bind(i64::try_from(count)?)
@@ -96,8 +100,8 @@ pub(crate) async fn fill(stack: &Stack, records: u64) -> Result<Filled> {
             ));
         }
     }
-    signed(&mut database, &chain).await?;
-    // As autovacuum would have it after days.
+    wait_until_signed(&mut database, &chain).await?;
+    // As autovacuum would leave it after days.
     sqlx::query("vacuum analyze audit_events")
         .execute(&mut database)
         .await?;
@@ -112,21 +116,24 @@ pub(crate) async fn fill(stack: &Stack, records: u64) -> Result<Filled> {
     })
 }
 
-/// The two records of a real exec.
-async fn models(stack: &Stack, database: &mut PgConnection) -> Result<[Value; 2]> {
+/// The two records of a real exec, as templates.
+async fn templates(stack: &Stack, database: &mut PgConnection) -> Result<[Value; 2]> {
     let session = stack.session().await?;
     run_true(&stack.through, session).await?;
-    let bodies: Vec<Value> = sqlx::query_scalar("select body from audit_events where session_id = $1 and action = 'session.exec' order by cursor")
-        .bind(session.as_uuid())
-        .fetch_all(database)
-        .await?;
+    let bodies: Vec<Value> = sqlx::query_scalar(
+        "select body from audit_events \
+         where session_id = $1 and action = 'session.exec' order by cursor",
+    )
+    .bind(session.as_uuid())
+    .fetch_all(database)
+    .await?;
     bodies
         .try_into()
         .ok()
         .context("an exec has not left two records")
 }
 
-/// A record as COPY reads it.
+/// A record in the format of COPY.
 fn row(text: &mut String, cursor: i64, link: &Link) -> Result<()> {
     write!(
         text,
@@ -136,17 +143,13 @@ fn row(text: &mut String, cursor: i64, link: &Link) -> Result<()> {
         link.at.format(&Rfc3339)?
     )?;
     text.push_str(&link.body.to_string().replace('\\', "\\\\"));
-    text.push_str("\t\\\\x");
-    for byte in link.hash {
-        write!(text, "{byte:02x}")?;
-    }
-    text.push('\n');
+    writeln!(text, "\t\\\\x{}", hex::encode(link.hash))?;
     Ok(())
 }
 
-/// The orchestrator signs what it finds.
-async fn signed(database: &mut PgConnection, chain: &Chain) -> Result<()> {
-    let deadline = Instant::now() + SIGNED;
+/// Waits until the orchestrator has signed the records.
+async fn wait_until_signed(database: &mut PgConnection, chain: &Chain) -> Result<()> {
+    let deadline = Instant::now() + SIGNING_TIMEOUT;
     loop {
         let seq: Option<i64> = sqlx::query_scalar("select seq from audit_signed where stream = $1")
             .bind(chain.stream())
@@ -155,7 +158,7 @@ async fn signed(database: &mut PgConnection, chain: &Chain) -> Result<()> {
         if seq == Some(i64::try_from(chain.head().seq)?) {
             return Ok(());
         }
-        ensure!(Instant::now() < deadline, "no checkpoint came");
+        ensure!(Instant::now() < deadline, "no checkpoint was made in time");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }

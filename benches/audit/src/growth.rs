@@ -1,4 +1,4 @@
-//! A long trail: whether it slows down what is added to it, and how fast it is verified.
+//! A long trail: its effect on new records, and the speed of verification.
 
 use std::time::{Duration, Instant};
 
@@ -55,7 +55,7 @@ pub(crate) async fn measure(rounds: u32, long: &Stack, empty: &Stack) -> Result<
     Ok(growth)
 }
 
-/// What people look for in a long trail, and how long a page of it takes.
+/// Typical queries of a long trail, and the time of one page each.
 pub(crate) async fn read(stack: &Stack) -> Result<Vec<(&'static str, Duration)>> {
     let session = stack.session().await?;
     run_true(&stack.through, session).await?;
@@ -105,15 +105,15 @@ pub(crate) async fn read(stack: &Stack) -> Result<Vec<(&'static str, Duration)>>
         ),
     ];
     let mut times = Vec::new();
-    for (what, filter) in ways {
+    for (name, filter) in ways {
         let started = Instant::now();
         stack.user.audit(0, &filter, Duration::ZERO).await?;
-        times.push((what, started.elapsed()));
+        times.push((name, started.elapsed()));
     }
     Ok(times)
 }
 
-/// By the orchestrator, as `cynode audit verify` has it done.
+/// Verifies through the orchestrator, as `cynode audit verify` does.
 pub(crate) async fn verify(stack: &Stack) -> Result<Verified> {
     let started = Instant::now();
     let mut lines = stack.user.verify_audit().await?;

@@ -1,4 +1,4 @@
-//! Twenty sessions at once, each with one short command after the other.
+//! Twenty concurrent sessions, each running short commands sequentially.
 
 use std::time::{Duration, Instant};
 

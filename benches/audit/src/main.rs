@@ -1,7 +1,8 @@
-//! `make bench-audit`: what the audit trail costs, beside a build that keeps none, and what a long one costs.
+//! `make bench-audit`: the cost of the audit trail, compared with a build without one, and the cost
+//! of a long trail.
 //!
-//! One run, stacks of their own, rounds interleaved: whatever disturbs the machine disturbs all sides alike. Nothing here asserts
-//! a time; `benches/README.md` says how to read it.
+//! All stacks run in one process with interleaved rounds, so that noise affects them alike. Nothing
+//! asserts a time; `benches/README.md` explains the figures.
 #![forbid(unsafe_code)]
 #![allow(
     clippy::print_stdout,
@@ -26,16 +27,17 @@ use cynode_tests::World;
 
 use crate::report::Report;
 
-/// Measures the audit trail: what it adds to an exec, how many it sustains, how fast it is verified, whether it slows down as it grows.
+/// Measures the audit trail: its cost per exec, the sustained rate, the speed of verification, and
+/// the effect of its length.
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Rounds of each kind of exec.
     #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u32).range(20..=100_000))]
     rounds: u32,
-    /// How many records the long trail has.
+    /// Number of records in the long trail.
     #[arg(long, default_value_t = 10_000_000, value_parser = clap::value_parser!(u64).range(1_000..=1_000_000_000))]
     records: u64,
-    /// Seconds of load by twenty sessions at once.
+    /// Seconds of load from twenty concurrent sessions.
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=3_600))]
     seconds: u64,
     #[arg(long, value_enum, default_value = "table")]
@@ -44,7 +46,8 @@ struct Arguments {
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    // One thread for the client: what it waits for is elsewhere, and a hop between threads would count as latency.
+    // One thread for the client: it only waits for servers, and a hop between threads would count
+    // as latency.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;

@@ -1,4 +1,4 @@
-//! The figures, for people and for programs.
+//! The report, as text or JSON.
 
 use std::{fmt, time::Duration};
 
@@ -42,19 +42,43 @@ impl Report {
             read,
             verified,
         } = self;
-        let load = |load: &Load| json!({ "sessions": load.sessions, "execs_per_second": load.per_second, "times": json_of(&load.times) });
+        let load = |load: &Load| {
+            json!({
+                "sessions": load.sessions,
+                "execs_per_second": load.per_second,
+                "times": json_of(&load.times),
+            })
+        };
+        let pages = read
+            .iter()
+            .map(|(name, time)| json!({ "what": name, "ms": milliseconds(*time) }));
         json!({
             "machine": facts.json(),
-            "alone": { "exec": alone.ways().map(json_of), "times_faster_than_podman_exec": alone.against_podman() },
+            "alone": {
+                "exec": alone.ways().map(json_of),
+                "times_faster_than_podman_exec": alone.against_podman(),
+            },
             "exec": cost.ways().map(json_of),
             "added_ms": cost.added() * 1_000.0,
             "added_in_bare_commits": cost.in_commits(),
             "times_faster_than_podman_exec": cost.against_podman(),
             "load": { "audited": load(audited), "without_a_trail": load(load_without) },
-            "filled": { "records": filled.records, "ms": milliseconds(filled.time), "bytes": filled.bytes },
-            "growth": { "long": json_of(&growth.long), "empty": json_of(&growth.empty), "percent_slower": growth.percent() },
-            "pages": read.iter().map(|(what, time)| json!({ "what": what, "ms": milliseconds(*time) })).collect::<Vec<_>>(),
-            "verify": { "records": verified.verdict.records, "ms": milliseconds(verified.time), "records_per_minute": verified.per_minute() },
+            "filled": {
+                "records": filled.records,
+                "ms": milliseconds(filled.time),
+                "bytes": filled.bytes,
+            },
+            "growth": {
+                "long": json_of(&growth.long),
+                "empty": json_of(&growth.empty),
+                "percent_slower": growth.percent(),
+            },
+            "pages": pages.collect::<Vec<_>>(),
+            "verify": {
+                "records": verified.verdict.records,
+                "ms": milliseconds(verified.time),
+                "records_per_minute": verified.per_minute(),
+            },
         })
     }
 }
@@ -98,7 +122,8 @@ impl fmt::Display for Report {
         writeln!(f, "{}\n", latencies("at once, audited", [&load.times]))?;
         writeln!(
             f,
-            " {} sessions at once: {:.0} audited execs a second; {:.0} without a trail (p99 {:.1} ms)\n",
+            " {} sessions at once: {:.0} audited execs a second; {:.0} without a trail (p99 {:.1} \
+             ms)\n",
             load.sessions,
             load.per_second,
             load_without.per_second,
@@ -122,7 +147,7 @@ impl fmt::Display for Report {
         )?;
         let pages: Vec<String> = read
             .iter()
-            .map(|(what, time)| format!("{what} {:.1}", milliseconds(*time)))
+            .map(|(name, time)| format!("{name} {:.1}", milliseconds(*time)))
             .collect();
         writeln!(f, " a page of it, in ms: {}", pages.join(", "))?;
         write!(

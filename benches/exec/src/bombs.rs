@@ -1,4 +1,4 @@
-//! A sandbox beside ten others that each burn something.
+//! A sandbox beside ten others that each exhaust a resource.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! From nothing to a running sandbox, and back.
+//! Creating and ending sandboxes.
 
 use std::time::{Duration, Instant};
 
@@ -12,10 +12,10 @@ use crate::{
     samples::{Samples, timed},
 };
 
-/// Let the cleanup of what was just removed pass.
+/// Pause for the cleanup of the removed container.
 const SETTLE: Duration = Duration::from_millis(200);
 
-/// Times of creating and of ending.
+/// The times to create and to end.
 pub(crate) async fn measure(
     plan: &Plan,
     ours: &Ours,
@@ -59,7 +59,7 @@ pub(crate) async fn measure(
         let podman_end_time = started.elapsed();
         tokio::time::sleep(SETTLE).await;
 
-        // The first round of each side copies the image's layer for its id map, once per map; it is not counted.
+        // The first round is not counted: each side copies the image's layer once per id map.
         if round > 0 {
             warm.push(warm_time);
             session.push(time);
@@ -71,7 +71,8 @@ pub(crate) async fn measure(
     Ok((vec![warm, session, podman], vec![session_end, podman_end]))
 }
 
-/// Many at once: from the first request until all run, and from the first end until all are gone.
+/// A burst of sessions: from the first request until all run, and from the first end until all are
+/// gone.
 #[derive(Debug, Default)]
 pub(crate) struct Burst {
     pub(crate) sessions: usize,

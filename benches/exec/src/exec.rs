@@ -1,4 +1,4 @@
-//! One short command, by every way there is.
+//! One short command, in every possible way.
 
 use std::{
     process::{Command, Stdio},
@@ -17,14 +17,15 @@ use crate::{
     through::{Stack, run_true},
 };
 
-/// The rows whose ratio was promised.
+/// The rows that the report compares with each other.
 pub(crate) const BY_ORCHESTRATOR: &str = "session exec by the orchestrator";
 pub(crate) const PODMAN_EXEC: &str = "podman exec";
 
 const TRUE: &[&str] = &["true"];
-/// What Podman's exec leaves behind (its cleanup runs after the answer) must not be charged to the next in line.
+/// Pause after Podman's exec: its cleanup runs after it returns, and must not slow the next
+/// measurement.
 const SETTLE: Duration = Duration::from_millis(60);
-/// Clients at once.
+/// Concurrent clients.
 const CLIENTS: usize = 20;
 
 pub(crate) async fn measure(
@@ -42,7 +43,7 @@ pub(crate) async fn measure(
     let mut rest = Samples::new("Podman REST exec");
     let mut podman = Samples::new(PODMAN_EXEC);
 
-    // Once unmeasured: connections, page cache, lazily bound libraries.
+    // Warm-up: connections, page cache, lazily bound libraries.
     for _ in 0..5 {
         run_true(ours, session).await?;
         run_true(through, session).await?;
@@ -84,7 +85,7 @@ pub(crate) async fn measure(
     ])
 }
 
-/// Many clients at once in one session: how many execs end in a second, and how long each waits.
+/// Concurrent clients in one session: execs per second, and the latency of each.
 #[derive(Clone, Debug)]
 pub(crate) struct Parallel {
     pub(crate) clients: usize,
@@ -92,7 +93,7 @@ pub(crate) struct Parallel {
     pub(crate) samples: Samples,
 }
 
-/// In a session that may use every processor: with one, the kernel would stop it for the rest of each tenth of a second.
+/// Uses a session without a CPU quota: with one CPU, the kernel would throttle it in every period.
 pub(crate) async fn in_parallel(plan: &Plan, ours: &Ours) -> Result<Parallel> {
     let mut request = cynode_tests::session();
     request.limits = request.limits.map(|limits| LimitsRequest {

@@ -1,4 +1,5 @@
-//! What every measurement needs: a stack of its own, Podman's ways into the same container, times and tables.
+//! Shared parts of the benchmarks: a separate stack, Podman's ways into the same container, times
+//! and tables.
 #![forbid(unsafe_code)]
 #![allow(
     clippy::print_stderr,
@@ -20,14 +21,15 @@ pub mod through;
 use clap::ValueEnum;
 use cynode_tests::World;
 
-/// How figures are shown.
+/// The format of the report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Output {
     Table,
     Json,
 }
 
-/// Podman's cleanup of the last containers may still run, and would write into what is being removed.
+/// Waits for Podman's cleanup of the last containers, which would write into the directories being
+/// removed.
 pub async fn leave(world: World) {
     if let Err(error) = world.assert_clean().await {
         eprintln!("bench: {error:#}");

@@ -1,4 +1,4 @@
-//! The machine that the figures belong to.
+//! Facts about the machine.
 
 use std::process::Command;
 
@@ -59,7 +59,8 @@ impl Facts {
 
     pub fn json(&self) -> Value {
         json!({
-            "cores": self.cores, "processor": self.processor, "kernel": self.kernel, "podman": self.podman, "oci_runtime": self.runtime,
+            "cores": self.cores, "processor": self.processor, "kernel": self.kernel,
+            "podman": self.podman, "oci_runtime": self.runtime,
             "load_at_start": self.load, "build": self.build, "cynode": env!("CARGO_PKG_VERSION"),
         })
     }

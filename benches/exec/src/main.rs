@@ -1,7 +1,7 @@
-//! `make bench`: what a round with a session costs, beside what Podman's own ways into the same container cost.
+//! `make bench`: the cost of sessions, compared with Podman's own ways into the same container.
 //!
-//! One run, one worker with its own state directory and Podman store, rounds interleaved: whatever disturbs the machine
-//! disturbs all sides alike. Nothing here asserts a time; `benches/README.md` says how to read the table.
+//! One worker with its own state directory and Podman store, with interleaved rounds, so that noise
+//! affects all sides alike. Nothing asserts a time; `benches/README.md` explains the table.
 #![forbid(unsafe_code)]
 #![allow(
     clippy::print_stdout,
@@ -34,29 +34,29 @@ use crate::report::Report;
 /// Measures sessions against Podman, in one run on this machine.
 #[derive(Debug, Parser)]
 struct Arguments {
-    /// Rounds of what takes milliseconds; what takes longer gets a share of them.
+    /// Rounds of measurements in milliseconds; slower ones get a fraction of them.
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(10..=100_000))]
     rounds: u32,
-    /// A minute instead of several, with figures to match.
+    /// Run for less time, with less accurate figures.
     #[arg(long)]
     quick: bool,
     #[arg(long, value_enum, default_value = "table")]
     output: Output,
 }
 
-/// How much of everything.
+/// The number of rounds and the sizes.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     exec_rounds: u32,
-    /// Of `podman exec` and its like.
+    /// Rounds of slow commands such as `podman exec`.
     slow_rounds: u32,
     create_rounds: u32,
     transfer_rounds: u32,
     transfer_bytes: usize,
     idle_sessions: [usize; 3],
-    /// Sessions asked for at once.
+    /// Sessions created concurrently.
     burst: usize,
-    /// How long the bombs burn.
+    /// How long the bombs run.
     bomb_seconds: u64,
 }
 
@@ -78,7 +78,8 @@ impl Plan {
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    // One thread for the client: what it waits for is elsewhere, and a hop between threads would count as latency.
+    // One thread for the client: it only waits for servers, and a hop between threads would count
+    // as latency.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -123,7 +124,7 @@ async fn run(plan: Plan) -> Result<Report> {
     leave(world).await;
 
     say("memory of idle sessions");
-    // A worker that has done nothing yet: one that was busy has room in its heap, which would hide what sessions add.
+    // A fresh worker: free heap in a busy one would hide the growth.
     let world = World::new()?;
     let mut ours = Ours::start(&world, &Options::default()).await?;
     report.memory = memory::measure(&plan, &ours).await?;

@@ -1,4 +1,4 @@
-//! What sessions cost that do nothing.
+//! The memory of idle sessions.
 
 use std::time::Duration;
 
@@ -6,26 +6,26 @@ use anyhow::{Context as _, Result};
 
 use crate::{Plan, ours::Ours};
 
-/// Sessions made at once.
+/// Sessions created concurrently.
 const AT_ONCE: usize = 5;
-/// Until allocators and caches have come to rest.
+/// Time for allocators and caches to settle.
 const REST: Duration = Duration::from_secs(3);
 
-/// Kilobytes with so many idle sessions.
+/// Memory in KiB with a number of idle sessions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Idle {
     pub(crate) sessions: usize,
-    /// Of the agents, shared pages counted by their share.
+    /// PSS of the agents.
     pub(crate) agents: u64,
-    /// Of Podman's monitor processes.
+    /// PSS of Podman's monitor processes.
     pub(crate) monitors: u64,
     pub(crate) worker: u64,
-    /// What the worker has grown by since it had none.
+    /// Growth of the worker since it had no session.
     pub(crate) worker_growth: i64,
 }
 
 pub(crate) async fn measure(plan: &Plan, ours: &Ours) -> Result<Vec<Idle>> {
-    // One that came and went has made the worker's fixed buffers and connections.
+    // A first session makes the worker allocate its fixed buffers and connections.
     let first = ours.session().await?;
     ours.end(first).await?;
     tokio::time::sleep(REST).await;

@@ -1,4 +1,4 @@
-//! Our side: a worker of its own, and sessions on it.
+//! Our side: a separate worker, and sessions on it.
 
 use std::{
     path::{Path, PathBuf},
@@ -8,21 +8,21 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{SessionCreate, SessionEnd, SessionId, SessionState};
-use cynode_client::{Readiness, Sandboxes, WorkerClient};
+use cynode_client::{Readiness, Sandboxes, SessionClient};
 use cynode_tests::{Options, World};
 use serde_json::Value;
 
-/// A session's container, as the worker's journal has it.
+/// A session's container, from the worker's journal.
 #[derive(Clone, Debug)]
 pub struct Sandbox {
     pub container: String,
-    /// Its process 1, on the host.
+    /// The host's pid of process 1.
     pub pid: u64,
 }
 
 #[derive(Debug)]
 pub struct Ours {
-    pub client: WorkerClient,
+    pub client: SessionClient,
     /// The worker, or the supervisor that runs it.
     child: Child,
     /// The worker.
@@ -31,7 +31,8 @@ pub struct Ours {
 }
 
 impl Ours {
-    /// A worker that logs as an operator's does: the tests' harness would have it log everything, which costs time.
+    /// Starts a worker with default logging: the tests' harness would log everything, which takes
+    /// time.
     pub async fn start(world: &World, options: &Options) -> Result<Self> {
         let child = Self::spawn(world, &program()?, "worker", &world.config(options)?)?;
         let deadline = Instant::now() + Duration::from_mins(1);
@@ -57,7 +58,7 @@ impl Ours {
         }
     }
 
-    /// A worker that is ready, and the supervisor that runs it.
+    /// Attaches to a worker that is ready, and to its supervisor.
     pub fn of(world: &World, child: Child, pid: u32) -> Result<Self> {
         let client = client(&world.state_dir()).context("the worker's address and token")?;
         Ok(Self {
@@ -89,22 +90,22 @@ impl Ours {
         ] {
             command.env_remove(name);
         }
-        // For the build that keeps no audit trail; others do not look at it.
+        // Only the build without an audit trail reads this.
         command.env("CYNODE_UNAUDITED", "to compare");
         let child = command
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
             .spawn()?;
-        world.remember(child.id())?;
+        world.kill_on_cleanup(child.id())?;
         Ok(child)
     }
 
-    /// A cold session with the limits that the tests use.
+    /// Creates a cold session with the limits of the tests.
     pub async fn session(&self) -> Result<SessionId> {
         self.create(&cynode_tests::session())
             .await
-            .context("creating a session; 'make bench' makes the image that it needs")
+            .context("creating a session; 'make bench' builds the image")
     }
 
     pub async fn create(&self, request: &SessionCreate) -> Result<SessionId> {
@@ -118,7 +119,7 @@ impl Ours {
         Ok(session.session_id)
     }
 
-    /// A session on a sandbox that was made ahead.
+    /// Creates a session from the warm pool.
     pub async fn warm_session(&self) -> Result<SessionId> {
         let request = SessionCreate::new(
             cynode_api::TaskId::generate(),
@@ -130,7 +131,7 @@ impl Ours {
         Ok(session.session_id)
     }
 
-    /// Waits until so many sandboxes are ready to be claimed.
+    /// Waits until the warm pool has `count` sandboxes.
     pub async fn wait_for_spares(&self, count: f64) -> Result<()> {
         let deadline = Instant::now() + Duration::from_mins(2);
         loop {
@@ -189,14 +190,13 @@ impl Ours {
     }
 }
 
-/// The build of `cynode` beside this program.
+/// The build of `cynode` next to this program.
 pub fn program() -> Result<PathBuf> {
-    World::cynode()
-        .context("no release build of cynode is beside this program; 'make bench' builds it")
+    World::cynode().context("no release build of cynode next to this program; run 'make bench'")
 }
 
-fn client(state_dir: &Path) -> Option<WorkerClient> {
+fn client(state_dir: &Path) -> Option<SessionClient> {
     let url = fs_err::read_to_string(state_dir.join("worker/url")).ok()?;
     let token = fs_err::read_to_string(state_dir.join("worker.token")).ok()?;
-    WorkerClient::new(&url, &token).ok()
+    SessionClient::new(&url, &token).ok()
 }

@@ -1,4 +1,4 @@
-//! The figures, for people and for programs.
+//! The report, as text or JSON.
 
 use std::fmt;
 
@@ -60,36 +60,74 @@ impl Report {
     }
 
     pub(crate) fn json(&self) -> Value {
-        let latency: Vec<Value> =
-            self.latencies().iter().map(|(what, ways)| json!({ "what": what, "ways": ways.iter().map(json_of).collect::<Vec<_>>() })).collect();
+        let latency: Vec<Value> = self
+            .latencies()
+            .iter()
+            .map(|(name, ways)| {
+                let ways: Vec<_> = ways.iter().map(json_of).collect();
+                json!({ "what": name, "ways": ways })
+            })
+            .collect();
         let transfer = |transfer: &Transfer| {
-            let rate = |ways: &Samples| json!({ "way": ways.way, "rounds": ways.len(), "p50_ms": milliseconds(ways.p50()), "mib_per_second": rate(transfer.bytes, ways) });
-            json!({ "what": transfer.what, "bytes": transfer.bytes, "ways": transfer.ways.iter().map(rate).collect::<Vec<_>>() })
+            let rate = |ways: &Samples| {
+                json!({
+                    "way": ways.way,
+                    "rounds": ways.len(),
+                    "p50_ms": milliseconds(ways.p50()),
+                    "mib_per_second": rate(transfer.bytes, ways),
+                })
+            };
+            let ways: Vec<_> = transfer.ways.iter().map(rate).collect();
+            json!({ "what": transfer.name, "bytes": transfer.bytes, "ways": ways })
         };
-        let idle = |row: &Idle| json!({ "sessions": row.sessions, "agents_pss_kib": row.agents, "monitors_pss_kib": row.monitors, "worker_rss_kib": row.worker, "worker_growth_kib": row.worker_growth });
+        let idle = |row: &Idle| {
+            json!({
+                "sessions": row.sessions,
+                "agents_pss_kib": row.agents,
+                "monitors_pss_kib": row.monitors,
+                "worker_rss_kib": row.worker,
+                "worker_growth_kib": row.worker_growth,
+            })
+        };
         json!({
             "machine": self.facts.json(),
             "latency": latency,
-            "parallel": { "clients": self.parallel.clients, "execs_per_second": self.parallel.per_second, "times": json_of(&self.parallel.samples) },
-            "burst": { "sessions": self.burst.sessions, "ready_ms": milliseconds(self.burst.ready), "gone_ms": milliseconds(self.burst.gone) },
-            "neighbour_of_ten_bombs": { "seconds": self.neighbour.seconds, "failed": self.neighbour.failed, "idle": self.neighbour.idle.as_ref().map(json_of), "beside": self.neighbour.beside.as_ref().map(json_of) },
+            "parallel": {
+                "clients": self.parallel.clients,
+                "execs_per_second": self.parallel.per_second,
+                "times": json_of(&self.parallel.samples),
+            },
+            "burst": {
+                "sessions": self.burst.sessions,
+                "ready_ms": milliseconds(self.burst.ready),
+                "gone_ms": milliseconds(self.burst.gone),
+            },
+            "neighbour_of_ten_bombs": {
+                "seconds": self.neighbour.seconds,
+                "failed": self.neighbour.failed,
+                "idle": self.neighbour.idle.as_ref().map(json_of),
+                "beside": self.neighbour.beside.as_ref().map(json_of),
+            },
             "through_the_orchestrator": {
-                "bytes": self.passed.bytes, "ms": milliseconds(self.passed.time), "rss_before_bytes": self.passed.before, "rss_peak_bytes": self.passed.peak,
+                "bytes": self.passed.bytes,
+                "ms": milliseconds(self.passed.time),
+                "rss_before_bytes": self.passed.before,
+                "rss_peak_bytes": self.passed.peak,
             },
             "throughput": self.transfers.iter().map(transfer).collect::<Vec<_>>(),
             "idle_memory": self.memory.iter().map(idle).collect::<Vec<_>>(),
         })
     }
 
-    /// Ours against each of the others, in words.
+    /// The ratio of our times to each of the others, as text.
     fn ratios(&self) -> Vec<String> {
         let mut lines = Vec::new();
         let groups = self.latencies().into_iter().chain(
             self.transfers
                 .iter()
-                .map(|transfer| (transfer.what, transfer.ways.as_slice())),
+                .map(|transfer| (transfer.name, transfer.ways.as_slice())),
         );
-        for (what, ways) in groups {
+        for (name, ways) in groups {
             let Some((ours, others)) = ways.split_first() else {
                 continue;
             };
@@ -102,7 +140,7 @@ impl Report {
                 };
                 let digits = usize::from(factor < 10.0);
                 lines.push(format!(
-                    "{what}: {factor:.digits$}x {word} than {}",
+                    "{name}: {factor:.digits$}x {word} than {}",
                     other.way
                 ));
             }
@@ -122,7 +160,7 @@ impl Report {
     }
 }
 
-/// MiB in a second, by the median.
+/// MiB per second at the median.
 fn rate(bytes: usize, samples: &Samples) -> f64 {
     bytes as f64 / f64::from(1 << 20) / samples.p50().as_secs_f64()
 }
@@ -130,9 +168,9 @@ fn rate(bytes: usize, samples: &Samples) -> f64 {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}\n", self.facts)?;
-        for (what, ways) in self.latencies() {
-            let parallel = what.starts_with("exec").then_some(&self.parallel.samples);
-            writeln!(f, "{}\n", latencies(what, ways.iter().chain(parallel)))?;
+        for (name, ways) in self.latencies() {
+            let parallel = name.starts_with("exec").then_some(&self.parallel.samples);
+            writeln!(f, "{}\n", latencies(name, ways.iter().chain(parallel)))?;
         }
         writeln!(
             f,
@@ -147,7 +185,8 @@ impl fmt::Display for Report {
         } = &self.burst;
         writeln!(
             f,
-            " {sessions} sessions at once: all run after {:.1} s, all gone {:.1} s after their end\n",
+            " {sessions} sessions at once: all run after {:.1} s, all gone {:.1} s after their \
+             end\n",
             ready.as_secs_f64(),
             gone.as_secs_f64()
         )?;
@@ -163,7 +202,8 @@ impl fmt::Display for Report {
             let ratio = beside.p50().as_secs_f64() / idle.p50().as_secs_f64();
             writeln!(
                 f,
-                "{rows}\n p50 beside the bombs, {seconds} s long: {ratio:.1} times that of an idle machine; {failed} calls failed\n"
+                "{rows}\n p50 beside the bombs, {seconds} s long: {ratio:.1} times that of an \
+                 idle machine; {failed} calls failed\n"
             )?;
         }
 
@@ -173,7 +213,7 @@ impl fmt::Display for Report {
             .map_or(0, |transfer| transfer.bytes >> 20);
         for transfer in &self.transfers {
             let mut rows = table(&[
-                &format!("{}, {mebibytes} MiB", transfer.what),
+                &format!("{}, {mebibytes} MiB", transfer.name),
                 "p50 ms",
                 "MiB/s",
                 "rounds",
@@ -197,7 +237,8 @@ impl fmt::Display for Report {
         } = self.passed;
         writeln!(
             f,
-            " {} MiB of output by the orchestrator: {:.1} s, {:.0} MiB/s; its memory {} MiB before and {} MiB at its highest\n",
+            " {} MiB of output by the orchestrator: {:.1} s, {:.0} MiB/s; its memory {} MiB \
+             before and {} MiB at its highest\n",
             bytes >> 20,
             time.as_secs_f64(),
             (bytes >> 20) as f64 / time.as_secs_f64(),

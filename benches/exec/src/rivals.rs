@@ -1,4 +1,4 @@
-//! The other ways into the very same container, and a container like it made by Podman alone.
+//! Other ways into the same container, and a similar container made by Podman alone.
 
 use std::{
     io::Read as _,
@@ -14,10 +14,10 @@ use serde_json::{Value, json};
 
 use crate::ours::{Ours, Sandbox};
 
-/// Of one call to Podman's service; a hung one must not hold the run.
-const CALL: Duration = Duration::from_mins(1);
-/// Ids of a sandbox.
-const BLOCK: u64 = 65_536;
+/// Timeout of a call to Podman's service, so that a hung one does not block the run.
+const CALL_TIMEOUT: Duration = Duration::from_mins(1);
+/// Size of the id range of a sandbox.
+const ID_RANGE: u64 = 65_536;
 
 #[derive(Debug)]
 pub struct Rivals {
@@ -26,7 +26,7 @@ pub struct Rivals {
     sandbox: Sandbox,
     id: String,
     runc_root: Option<PathBuf>,
-    /// The first id of a block that no session has.
+    /// The start of an id range that no session uses.
     pub id_block: u64,
 }
 
@@ -39,7 +39,7 @@ impl Rivals {
             .collect();
         let service = Client::builder()
             .unix_socket(Ours::podman_socket(world))
-            .timeout(CALL)
+            .timeout(CALL_TIMEOUT)
             .build()?;
         let found: Value = service
             .get(format!(
@@ -61,7 +61,8 @@ impl Rivals {
             .nth(1)
             .context("an id map")?
             .parse()?;
-        // Podman calls runc without a root of its own; an ordinary user's is below the runtime directory.
+        // Podman runs runc with its default root; an unprivileged user's is below the runtime
+        // directory.
         let roots = [
             Some(PathBuf::from("/run/runc")),
             std::env::var_os("XDG_RUNTIME_DIR")
@@ -78,7 +79,7 @@ impl Rivals {
             sandbox: sandbox.clone(),
             id,
             runc_root,
-            id_block: first + 256 * BLOCK,
+            id_block: first + 256 * ID_RANGE,
         })
     }
 
@@ -99,7 +100,7 @@ impl Rivals {
         command
     }
 
-    /// Create, start attached and inspect over the socket of a service that runs already.
+    /// Create, start attached and inspect over the socket of a running service.
     pub async fn rest_exec(&self, argv: &[&str]) -> Result<()> {
         let base = "http://podman/v1.41";
         let body = json!({ "AttachStdout": true, "AttachStderr": true, "Cmd": argv });
@@ -142,7 +143,7 @@ impl Rivals {
         }
     }
 
-    /// `None` when Podman's runtime is not runc, or keeps its state elsewhere.
+    /// `None` if Podman's runtime is not runc, or keeps its state elsewhere.
     pub fn runc_exec(&self, argv: &[&str]) -> Option<Command> {
         let mut command = Command::new("runc");
         command
@@ -172,9 +173,10 @@ impl Rivals {
         command
     }
 
-    /// `podman run -d` of a container with a sandbox's image, limits, mounts and an id map of the same size.
+    /// `podman run -d` of a container with a sandbox's image, limits, mounts and an id map of the
+    /// same size.
     pub fn podman_run(&self, name: &str, workspace: &str) -> Command {
-        let map = format!("0:{}:{BLOCK}", self.id_block);
+        let map = format!("0:{}:{ID_RANGE}", self.id_block);
         let mut command = self.podman();
         command.args([
             "run",
@@ -262,14 +264,14 @@ pub fn run(command: &mut Command) -> Result<Output> {
     Ok(output)
 }
 
-/// How long a command takes that must succeed.
+/// Times a command that must succeed.
 pub fn time_of(command: &mut Command) -> Result<Duration> {
     let started = Instant::now();
     run(command)?;
     Ok(started.elapsed())
 }
 
-/// Runs a command and reads its output to the end, keeping none of it; says how much there was.
+/// Runs a command, discards its output, and returns its length.
 pub fn drain(command: &mut Command) -> Result<u64> {
     let mut child = command.stdout(Stdio::piped()).spawn()?;
     let mut output = child.stdout.take().context("a pipe")?;

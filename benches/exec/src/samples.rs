@@ -1,8 +1,8 @@
-//! Times of one thing, and what of them is shown.
+//! Measured times and their percentiles.
 
 use std::time::{Duration, Instant};
 
-/// One way of doing a thing, with the time that each round took.
+/// The times of all rounds of one measurement.
 #[derive(Clone, Debug)]
 pub struct Samples {
     pub way: &'static str,
@@ -31,7 +31,7 @@ impl Samples {
         self.times.is_empty()
     }
 
-    /// Nearest rank: a time that was really measured. `None` without any.
+    /// The nearest-rank percentile, a measured time; `None` without samples.
     pub fn percentile(&self, percent: usize) -> Option<Duration> {
         let mut sorted = self.times.clone();
         sorted.sort_unstable();
@@ -45,7 +45,7 @@ impl Samples {
     }
 }
 
-/// Runs something and says how long it took.
+/// Times a future.
 pub async fn timed<T>(work: impl Future<Output = T>) -> (Duration, T) {
     let started = Instant::now();
     let result = work.await;

@@ -1,4 +1,4 @@
-//! Figures in columns.
+//! Tables of figures.
 
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
 use serde_json::{Value, json};
@@ -15,10 +15,10 @@ pub fn table(header: &[&str]) -> Table {
     table
 }
 
-/// What there is to say of times, below each other.
+/// A table of percentiles, one row per measurement.
 #[must_use]
-pub fn latencies<'a>(what: &str, ways: impl IntoIterator<Item = &'a Samples>) -> Table {
-    let mut rows = table(&[what, "p50 ms", "p95 ms", "p99 ms", "rounds"]);
+pub fn latencies<'a>(name: &str, ways: impl IntoIterator<Item = &'a Samples>) -> Table {
+    let mut rows = table(&[name, "p50 ms", "p95 ms", "p99 ms", "rounds"]);
     for samples in ways {
         let shown = |percent| {
             samples.percentile(percent).map_or_else(
@@ -40,5 +40,11 @@ pub fn latencies<'a>(what: &str, ways: impl IntoIterator<Item = &'a Samples>) ->
 #[must_use]
 pub fn json_of(samples: &Samples) -> Value {
     let percentile = |percent| samples.percentile(percent).map(milliseconds);
-    json!({ "way": samples.way, "rounds": samples.len(), "p50_ms": percentile(50), "p95_ms": percentile(95), "p99_ms": percentile(99) })
+    json!({
+        "way": samples.way,
+        "rounds": samples.len(),
+        "p50_ms": percentile(50),
+        "p95_ms": percentile(95),
+        "p99_ms": percentile(99),
+    })
 }

@@ -1,4 +1,5 @@
-//! The orchestrator between a caller and a session: what it adds, and what it takes when much goes through it.
+//! The orchestrator between a caller and a session: its overhead, and its memory under heavy
+//! traffic.
 
 use std::{
     fmt::Write as _,
@@ -8,8 +9,8 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{ExecRequest, SessionId, UserSessionCreate};
-use cynode_client::{ExecEvent, UserClient, WorkerClient};
-use cynode_tests::{IMAGE, Options, World, exec, forget_memory_peak, memory, sh};
+use cynode_client::{ExecEvent, SessionClient, UserClient};
+use cynode_tests::{IMAGE, Options, World, exec, memory, reset_memory_peak, sh};
 use serde_json::Value;
 
 use crate::{
@@ -17,25 +18,25 @@ use crate::{
     samples::timed,
 };
 
-/// A stack as `up` runs it: PostgreSQL, an orchestrator, a worker.
+/// A stack as `cynode up` runs it: PostgreSQL, an orchestrator, a worker.
 #[derive(Debug)]
 pub struct Stack {
     /// The worker, called directly.
     pub ours: Ours,
-    /// The same sessions by way of the orchestrator.
-    pub through: WorkerClient,
+    /// The same sessions through the orchestrator.
+    pub through: SessionClient,
     /// The orchestrator, as an administrator.
     pub user: UserClient,
     orchestrator: u32,
     database: String,
 }
 
-/// How much went through, and what the orchestrator took meanwhile.
+/// The volume of traffic, and the orchestrator's memory meanwhile.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Passed {
     pub bytes: u64,
     pub time: Duration,
-    /// The orchestrator's resident memory before, and the most that it had.
+    /// The orchestrator's resident memory before, and its peak.
     pub before: u64,
     pub peak: u64,
 }
@@ -45,13 +46,14 @@ impl Stack {
         Self::of(world, &program()?).await
     }
 
-    /// With another build of `cynode`.
+    /// Starts a stack of another build of `cynode`.
     pub async fn of(world: &World, program: &Path) -> Result<Self> {
         let config = world.config(&Options::default())?;
         let mut text = fs_err::read_to_string(&config)?;
         write!(
             text,
-            "[orchestrator]\nlisten = \"127.0.0.1:0\"\ncontrol_listen = \"127.0.0.1:0\"\ndefault_image = {IMAGE:?}\nseed_images = [{IMAGE:?}]\n"
+            "[orchestrator]\nlisten = \"127.0.0.1:0\"\ncontrol_listen = \
+             \"127.0.0.1:0\"\ndefault_image = {IMAGE:?}\nseed_images = [{IMAGE:?}]\n"
         )?;
         fs_err::write(&config, text)?;
         let up = Ours::spawn(world, program, "up", &config)?;
@@ -73,7 +75,7 @@ impl Stack {
             &token,
         )?;
         let through = user.sessions().clone();
-        // The server says in its own file where its socket is.
+        // PostgreSQL's pid file names its socket directory.
         let server =
             fs_err::read_to_string(world.state_dir().join("postgres/data/postmaster.pid"))?;
         let socket = server
@@ -91,13 +93,13 @@ impl Stack {
         })
     }
 
-    /// The address of its database.
+    /// The URL of the stack's database.
     #[must_use]
     pub fn database(&self) -> &str {
         &self.database
     }
 
-    /// A session that both know.
+    /// A session, known to orchestrator and worker.
     pub async fn session(&self) -> Result<SessionId> {
         let request = UserSessionCreate {
             limits: cynode_tests::session().limits,
@@ -116,7 +118,7 @@ impl Stack {
         Ok(session.session_id)
     }
 
-    /// A gibibyte of output, read as it comes.
+    /// Streams a gibibyte of output.
     pub async fn pass(&self, session: SessionId) -> Result<Passed> {
         let bytes = 1 << 30;
         let request = ExecRequest {
@@ -125,7 +127,7 @@ impl Stack {
                 "yes 'a line of output, as programs write them' | head -c {bytes}"
             ))
         };
-        forget_memory_peak(self.orchestrator)?;
+        reset_memory_peak(self.orchestrator)?;
         let (before, _) = memory(self.orchestrator)?;
         let reading = async {
             let mut events = self.through.exec_stream(session, &request).await?;
@@ -138,7 +140,7 @@ impl Stack {
             Ok::<_, anyhow::Error>(total)
         };
         let (time, total) = timed(reading).await;
-        ensure!(total? == bytes, "not all of it came");
+        ensure!(total? == bytes, "the output is incomplete");
         let (_, peak) = memory(self.orchestrator)?;
         Ok(Passed {
             bytes,
@@ -149,8 +151,8 @@ impl Stack {
     }
 }
 
-/// One short command, to its end.
-pub async fn run_true(client: &WorkerClient, session: SessionId) -> Result<()> {
+/// Runs one short command.
+pub async fn run_true(client: &SessionClient, session: SessionId) -> Result<()> {
     let result = client.exec(session, &exec(["true"])).await?;
     ensure!(
         result.exit.exit_code == Some(0),
@@ -160,7 +162,7 @@ pub async fn run_true(client: &WorkerClient, session: SessionId) -> Result<()> {
     Ok(())
 }
 
-/// The child of the supervisor that runs a role.
+/// The supervisor's child process for a role.
 fn child(up: u32, role: &str) -> Result<u32> {
     let children = fs_err::read_to_string(format!("/proc/{up}/task/{up}/children"))?;
     let is = |pid: &&str| {

@@ -1,4 +1,4 @@
-//! Much output, large files.
+//! Throughput of output and files.
 
 use std::{
     path::Path,
@@ -18,15 +18,15 @@ use crate::{
     samples::{Samples, timed},
 };
 
-/// Ways of moving the same bytes.
+/// Different ways to move the same bytes.
 #[derive(Clone, Debug)]
 pub(crate) struct Transfer {
-    pub(crate) what: &'static str,
+    pub(crate) name: &'static str,
     pub(crate) bytes: usize,
     pub(crate) ways: Vec<Samples>,
 }
 
-/// Lines of text as a build writes them.
+/// Lines of text, like the log of a build.
 fn text(bytes: usize) -> Vec<u8> {
     let mut out = Vec::with_capacity(bytes + 100);
     let mut number: u64 = 0;
@@ -43,7 +43,7 @@ fn text(bytes: usize) -> Vec<u8> {
     out
 }
 
-/// Bytes that are not text, from a xorshift generator.
+/// Pseudorandom bytes from a xorshift generator.
 fn binary(bytes: usize) -> Vec<u8> {
     let mut state: u64 = 0x9E37_79B9_7F4A_7C15;
     let mut out = Vec::with_capacity(bytes + 8);
@@ -109,7 +109,7 @@ pub(crate) async fn measure(
         get[0].push(time);
         get[1].push(podman_cat(rivals, "binary", bytes)?);
         let started = Instant::now();
-        // A tar stream: a little more than the file.
+        // A tar stream is slightly larger than the file.
         let count = drain(
             rivals
                 .podman()
@@ -151,7 +151,7 @@ pub(crate) async fn measure(
             .arg(format!("{}:/workspace/put-by-cp", rivals.container())))?;
         put[2].push(started.elapsed());
     }
-    let transfer = |what, ways: Vec<Samples>| Transfer { what, bytes, ways };
+    let transfer = |name, ways: Vec<Samples>| Transfer { name, bytes, ways };
     Ok(vec![
         transfer("output, text", stream_text.into()),
         transfer("output, binary", stream_binary.into()),

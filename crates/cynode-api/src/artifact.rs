@@ -1,4 +1,4 @@
-//! Files that a task produced or was given.
+//! Files that a task produced or received.
 
 use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
@@ -11,15 +11,15 @@ pub mod artifact_limits {
     pub const MAX_PATH: usize = 1_024;
 }
 
-/// One version of a path. It never changes.
+/// One immutable version of a path.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Artifact {
     pub id: ArtifactId,
     pub task_id: TaskId,
     pub path: String,
-    /// From 1, for each path.
+    /// Starts at 1 for each path.
     pub version: i64,
-    /// In hexadecimal digits.
+    /// In hexadecimal.
     pub sha256: String,
     pub size: i64,
     pub media_type: String,

@@ -1,8 +1,8 @@
-//! The audit trail: what was asked, whether it was allowed, and what came of it.
+//! The audit trail: calls, the decisions about them and their outcomes.
 //!
-//! A body is what is chained and signed. Its hash is taken over the JSON that was stored, never over these types, so that a
-//! record with members that this version does not know is still verified. Env values, stdin and the content of files are
-//! never in it; names, sizes and hashes are.
+//! Record bodies are chained and signed. A hash covers the stored JSON, never these types, so that
+//! a record with members unknown to this version still verifies. Bodies never contain env values,
+//! stdin or file contents, only names, sizes and hashes.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -12,16 +12,20 @@ use uuid::Uuid;
 
 use crate::{ExecId, JobId, NodeId, ProjectId, SessionId, TaskId, TokenId, UserId};
 
-/// The version that bodies carry.
+/// The version in record bodies.
 pub const AUDIT_VERSION: u32 = 1;
 
-/// The most problems that a verdict names.
+/// Problems that a verdict lists at most.
 pub const MAX_AUDIT_PROBLEMS: usize = 100;
 
-macro_rules! words {
-    ($($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal),* $(,)? })*) => {$(
+macro_rules! string_enums {
+    ($(
+        $(#[$doc:meta])*
+        $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal),* $(,)? }
+    )*) => {$(
         $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[derive(Serialize, Deserialize, ToSchema)]
         #[serde(rename_all = "snake_case")]
         pub enum $name { $($(#[$variant_doc])* $variant),* }
 
@@ -38,24 +42,27 @@ macro_rules! words {
             fn from_str(text: &str) -> Result<Self, Self::Err> {
                 match text {
                     $($word => Ok(Self::$variant),)*
-                    _ => Err(format!("unknown word '{text}'; known are {}", [$($word),*].join(", "))),
+                    _ => {
+                        let known = [$($word),*].join(", ");
+                        Err(format!("unknown value '{text}'; expected one of {known}"))
+                    }
                 }
             }
         }
     )*};
 }
 
-words! {
-    /// What a record is.
+string_enums! {
+    /// The kind of a record.
     AuditKind {
-        /// Something is about to be done, or was refused. Durable before the effect.
+        /// An action is about to take effect, or was denied. Durable before the effect.
         Intent = "intent",
-        /// What came of an intent. Durable before the answer.
+        /// The outcome of an intent. Durable before the response.
         Outcome = "outcome",
-        /// Something happened that nobody asked for in a call.
+        /// Something happened without a call.
         Event = "event",
         Authentication = "authentication",
-        /// A writer began or ended its stream.
+        /// A writer started or ended its stream.
         Stream = "stream",
     }
 
@@ -69,15 +76,15 @@ words! {
         Failed = "failed",
         Refused = "refused",
         NotStarted = "not_started",
-        /// Nobody can say any more.
+        /// The outcome can't be determined any more.
         Unknown = "unknown",
     }
 }
 
 impl AuditResult {
-    /// What an answer with this status says.
+    /// The result that an HTTP status implies.
     #[must_use]
-    pub const fn of_status(status: u16) -> Self {
+    pub const fn from_status(status: u16) -> Self {
         match status {
             100..400 => Self::Done,
             400..500 => Self::Refused,
@@ -101,14 +108,14 @@ pub struct AuditSubject {
     pub node_id: Option<NodeId>,
 }
 
-/// What is chained: everything but place and hash.
+/// The chained part of a record: everything but its position and hash.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AuditBody {
     pub version: u32,
     pub kind: AuditKind,
     /// `session.exec`, `file.write`, `token.create`, …
     pub action: String,
-    /// The same in an intent and in its outcome.
+    /// Shared by an intent and its outcome.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub call_id: Option<Uuid>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -125,26 +132,26 @@ pub struct AuditBody {
     pub job_id: Option<JobId>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exec_id: Option<ExecId>,
-    /// What else it is about: `artifact:…`, `token:…`.
+    /// The affected resource: `artifact:…`, `token:…`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resource: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decision: Option<AuditDecision>,
-    /// Where in the order of checks the decision fell.
+    /// The stage of checks that made the decision.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stage: Option<String>,
-    /// The rules of policy that decided.
+    /// The policy rules that decided.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub result: Option<AuditResult>,
-    /// The HTTP status of the answer.
+    /// The HTTP status of the response.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub status: Option<u16>,
-    /// The error code of the answer.
+    /// The error code of the response.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub code: Option<String>,
-    /// What belongs to the action. Numbers in it are integers.
+    /// Details of the action. All numbers are integers.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     #[schema(value_type = Object)]
     pub detail: Map<String, Value>,
@@ -179,31 +186,31 @@ impl AuditBody {
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AuditRecord {
-    /// Rises from record to record over all streams.
+    /// Increases with each record, across all streams.
     pub cursor: i64,
-    /// One for each start of a process that writes.
+    /// Identifies one run of a writing process.
     pub stream: Uuid,
-    /// Counts the records of the stream from 1.
+    /// The number of the record in its stream, starting at 1.
     pub seq: u64,
     #[serde(with = "time::serde::rfc3339")]
     pub at: OffsetDateTime,
     #[serde(flatten)]
     pub body: AuditBody,
-    /// SHA-256 in hex, over this record and the hash of the one before it in the stream.
+    /// SHA-256 in hexadecimal, over this record and the hash of its predecessor in the stream.
     pub hash: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AuditPage {
     pub items: Vec<AuditRecord>,
-    /// Pass it back as `after`.
+    /// Pass this as `after` to get the next page.
     pub next_cursor: i64,
-    /// The page has fewer records than were asked for, because they are large: more follow `next_cursor`.
+    /// The page has fewer records than requested because they are large: more follow `next_cursor`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub truncated: bool,
 }
 
-/// The signed checkpoints that are kept, each the line that was signed and its signature.
+/// The retained checkpoints, each a signed line and its signature.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditCheckpoints {
     pub items: Vec<String>,
@@ -211,7 +218,7 @@ pub struct AuditCheckpoints {
     pub key: String,
 }
 
-/// A line of the answer to a verification. The verdict is the last one.
+/// A line of the response to a verification. The verdict comes last.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum AuditVerifyLine {
@@ -225,14 +232,14 @@ pub struct AuditVerdict {
     pub records: u64,
     pub streams: u64,
     pub checkpoints: u64,
-    /// Records that retention has removed, ever.
+    /// Total records removed by retention.
     pub truncated: u64,
     /// Intents without an outcome.
     pub open: u64,
-    /// Records that come after the last checkpoint: they are chained, and not signed yet.
+    /// Records after the last checkpoint: chained, but not signed yet.
     #[serde(default)]
     pub unsigned: u64,
-    /// When the oldest of them was made.
+    /// When the oldest unsigned record was made.
     #[serde(
         default,
         with = "time::serde::rfc3339::option",
@@ -245,19 +252,20 @@ pub struct AuditVerdict {
         skip_serializing_if = "Option::is_none"
     )]
     pub last_signed_at: Option<OffsetDateTime>,
-    /// The key that the checkpoints were verified with.
+    /// The key that verified the checkpoints.
     pub key: String,
     pub problems: Vec<AuditProblem>,
-    /// More was found than is listed.
+    /// More problems were found than are listed.
     pub more_problems: bool,
 }
 
-/// One thing that is broken, and where.
+/// One integrity problem and its location.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditProblem {
-    /// `record_changed`, `record_missing`, `record_inserted`, `order_changed`, `stream_missing`, `checkpoint_missing`,
-    /// `checkpoint_changed`, `checkpoint_overdue`, `signature_bad`, `tail_missing`, `intent_doubled`, `outcome_doubled`,
-    /// `outcome_without_intent`, `column_changed`, `table_changed`.
+    /// `record_changed`, `record_missing`, `record_inserted`, `order_changed`, `stream_missing`,
+    /// `checkpoint_missing`, `checkpoint_changed`, `checkpoint_overdue`, `signature_bad`,
+    /// `tail_missing`, `intent_doubled`, `outcome_doubled`, `outcome_without_intent`,
+    /// `column_changed`, `table_changed`.
     pub what: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stream: Option<Uuid>,
@@ -372,13 +380,15 @@ mod tests {
         let line: AuditVerifyLine =
             serde_json::from_value(json!({"checked": 3, "of": 9})).expect("progress parses");
         assert_eq!(line, AuditVerifyLine::Progress { checked: 3, of: 9 });
-        let line = serde_json::from_value(
-            json!({"verdict": {"intact": true, "records": 9, "streams": 1, "checkpoints": 2, "truncated": 0, "open": 0,
-            "key": "ed25519:", "problems": [], "more_problems": false}}),
-        );
-        assert!(
-            matches!(line.expect("verdicts parse"), AuditVerifyLine::Verdict { verdict } if verdict.intact && verdict.last_signed_at.is_none())
-        );
+        let line = serde_json::from_value(json!({"verdict": {
+            "intact": true, "records": 9, "streams": 1, "checkpoints": 2, "truncated": 0,
+            "open": 0, "key": "ed25519:", "problems": [], "more_problems": false,
+        }}));
+        assert!(matches!(
+            line.expect("verdicts parse"),
+            AuditVerifyLine::Verdict { verdict }
+                if verdict.intact && verdict.last_signed_at.is_none()
+        ));
     }
 
     #[test]

@@ -1,8 +1,8 @@
-//! Calls as whoever has to account for them sees them: what a call did, in a header of its answer, and what became of one whose
-//! answer was lost.
+//! Results of calls, for audit: the effect of a call, in a header of its response, and the state of
+//! a call whose response was lost.
 //!
-//! What must stay true: a header holds plain ASCII and at most [`call_limits::MAX_RESULT_BYTES`]; what was left out to keep to that is
-//! counted.
+//! Invariant: the header is plain ASCII and at most [`call_limits::MAX_RESULT_BYTES`] long; entries
+//! left out to fit are counted.
 
 use std::fmt::Write as _;
 
@@ -16,57 +16,61 @@ use crate::{
     SessionId, SessionState, SignalName, SignalScope, WorkspaceId,
 };
 
-/// Names a call, by a UUID of its caller's, so that it can be asked for later.
+/// Identifies a call by a UUID that its caller chose, so that its state can be queried later.
 pub const CALL_HEADER: &str = "x-cynode-call";
-/// Says what a call did, as one JSON object.
+/// The effect of a call, as one JSON object.
 pub const RESULT_HEADER: &str = "x-cynode-result";
 
-/// Bounds of what is said and remembered of calls.
+/// Bounds of call results and of the calls that a node remembers.
 pub mod call_limits {
     /// The longest result.
     pub const MAX_RESULT_BYTES: usize = 8 * 1024;
-    /// Calls that a node remembers: the newest.
-    pub const REMEMBERED: usize = 20_000;
-    /// What their results may take together; with longer ones, fewer calls are remembered.
-    pub const REMEMBERED_BYTES: usize = 16 * 1024 * 1024;
+    /// A node remembers this many calls, the newest.
+    pub const MAX_REMEMBERED_CALLS: usize = 20_000;
+    /// Total size of the remembered results; if they are long, a node remembers fewer calls.
+    pub const MAX_REMEMBERED_BYTES: usize = 16 * 1024 * 1024;
 }
 
-/// The longest path that is written as text, escapes and all. The longest path there is, in base64, is shorter.
+/// The longest path written as text, escapes included. Longer ones are written as base64, which is
+/// shorter for the longest possible path.
 const MAX_PATH_TEXT: usize = 5_600;
-/// What the changes of files may take of a result; the rest is for what stands around them.
+/// Share of a result for file changes; the rest is for the surrounding object.
 const MAX_CHANGES_BYTES: usize = call_limits::MAX_RESULT_BYTES - 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum CallState {
-    /// It is being answered.
+    /// The call is in flight.
     Running,
     Answered,
-    /// Its caller was gone before there was an answer. What it began may go on: a command does, for a while.
+    /// The caller disconnected before the response. Effects may continue: a command runs on for a
+    /// while.
     Abandoned,
-    /// It never came, or is no longer remembered.
+    /// The call never arrived, or is no longer remembered.
     NotFound,
 }
 
-/// What a node remembers of a call.
+/// The record of a call on a node.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Call {
     pub call_id: CallId,
     pub state: CallState,
-    /// Of the answer.
+    /// The status of the response.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub status: Option<u16>,
-    /// What the header of the answer says. Before there is one: what is known already, such as the id of a command that runs.
+    /// The result header of the response. Before the response: what is already known, such as the
+    /// id of a running command.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub result: Option<Value>,
-    /// With `not_found`: every call that came after this is remembered. So one that was sent later has not come.
+    /// With `not_found`: the node remembers every call that arrived after this time, so a call sent
+    /// later has not arrived.
     #[serde(
         default,
         with = "time::serde::rfc3339::option",
         skip_serializing_if = "Option::is_none"
     )]
     pub remembered_since: Option<OffsetDateTime>,
-    /// With `not_found`: the node's clock, for those who have another.
+    /// With `not_found`: the time on the node's clock, to correct for skew.
     #[serde(
         default,
         with = "time::serde::rfc3339::option",
@@ -83,7 +87,7 @@ pub struct ExecOutcome {
     pub exit: ExecExit,
 }
 
-/// The result of a call that makes, ends or changes a session.
+/// The result of a call that creates, ends or changes a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SessionOutcome {
     pub session_id: SessionId,
@@ -101,7 +105,7 @@ impl From<&Session> for SessionOutcome {
     }
 }
 
-/// The result of a signal, to one command or to all.
+/// The result of a signal to one command or to all.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SignalOutcome {
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -111,29 +115,30 @@ pub struct SignalOutcome {
     pub scope: Option<SignalScope>,
 }
 
-/// The result of a write to standard input: never what was written.
+/// The result of a write to standard input; never contains the data itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StdinOutcome {
     pub exec_id: ExecId,
-    pub bytes: StdinOf<u64>,
-    /// In hex.
-    pub sha256: StdinOf<String>,
+    pub bytes: StdinMember<u64>,
+    /// In hexadecimal.
+    pub sha256: StdinMember<String>,
     pub eof: bool,
 }
 
+/// A value for standard input, shaped like those of the output streams.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StdinOf<T> {
+pub struct StdinMember<T> {
     pub stdin: T,
 }
 
-/// One file, directory or link that a call made, changed or removed. What there was before and after has a hash when it was a
-/// regular file of at most 100 MiB that the sandbox's user can read.
+/// One file, directory or link that a call created, changed or removed. The hashes are present for
+/// regular files of at most 100 MiB that the sandbox's user can read.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileChange {
-    /// As the call named it; relative ones are below the workspace.
+    /// As given in the call; relative paths are below the workspace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// Instead of `path` when that is not UTF-8, or too long when it is escaped.
+    /// Replaces `path` if that is not UTF-8, or too long once escaped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_b64: Option<Base64Bytes>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -183,17 +188,17 @@ impl FileChange {
     }
 }
 
-/// The result of a call that changes files: the first of the changes, as many as fit.
+/// The result of a call that changes files: the first changes, as many as fit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileChanges {
     pub changes: Vec<FileChange>,
-    /// How many were left out.
+    /// The number of changes left out.
     #[serde(default)]
     pub more: u64,
 }
 
 impl FileChanges {
-    /// Whether the next change may be told. Who has to find out more for it need not do so when it can't.
+    /// Whether the next change may still fit. If not, callers can skip computing its details.
     #[must_use]
     pub const fn has_room(&self) -> bool {
         self.more == 0
@@ -228,7 +233,7 @@ impl From<&PatchResult> for FileChanges {
         for file in &result.files {
             let (mut before, after) = (file.sha256_before.clone(), file.sha256_after.clone());
             if let Some(from) = &file.from {
-                // What was before is of the file that it came from.
+                // The hash before belongs to the source of the rename.
                 let before = before.take();
                 if file.operation == PatchOperation::Rename {
                     changes.add(named(from, &file.from_b64).before(before));
@@ -244,17 +249,18 @@ impl From<&PatchResult> for FileChanges {
     }
 }
 
-/// JSON in plain ASCII, as a header can carry it.
+/// JSON in plain ASCII, fit for a header.
 #[must_use]
 pub fn ascii_json(value: &(impl Serialize + ?Sized)) -> String {
-    // Types whose members are strings, numbers and lists of those can be written.
+    // Types made of strings, numbers and lists always serialize.
     let json = serde_json::to_string(value).unwrap_or_default();
     let mut ascii = String::with_capacity(json.len());
     for character in json.chars() {
         if character.is_ascii() && !character.is_ascii_control() {
             ascii.push(character);
         } else {
-            // It stands in a string: elsewhere JSON is ASCII. Writing to a string can't fail.
+            // Outside strings JSON is ASCII, so this is in a string. Writing to a string can't
+            // fail.
             for unit in character.encode_utf16(&mut [0; 2]) {
                 let _written = write!(ascii, "\\u{unit:04x}");
             }
@@ -284,9 +290,9 @@ mod tests {
             let path = [byte; MAX_PATH_BYTES];
             let changes = FileChanges::from_iter([change(&path)]);
             assert_eq!((changes.changes.len(), changes.more), (1, 0), "{byte}");
-            let told = &changes.changes[0];
-            let named = told.path.clone().map_or_else(
-                || told.path_b64.clone().expect("bytes").0,
+            let change = &changes.changes[0];
+            let named = change.path.clone().map_or_else(
+                || change.path_b64.clone().expect("bytes").0,
                 String::into_bytes,
             );
             assert_eq!(named, path);
@@ -384,7 +390,12 @@ mod tests {
         }
 
         #[test]
-        fn any_changes_fit_into_a_header(paths in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 1..4_096), 0..12)) {
+        fn any_changes_fit_into_a_header(
+            paths in proptest::collection::vec(
+                proptest::collection::vec(any::<u8>(), 1..4_096),
+                0..12,
+            ),
+        ) {
             let changes: FileChanges = paths.iter().map(|path| change(path)).collect();
             prop_assert!(ascii_json(&changes).len() <= call_limits::MAX_RESULT_BYTES);
             prop_assert_eq!(changes.changes.len() as u64 + changes.more, paths.len() as u64);

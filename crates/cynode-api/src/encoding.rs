@@ -1,9 +1,9 @@
-//! Bytes in JSON: text where it is UTF-8, base64 where it is not.
+//! Bytes in JSON: text if they are UTF-8, base64 otherwise.
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
-/// Bytes that travel as a base64 string.
+/// Bytes as a base64 string.
 #[derive(Clone, Debug, Default, PartialEq, Eq, utoipa::ToSchema)]
 #[schema(value_type = String, format = "byte")]
 pub struct Base64Bytes(pub Vec<u8>);
@@ -24,7 +24,7 @@ impl<'de> Deserialize<'de> for Base64Bytes {
     }
 }
 
-/// Both streams as strings with the one encoding that fits both: `utf-8` when both are valid, else `base64`.
+/// Encodes both streams the same way: `utf-8` if both are valid UTF-8, `base64` otherwise.
 #[must_use]
 pub fn encode_streams(stdout: Vec<u8>, stderr: Vec<u8>) -> (String, String, &'static str) {
     match (String::from_utf8(stdout), String::from_utf8(stderr)) {

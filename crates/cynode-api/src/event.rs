@@ -1,4 +1,4 @@
-//! What happened to jobs and sessions, in order.
+//! State changes of jobs and sessions, in order.
 
 use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
@@ -14,7 +14,7 @@ pub mod event_limits {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
-    /// Rises by one from event to event.
+    /// Increases by one with each event.
     pub cursor: i64,
     #[serde(with = "time::serde::rfc3339")]
     pub at: OffsetDateTime,
@@ -29,7 +29,7 @@ pub struct Event {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<SessionId>,
     pub state: String,
-    /// Where the result is, when there is one.
+    /// Where to read the result, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub result_ref: Option<String>,
 }
@@ -37,6 +37,6 @@ pub struct Event {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct EventPage {
     pub items: Vec<Event>,
-    /// Pass it back as `after`.
+    /// Pass this as `after` to get the next page.
     pub next_cursor: i64,
 }

@@ -1,51 +1,53 @@
-//! Commands in a session: requests, answers, output and signals.
+//! Commands in a session: requests, results, output and signals.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
-use utoipa::ToSchema;
+use utoipa::{IntoParams, ToSchema};
 
 use crate::{Base64Bytes, ExecId};
 
 /// Bounds and defaults of an exec.
 pub mod exec_limits {
     pub const MAX_TIMEOUT_MS: u64 = 10_800_000;
-    /// Of each stream, in the answer of a foreground exec.
+    /// Per stream, in the response to a foreground exec.
     pub const DEFAULT_OUTPUT_BYTES: u64 = 262_144;
     pub const MAX_OUTPUT_BYTES: u64 = 16 * 1024 * 1024;
-    /// What the node keeps of one exec's output, and of a whole session's.
+    /// Output that a node retains for one exec, and for all execs of a session.
     pub const KEPT_PER_EXEC: u64 = 16 * 1024 * 1024;
     pub const KEPT_PER_SESSION: u64 = 256 * 1024 * 1024;
-    /// argv and environment of an exec together, as `execve` counts them: each string with its end and a pointer to it.
+    /// argv and environment together, as `execve` counts them: each string with its terminator and
+    /// a pointer.
     pub const MAX_ARGUMENT_BYTES: usize = 2 * 1024 * 1024;
-    /// The longest word of argv, and the longest `NAME=value`, with its end.
+    /// The longest argument, and the longest `NAME=value`, with its terminator.
     pub const MAX_ARGUMENT_LENGTH: usize = 128 * 1024;
-    /// What a pointer to a string takes.
+    /// The size of a pointer to a string.
     pub const POINTER_BYTES: usize = 8;
-    /// The JSON of an exec: argv and environment at their limit, each byte escaped at its worst, and the rest.
+    /// The JSON of an exec request: argv and environment at their limits with every byte escaped,
+    /// plus the other fields.
     pub const MAX_REQUEST_BYTES: usize = 16 * 1024 * 1024;
-    /// What lists and records repeat of a command.
+    /// The part of argv that lists and records show.
     pub const MAX_SHOWN_ARGV_BYTES: usize = 512 * 1024;
-    /// The command of a job.
+    /// Arguments of a job's command.
     pub const MAX_ARGV: usize = 4_096;
     pub const MAX_ARGV_BYTES: usize = 512 * 1024;
     pub const MAX_ENV: usize = 512;
     pub const MAX_ENV_BYTES: usize = 256 * 1024;
-    /// One `stdin` call, and the `stdin` of a request.
+    /// Input of one `stdin` call, or of the `stdin` field of a request.
     pub const MAX_STDIN_BYTES: usize = 4 * 1024 * 1024;
-    /// The part `stdin` of a form.
+    /// The `stdin` part of a form.
     pub const MAX_FORM_STDIN_BYTES: u64 = 100 * 1024 * 1024;
-    /// What a session's commands have not read yet of the input that came with them.
+    /// Request input that the commands of a session have not consumed yet.
     pub const MAX_INPUT_PER_SESSION: u64 = 1 << 30;
     pub const MAX_WAIT_MS: u64 = 60_000;
-    /// How long the pipes are drained after argv's own process has ended.
+    /// How long the pipes are drained after the main process has exited.
     pub const DRAIN_MS: u64 = 250;
-    /// From TERM at the deadline to KILL.
+    /// Time between TERM at the deadline and KILL.
     pub const GRACE_MS: u64 = 1_000;
-    /// A foreground exec that nobody reads any more is ended after this.
+    /// A foreground exec without a reader is terminated after this time.
     pub const ABANDONED_MS: u64 = 30_000;
-    /// Execs that run at once in one session.
+    /// Concurrent execs of one session.
     pub const MAX_RUNNING: usize = 256;
 }
 
@@ -55,12 +57,12 @@ pub struct ExecRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
     pub argv: Vec<String>,
-    /// Relative paths start at `/workspace`, which is also the default.
+    /// The working directory; relative paths are resolved against `/workspace`, the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cwd: Option<String>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
-    /// 1 to 10,800,000; with `background` also 0: until the session ends.
+    /// 1 to 10,800,000. With `background`, 0 means until the session ends.
     pub timeout_ms: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stdin: Option<String>,
@@ -76,24 +78,28 @@ pub struct ExecRequest {
     pub exec_id: Option<ExecId>,
 }
 
-/// An exec with its input, as `multipart/form-data`.
+/// An exec and its standard input, as `multipart/form-data`.
 #[derive(Debug, ToSchema)]
 pub struct ExecForm {
-    /// The first part: the same JSON, without `stdin` and `stdin_b64`.
+    /// The first part: the JSON request, without `stdin` and `stdin_b64`.
     pub request: ExecRequest,
-    /// The second part: at most 100 MiB, taken whole before the command starts.
+    /// The second part: at most 100 MiB, received completely before the command starts.
     #[schema(value_type = String, format = Binary)]
     pub stdin: Vec<u8>,
 }
 
-/// What stands before and after the input in the form of an exec. The boundary must not occur in the input.
+/// The bytes before and after the input in the form of an exec. The boundary must not occur in the
+/// input.
 #[must_use]
 pub fn exec_form(boundary: &str, request: &[u8]) -> (Vec<u8>, Vec<u8>) {
-    let mut head = format!("--{boundary}\r\nContent-Disposition: form-data; name=\"request\"\r\nContent-Type: application/json\r\n\r\n").into_bytes();
+    let part = |name: &str, media_type: &str| {
+        let disposition = format!("Content-Disposition: form-data; name=\"{name}\"");
+        format!("--{boundary}\r\n{disposition}\r\nContent-Type: {media_type}\r\n\r\n")
+    };
+    let mut head = part("request", "application/json").into_bytes();
     head.extend_from_slice(request);
-    let stdin =
-        "Content-Disposition: form-data; name=\"stdin\"\r\nContent-Type: application/octet-stream";
-    head.extend_from_slice(format!("\r\n--{boundary}\r\n{stdin}\r\n\r\n").as_bytes());
+    head.extend_from_slice(b"\r\n");
+    head.extend_from_slice(part("stdin", "application/octet-stream").as_bytes());
     (head, format!("\r\n--{boundary}--\r\n").into_bytes())
 }
 
@@ -102,7 +108,7 @@ pub struct ExecAccepted {
     pub exec_id: ExecId,
 }
 
-/// How a command was run.
+/// How a command was started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ExecVia {
@@ -116,7 +122,7 @@ pub struct Truncated {
     pub stderr: bool,
 }
 
-/// Bytes that the command wrote, whether kept or not.
+/// Bytes that the command wrote, retained or not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[schema(as = ByteCounts)]
 pub struct Bytes {
@@ -124,7 +130,7 @@ pub struct Bytes {
     pub stderr: u64,
 }
 
-/// SHA-256 of each stream, in hex.
+/// SHA-256 of each stream, in hexadecimal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct StreamHashes {
     pub stdout: String,
@@ -134,24 +140,48 @@ pub struct StreamHashes {
 /// How a command ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ExecExit {
-    /// Null when a signal ended it.
+    /// Null if a signal ended the command.
     pub exit_code: Option<i32>,
-    /// The signal's name without `SIG`, such as `KILL`.
+    /// The name of the signal without `SIG`, such as `KILL`.
     pub signal: Option<String>,
     pub timed_out: bool,
     pub oom_killed: bool,
     pub bytes: Bytes,
-    /// Of all that the command wrote, whether kept or not. Absent when that is not known whole.
+    /// Covers everything that the command wrote, retained or not. Absent if part of it was not
+    /// seen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<StreamHashes>,
     pub duration_ms: u64,
     pub via: ExecVia,
-    /// True when the end was not seen: the process that watched it was killed from inside, or the sandbox went away.
+    /// True if the end was not observed: the process that supervised the command was killed from
+    /// inside the sandbox, or the sandbox is gone.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
-    /// True when it was killed because its sandbox filled the node's disk, of which little was left.
+    /// True if the command was killed because its sandbox filled the node's disk.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub no_space: bool,
+}
+
+impl ExecExit {
+    /// The exit of a command that was never started. A reader of its output still needs an end.
+    #[must_use]
+    pub const fn never_ran(via: ExecVia) -> Self {
+        Self {
+            exit_code: None,
+            signal: None,
+            timed_out: false,
+            oom_killed: false,
+            bytes: Bytes {
+                stdout: 0,
+                stderr: 0,
+            },
+            sha256: None,
+            duration_ms: 0,
+            via,
+            lost: false,
+            no_space: false,
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -161,7 +191,7 @@ pub struct ExecResult {
     pub exit: ExecExit,
     pub stdout: String,
     pub stderr: String,
-    /// `utf-8`, or `base64` for both streams when either is not UTF-8.
+    /// `utf-8`; `base64` for both streams if either is not UTF-8.
     pub encoding: String,
     pub truncated: Truncated,
 }
@@ -178,9 +208,9 @@ pub enum ExecState {
 pub struct Exec {
     pub exec_id: ExecId,
     pub state: ExecState,
-    /// At most 512 KiB and 4,096 words of it.
+    /// At most the first 512 KiB and 4,096 arguments.
     pub argv: Vec<String>,
-    /// True when argv is longer than what is shown here.
+    /// True if `argv` is incomplete.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub argv_truncated: bool,
     pub cwd: String,
@@ -200,7 +230,7 @@ pub enum Stream {
     Stderr,
 }
 
-/// A piece of output. `seq` counts the pieces of both streams from 1.
+/// A piece of output. `seq` numbers the pieces of both streams, starting at 1.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Chunk {
     pub seq: u64,
@@ -213,20 +243,59 @@ pub struct Chunk {
     pub data_b64: Option<Base64Bytes>,
 }
 
+impl Chunk {
+    /// Text if the data is UTF-8, base64 otherwise. A character split between two pieces makes both
+    /// of them base64.
+    #[must_use]
+    pub fn new(seq: u64, stream: Stream, at: OffsetDateTime, data: Vec<u8>) -> Self {
+        let (data, data_b64) = match String::from_utf8(data) {
+            Ok(text) => (Some(text), None),
+            Err(error) => (None, Some(Base64Bytes(error.into_bytes()))),
+        };
+        Self {
+            seq,
+            stream,
+            at,
+            data,
+            data_b64,
+        }
+    }
+}
+
+/// The part of the output to return.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub struct OutputQuery {
+    /// Return pieces after this one; 0 is the start.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub after_seq: Option<u64>,
+    /// Approximate amount to return; 1 MiB by default. A page ends at about 4 MiB of JSON and holds
+    /// at least one piece, if there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_bytes: Option<u64>,
+    /// How long to wait for new output; at most 60,000.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wait_ms: Option<u64>,
+    /// Skip to the newest pieces that hold at least this many bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tail_bytes: Option<u64>,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct OutputPage {
     pub chunks: Vec<Chunk>,
-    /// Pass it back as `after_seq`.
+    /// Pass this as `after_seq` to get the next page.
     pub next_seq: u64,
-    /// Set when pieces before this one are no longer kept.
+    /// Set if pieces before this one are no longer retained.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lost_before_seq: Option<u64>,
-    /// Set when the command has ended and all its output is in this page or before it.
+    /// Set if the command has ended and this page holds the last of its output.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exit: Option<ExecExit>,
 }
 
-/// The `data` of one event of the event stream. `start` and `exit` carry their own fields.
+/// The `data` of one event in an event stream. `start` and `exit` have fields of their own.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct StreamEvent {
     pub seq: u64,
@@ -240,7 +309,7 @@ pub struct StreamEvent {
     pub exec_id: Option<ExecId>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exit: Option<ExecExit>,
-    /// On the first event after a gap: pieces before this one are no longer kept.
+    /// On the first event after a gap: pieces before this one are no longer retained.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lost_before_seq: Option<u64>,
 }
@@ -293,7 +362,7 @@ impl SignalName {
         self.0
     }
 
-    /// The name of a signal number, as answers carry it; real-time signals by number.
+    /// The name of a signal in responses; real-time signals are shown by number.
     #[must_use]
     pub fn name_of(number: i32) -> String {
         SIGNALS
@@ -302,7 +371,7 @@ impl SignalName {
             .map_or_else(|| number.to_string(), |(name, _)| (*name).to_owned())
     }
 
-    /// The number of a signal's name, as answers carry it.
+    /// The number of a signal named in a response.
     #[must_use]
     pub fn number_of(name: &str) -> Option<i32> {
         SIGNALS
@@ -342,14 +411,14 @@ impl<'de> Deserialize<'de> for SignalName {
     }
 }
 
-/// Whom a signal to an exec reaches.
+/// The processes that a signal to an exec reaches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SignalScope {
-    /// The process group of argv's own process.
+    /// The process group of the main process.
     #[default]
     Group,
-    /// Everything that the exec started and that still runs, daemons too.
+    /// Every running process that the exec started, daemons included.
     Tree,
 }
 
@@ -363,7 +432,7 @@ pub struct SignalExec {
     pub scope: SignalScope,
 }
 
-/// Hits everything in the sandbox but process 1.
+/// Signals every process in the sandbox except process 1.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SignalSession {

@@ -10,7 +10,7 @@ use crate::{Base64Bytes, Flags};
 pub mod file_limits {
     pub const MAX_PUT_BYTES: u64 = 100 * 1024 * 1024;
     pub const MAX_PATCH_BYTES: u64 = 10 * 1024 * 1024;
-    /// Leading path components that a patch drops.
+    /// Leading path components that a patch strips.
     pub const DEFAULT_STRIP: u32 = 1;
     pub const MAX_STRIP: u32 = 32;
     pub const MAX_PATH_BYTES: usize = 4_095;
@@ -22,11 +22,11 @@ pub mod file_limits {
     pub const MAX_CONTEXT_LINES: u32 = 20;
     pub const MAX_PATTERN_BYTES: usize = 4_096;
     pub const SEARCH_MS: u64 = 10_000;
-    /// The answer to a listing or a search, as JSON, has about this many bytes at most; then it is truncated.
+    /// Listings and searches are truncated at about this many bytes of JSON.
     pub const MAX_ANSWER_BYTES: usize = 4 * 1024 * 1024;
-    /// A matching or context line longer than this is cut.
+    /// Longer matching and context lines are truncated.
     pub const MAX_LINE_BYTES: usize = 2_048;
-    /// Files larger than this are not searched.
+    /// Larger files are not searched.
     pub const MAX_SEARCHED_FILE_BYTES: u64 = 64 * 1024 * 1024;
 }
 
@@ -41,7 +41,7 @@ pub enum FileType {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FileEntry {
-    /// With replacement characters when the name is not UTF-8; then `path_b64` has the bytes.
+    /// Has replacement characters if the name is not UTF-8; `path_b64` then holds the bytes.
     pub path: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_b64: Option<Base64Bytes>,
@@ -52,7 +52,7 @@ pub struct FileEntry {
     pub mode: String,
     #[serde(with = "time::serde::rfc3339")]
     pub mtime: OffsetDateTime,
-    /// Where a symbolic link points.
+    /// The target of a symbolic link.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
 }
@@ -70,7 +70,7 @@ pub struct ListRequest {
     pub depth: Option<u32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_entries: Option<u32>,
-    /// Names that begin with a dot are left out unless this is true.
+    /// Include names that begin with a dot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hidden: Option<bool>,
 }
@@ -92,7 +92,7 @@ pub struct SearchRequest {
     pub glob: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// Whether case matters; it does by default.
+    /// Match case; true by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub case: Option<bool>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -106,9 +106,9 @@ pub struct SearchMatch {
     pub path: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_b64: Option<Base64Bytes>,
-    /// From 1.
+    /// Starts at 1.
     pub line: u64,
-    /// In bytes, from 1.
+    /// In bytes, starting at 1.
     pub column: u64,
     pub text: String,
     pub before: Vec<String>,
@@ -118,7 +118,7 @@ pub struct SearchMatch {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SearchResult {
     pub matches: Vec<SearchMatch>,
-    /// True when the result limit or the time limit ended the search.
+    /// True if the result limit or the time limit ended the search.
     pub truncated: bool,
     pub files_searched: u64,
 }
@@ -128,9 +128,10 @@ pub struct SearchResult {
 pub struct PatchRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
-    /// A unified diff, git's extensions included. Symbolic links (mode 120000) are changed themselves and never followed.
+    /// A unified diff, with git's extensions. A symbolic link (mode 120000) is itself patched,
+    /// never followed.
     pub diff: String,
-    /// Leading path components to drop; 1 by default.
+    /// Leading path components to strip; 1 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strip: Option<u32>,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -149,15 +150,15 @@ pub enum PatchOperation {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PatchedFile {
-    /// With replacement characters when the name is not UTF-8; then `path_b64` has the bytes.
+    /// Has replacement characters if the name is not UTF-8; `path_b64` then holds the bytes.
     pub path: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_b64: Option<Base64Bytes>,
     pub operation: PatchOperation,
-    /// Of the content; of a symbolic link, of its target.
+    /// Hash of the content; for a symbolic link, of its target.
     pub sha256_before: Option<String>,
     pub sha256_after: Option<String>,
-    /// Where a renamed or copied file came from.
+    /// The source of a renamed or copied file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -174,9 +175,9 @@ pub struct PatchResult {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PatchReject {
     pub path: String,
-    /// From 1; null when the whole file is refused.
+    /// Starts at 1; null if the whole file was rejected.
     pub hunk: Option<u32>,
-    /// The line of the old file at which the hunk should apply.
+    /// The line of the old file where the hunk should apply.
     pub line: Option<u64>,
     pub reason: String,
 }
@@ -192,14 +193,14 @@ pub struct MoveRequest {
     pub overwrite: bool,
 }
 
-/// What a write made.
+/// The result of a write.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FileWritten {
     pub sha256: String,
     pub size: u64,
     pub mode: String,
     pub created: bool,
-    /// Of what was there before.
+    /// Hash of the previous content.
     pub sha256_before: Option<String>,
     #[serde(flatten)]
     pub flags: Flags,
@@ -228,15 +229,15 @@ pub struct ExportRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
     pub format: ExportFormat,
-    /// What a patch is made against; `HEAD` by default.
+    /// The base of the patch; `HEAD` by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<String>,
-    /// The directory that a tar holds; `/workspace` by default.
+    /// The directory to archive; `/workspace` by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
 }
 
-/// How long a text is in JSON, with what stands around it.
+/// The length of a string in JSON, with an allowance for the field around it.
 #[must_use]
 pub fn json_text_bytes(text: &str) -> usize {
     let escaped = |byte: u8| match byte {

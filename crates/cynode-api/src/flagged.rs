@@ -1,32 +1,32 @@
-//! Content with the shape of a credential that was let into a sandbox.
+//! Content that looks like a credential and was allowed into a sandbox.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 pub mod flagged_limits {
-    /// Files that an answer and a record name; `flagged_total` counts all.
+    /// Files listed in a response or a record; `flagged_total` counts all of them.
     pub const MAX_FILES: usize = 100;
-    /// What their paths may take together.
+    /// Total length of the listed paths.
     pub const MAX_PATH_BYTES: usize = 8 * 1024;
 }
 
-/// A file whose content looks like a credential. The content itself is never repeated.
+/// A file whose content looks like a credential. The content itself is never shown.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FlaggedFile {
-    /// As the request names it: the path of a file, an entry of an archive, a file of a diff; or the field that holds it, such as
-    /// `env.NAME`.
+    /// As in the request: the path of a file, of an archive entry or of a file in a diff; or the
+    /// name of a field, such as `env.NAME`.
     pub path: String,
-    /// What it looks like, such as `a GitHub token`.
+    /// The kind of credential, such as `a GitHub token`.
     pub shape: String,
 }
 
-/// Part of the answer to a call that brought content with the shape of a credential.
+/// Part of the response to a request with content that looks like a credential.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Flags {
-    /// At most 100 files; absent when there is none.
+    /// At most 100 files; absent if there are none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub flagged: Vec<FlaggedFile>,
-    /// All of them, named or not; absent when there is none.
+    /// The number of flagged files, listed or not; absent if there are none.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub flagged_total: u64,
 }
@@ -45,14 +45,14 @@ impl Flags {
         self.flagged_total == 0
     }
 
-    /// Counts a file, and names it while there is room.
+    /// Counts a file, and lists it while the list has room.
     pub fn add(&mut self, path: &str, shape: &str) {
         self.flagged_total += 1;
         let named: usize = self.flagged.iter().map(|file| file.path.len()).sum();
         if self.flagged.len() < flagged_limits::MAX_FILES
             && named + path.len() <= flagged_limits::MAX_PATH_BYTES
         {
-            // Neither the database nor a record can hold the character NUL.
+            // Neither the database nor audit records can store NUL.
             self.flagged.push(FlaggedFile {
                 path: path.replace('\0', "\u{fffd}"),
                 shape: shape.to_owned(),
@@ -61,7 +61,7 @@ impl Flags {
     }
 }
 
-/// The answer to an import that brought flagged content; one without answers 204.
+/// The response to an import with flagged content; other imports answer 204.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ImportResult {
     #[serde(flatten)]

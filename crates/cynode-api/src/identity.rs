@@ -1,4 +1,4 @@
-//! Who calls: users, groups and tokens.
+//! Callers: users, groups and tokens.
 
 use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
@@ -6,20 +6,20 @@ use utoipa::ToSchema;
 
 use crate::{GroupId, JobId, ProjectId, SessionId, TaskId, TokenId, UserId};
 
-/// How every token begins.
+/// The prefix of every token.
 pub const TOKEN_PREFIX: &str = "cyn_";
 pub const DEFAULT_TOKEN_SECONDS: u64 = 86_400;
 pub const MAX_TOKEN_SECONDS: u64 = 10 * 365 * 86_400;
 
-/// What a token speaks for.
+/// The kind of caller that a token authenticates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenKind {
-    /// A person, or a program in a person's name.
+    /// A person, or a program that acts for one.
     User,
     ProjectManager,
     ProjectAnalyst,
-    /// Exactly one task and job or session.
+    /// One job or session of one task.
     Sandbox,
 }
 
@@ -41,7 +41,8 @@ impl std::str::FromStr for TokenKind {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         serde_json::from_value(text.into()).map_err(|_| {
             format!(
-                "unknown kind '{text}'; known are user, project_manager, project_analyst, sandbox"
+                "unknown kind '{text}'; expected one of user, project_manager, \
+                 project_analyst, sandbox"
             )
         })
     }
@@ -53,7 +54,7 @@ pub struct TokenCreate {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
     pub kind: TokenKind,
-    /// The user's name or id; the caller's own when absent.
+    /// The user's name or id; the caller by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -68,7 +69,7 @@ pub struct TokenCreate {
     pub expires_in_seconds: Option<u64>,
 }
 
-/// The only answer that holds a token.
+/// The only response that contains the token itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct TokenCreated {
     pub id: TokenId,
@@ -81,7 +82,7 @@ pub struct TokenCreated {
 pub struct Token {
     pub id: TokenId,
     pub kind: TokenKind,
-    /// The name of the user in whose name it speaks.
+    /// The name of the user for whom the token acts.
     pub user: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub project_id: Option<ProjectId>,

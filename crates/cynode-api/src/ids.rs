@@ -1,4 +1,4 @@
-//! One type per kind of id, so that a session's id can't be passed where a task's is meant.
+//! One type per kind of id, so that a session id can't be passed for a task id.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -7,7 +7,8 @@ use uuid::Uuid;
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[derive(Serialize, Deserialize, ToSchema)]
         #[serde(transparent)]
         pub struct $name(Uuid);
 
@@ -46,7 +47,7 @@ macro_rules! id {
 }
 
 id!(
-    /// A session: a sandbox that stays.
+    /// A session: a long-lived sandbox.
     SessionId
 );
 id!(
@@ -66,15 +67,15 @@ id!(
     NodeId
 );
 id!(
-    /// A job: one run to an end.
+    /// A job: one run to completion.
     JobId
 );
 id!(
-    /// A sandbox container. A session has one; after `resume`, another.
+    /// A sandbox container. A resumed session gets a new one.
     SandboxId
 );
 id!(
-    /// A project: tasks that belong together.
+    /// A project: a group of tasks.
     ProjectId
 );
 id!(
@@ -86,11 +87,11 @@ id!(
     GroupId
 );
 id!(
-    /// A token, by which it is shown and revoked; never the token itself.
+    /// The id by which a token is listed and revoked; never the token itself.
     TokenId
 );
 id!(
-    /// A sandbox image, whatever its versions.
+    /// A sandbox image, with all its versions.
     ImageId
 );
 id!(
@@ -98,10 +99,10 @@ id!(
     ImageVersionId
 );
 id!(
-    /// One version of one file that a task produced or was given.
+    /// One version of a file that a task produced or received.
     ArtifactId
 );
 id!(
-    /// One call of an API, by the id that its caller gave it.
+    /// One API call, under an id that its caller chose.
     CallId
 );

@@ -1,4 +1,4 @@
-//! Sandbox images that may be used, and their versions.
+//! Registered sandbox images and their versions.
 
 use std::collections::BTreeMap;
 
@@ -14,24 +14,25 @@ use crate::{ImageId, ImageVersionId};
 pub struct ImageCreate {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
-    /// The logical name; the repository's last part when absent.
+    /// The logical name; by default the last component of the repository.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub description: Option<String>,
-    /// With registry and repository; `localhost/…` names one that the operator loads on the nodes.
+    /// With registry and repository; `localhost/…` is an image that the operator loads on the
+    /// nodes.
     pub image_ref: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image_digest: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub capabilities: Option<Map<String, Value>>,
-    /// Whether it may be used; false when absent.
+    /// Whether sandboxes may use the image; false by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub is_allowed: Option<bool>,
 }
 
-/// What is absent stays. The versions that `image_version` names, or all of them.
+/// Absent fields are unchanged. Applies to `image_version`, or to all versions if it is absent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ImagePatch {
@@ -69,7 +70,7 @@ pub struct ImageVersion {
     #[schema(value_type = Object)]
     pub capabilities: Map<String, Value>,
     pub is_allowed: bool,
-    /// Nodes by name, with `available`, `pulling`, `failed` or `evicted`.
+    /// The state on each node, by name: `available`, `pulling`, `failed` or `evicted`.
     #[serde(default)]
     pub nodes: BTreeMap<String, String>,
     #[serde(default)]
@@ -77,7 +78,7 @@ pub struct ImageVersion {
 }
 
 impl ImageVersion {
-    /// Whether sessions and agents' jobs can use it; `None` until a node has inspected it.
+    /// Whether sessions and agent jobs can use the image; `None` until a node has inspected it.
     #[must_use]
     pub fn agent_compatible(&self) -> Option<bool> {
         self.capabilities
@@ -86,21 +87,21 @@ impl ImageVersion {
     }
 }
 
-/// Whether a version can be used, or what it waits for.
+/// Whether a version is usable, or what it waits for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ImageState {
-    /// A node has it.
+    /// At least one node has the image.
     Available,
-    /// No node has reported it: it is to be loaded on one.
+    /// No node has reported the image: load it on one.
     #[default]
     AwaitingNode,
-    /// Nodes have another image under this reference than the one that is pinned: that one is to be loaded again, or theirs to be pinned by adding
-    /// the reference once more.
+    /// Nodes have an image under this reference that differs from the pinned one: load the pinned
+    /// image again, or add the reference again to pin theirs.
     AwaitingPinned,
 }
 
-/// The images in a node's store.
+/// The images in the store of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LocalImages {
     pub items: Vec<crate::LocalImage>,

@@ -1,4 +1,4 @@
-//! Jobs: one run to an end.
+//! Jobs: one run to completion.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ pub struct JobRun {
     pub task_id: TaskId,
     pub job_id: JobId,
     pub sandbox: JobSandbox,
-    /// An SBA job specification instead of `sandbox.command`; its ids must equal the outer ones.
+    /// An SBA job specification instead of `sandbox.command`; its ids must match the outer ones.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub job: Option<serde_json::Value>,
 }
@@ -25,7 +25,7 @@ pub struct JobRun {
 #[serde(deny_unknown_fields)]
 pub struct JobSandbox {
     pub image_ref: String,
-    /// What the image must be: its digest, or its id when it was loaded by hand.
+    /// The required image: its digest, or its id if it was loaded by hand.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image_digest: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -56,7 +56,7 @@ pub struct JobStop {
     pub job_id: JobId,
 }
 
-/// The caller has the result, so the node may forget it.
+/// Confirms that the caller has the result, so that the node may drop it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct JobAck {
@@ -85,10 +85,11 @@ pub struct JobError {
 pub struct JobOutput {
     pub stdout: String,
     pub stderr: String,
-    /// `utf-8`, or `base64` for both streams when either is not UTF-8.
+    /// `utf-8`; `base64` for both streams if either is not UTF-8.
     pub encoding: String,
     pub truncated: Truncated,
-    /// The quota for which less of the output is kept than there was: these streams or none, and not the whole.
+    /// The quota because of which the full output was dropped: only these streams, or nothing, are
+    /// retained.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub truncated_by: Option<String>,
 }
@@ -105,13 +106,32 @@ impl Default for JobOutput {
     }
 }
 
+/// Who decided the state of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reporter {
+    Worker,
+    /// The orchestrator, without a report of the node.
+    Orchestrator,
+}
+
+impl Reporter {
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Worker => "worker",
+            Self::Orchestrator => "orchestrator",
+        }
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Job {
     pub job_id: JobId,
     pub task_id: TaskId,
     pub state: JobState,
     pub exit_code: Option<i32>,
-    /// The signal that ended it, without `SIG`; absent when none did.
+    /// The signal that ended the job, without `SIG`; absent if none did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
     #[serde(flatten)]
@@ -120,7 +140,7 @@ pub struct Job {
     pub started_at: Option<OffsetDateTime>,
     #[serde(with = "time::serde::rfc3339::option")]
     pub ended_at: Option<OffsetDateTime>,
-    /// Absent until a node was chosen.
+    /// Absent until the job is placed on a node.
     pub node_id: Option<NodeId>,
     pub image_ref: String,
     pub image_digest: Option<String>,
@@ -129,20 +149,21 @@ pub struct Job {
     pub artifacts: Vec<serde_json::Value>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<JobError>,
-    /// `worker`, or `orchestrator` when it decided without the node.
-    pub reported_by: String,
-    /// What a node said about a job that was already given up.
+    /// `worker`, or `orchestrator` if it decided without the node.
+    #[schema(value_type = String)]
+    pub reported_by: Reporter,
+    /// The result that a node reported after the orchestrator had given the job up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub late_result: Option<serde_json::Value>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created_by: Option<String>,
-    /// The node was told that its result is known elsewhere, and has dropped the output.
+    /// The result was acknowledged, and the node has dropped the output.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub acknowledged: bool,
 }
 
-/// A job as people ask for it; what is absent has a default.
+/// A job as users request it; absent fields have defaults.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct JobCreate {
@@ -171,10 +192,10 @@ pub struct JobCreate {
     pub limits: Option<LimitsRequest>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_policy: Option<NetworkPolicy>,
-    /// What becomes of it when its node is lost.
+    /// What happens to the job if its node is lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry: Option<Retry>,
-    /// Labels that its node must have, all of them.
+    /// Labels that the node must have.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub node_labels: BTreeMap<String, String>,
 }
@@ -182,26 +203,26 @@ pub struct JobCreate {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Retry {
-    /// It fails: nobody knows how far it came.
+    /// The job fails: its progress is unknown.
     #[default]
     Never,
-    /// It runs again on another node.
+    /// The job runs again on another node.
     OnNodeLoss,
 }
 
 pub mod job_limits {
     pub const DEFAULT_TIMEOUT_SECONDS: u64 = 3_600;
     pub const MAX_TIMEOUT_SECONDS: u64 = 10_800;
-    /// For each stream in the job's object; the whole of what is kept comes from `output`.
+    /// Per stream in the job object; `output` returns everything retained.
     pub const OBJECT_BYTES: u64 = 262_144;
     /// How long a node remembers the id of an acknowledged job.
     pub const REMEMBER_SECONDS: u64 = 86_400;
-    /// Jobs that a node holds without an acknowledgement; then it takes no more.
+    /// Unacknowledged jobs at which a node accepts no more.
     pub const MAX_UNACKNOWLEDGED: usize = 5_000;
 }
 
 impl JobRun {
-    /// A plain command with defaults for everything that has one.
+    /// A plain command with defaults for all optional fields.
     #[must_use]
     pub fn command<S: Into<String>>(
         task_id: TaskId,
@@ -258,7 +279,11 @@ impl std::str::FromStr for JobState {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        serde_json::from_value(text.into())
-            .map_err(|_| format!("unknown state '{text}'; known are accepted, in_progress, completed, failed, timeout, canceled"))
+        serde_json::from_value(text.into()).map_err(|_| {
+            format!(
+                "unknown state '{text}'; expected one of accepted, in_progress, completed, \
+                 failed, timeout, canceled"
+            )
+        })
     }
 }

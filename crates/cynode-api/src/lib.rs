@@ -1,7 +1,7 @@
-//! The wire types of CyNode: typed ids, requests, answers and problem errors.
+//! The wire types of CyNode: typed ids, requests, responses and problem documents.
 //!
-//! Nothing here does I/O. Requests refuse unknown fields, so that a misspelt option is an error and not a surprise;
-//! answers tolerate them, so that a newer worker can add fields.
+//! This crate does no I/O. Requests reject unknown fields, so that a misspelt option is an error;
+//! responses tolerate them, so that a newer worker can add fields.
 #![forbid(unsafe_code)]
 
 mod artifact;
@@ -30,14 +30,14 @@ pub use audit::{
 };
 pub use call::{
     CALL_HEADER, Call, CallState, ExecOutcome, FileChange, FileChanges, RESULT_HEADER,
-    SessionOutcome, SignalOutcome, StdinOf, StdinOutcome, ascii_json, call_limits,
+    SessionOutcome, SignalOutcome, StdinMember, StdinOutcome, ascii_json, call_limits,
 };
 pub use encoding::{Base64Bytes, encode_streams};
 pub use event::{Event, EventPage, event_limits};
 pub use exec::{
     Bytes, Chunk, Exec, ExecAccepted, ExecExit, ExecForm, ExecRequest, ExecResult, ExecState,
-    ExecVia, OutputPage, SignalExec, SignalName, SignalScope, SignalSession, StdinWrite, Stream,
-    StreamEvent, StreamHashes, Truncated, exec_form, exec_limits,
+    ExecVia, OutputPage, OutputQuery, SignalExec, SignalName, SignalScope, SignalSession,
+    StdinWrite, Stream, StreamEvent, StreamHashes, Truncated, exec_form, exec_limits,
 };
 pub use files::{
     ExportFormat, ExportRequest, FileEntry, FileType, FileWritten, ListRequest, ListResult,
@@ -55,8 +55,8 @@ pub use ids::{
 };
 pub use image::{Image, ImageCreate, ImagePatch, ImageState, ImageVersion, LocalImages};
 pub use job::{
-    Job, JobAck, JobCreate, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop, Retry,
-    job_limits,
+    Job, JobAck, JobCreate, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop, Reporter,
+    Retry, job_limits,
 };
 pub use node::{
     Capability, Excess, Heartbeat, HeartbeatAnswer, LargestLimits, LocalImage, NewTokens, Node,
@@ -70,21 +70,22 @@ pub use session::{
 };
 pub use setting::{
     ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope,
-    QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOX_CPUS, QUOTA_SANDBOX_MEMORY_BYTES,
-    QUOTA_SANDBOX_PIDS, QUOTA_SANDBOXES, SECRET_SHAPES, Setting, ValueKind, ValuePut,
+    QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOX_CPUS, QUOTA_SANDBOX_DISK_BYTES,
+    QUOTA_SANDBOX_MEMORY_BYTES, QUOTA_SANDBOX_NOFILE, QUOTA_SANDBOX_PIDS, QUOTA_SANDBOXES,
+    SECRET_SHAPES, Setting, ValueKind, ValuePut,
 };
 pub use work::{
     Project, ProjectCreate, ProjectPatch, Task, TaskCreate, TaskPatch, TaskStatus, text_limits,
 };
 
-/// The version that Worker API bodies carry.
+/// The version in the bodies of the Worker API.
 pub const API_VERSION: u32 = 1;
 
 /// Image label that marks an image as fit for sessions.
 pub const LABEL_AGENT_COMPATIBLE: &str = "io.cynodeai.sandbox.agent-compatible";
-/// Image label that names what an image is for.
+/// Image label for the purposes of an image.
 pub const LABEL_PURPOSE: &str = "io.cynodeai.sandbox.purpose";
-/// Container label that every sandbox carries.
+/// Container label on every sandbox.
 pub const LABEL_SANDBOX_ID: &str = "io.cynodeai.sandbox.id";
-/// Container label naming the node (worker state) that owns the sandbox.
+/// Container label for the node (worker state directory) that owns the sandbox.
 pub const LABEL_NODE_ID: &str = "io.cynodeai.node.id";

@@ -1,4 +1,4 @@
-//! Worker nodes as the control plane knows them.
+//! Worker nodes as the control plane sees them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,32 +8,32 @@ use utoipa::ToSchema;
 
 use crate::{Limits, LimitsRequest, NodeId, Unenforced};
 
-/// What a node can do, as it says itself.
+/// The capabilities that a node reports.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Capability {
-    /// Of the `cynode` that runs there.
+    /// The version of `cynode` on the node.
     pub version: String,
     pub engine: String,
     pub rootless: bool,
     pub cpus: u32,
     pub memory_bytes: u64,
     pub max_sandboxes: usize,
-    /// Absent from workers that give any limits.
+    /// Absent for workers without upper limits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub largest: Option<LargestLimits>,
-    /// What the memory limits of all sandboxes there may add up to.
+    /// The maximum sum of the memory limits of all sandboxes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promised_memory_bytes: Option<u64>,
     #[serde(default)]
     pub unenforced: BTreeSet<Unenforced>,
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
-    /// What is loaded there.
+    /// The images in the node's store.
     #[serde(default)]
     pub images: Vec<LocalImage>,
 }
 
-/// The largest limits that a node gives one sandbox.
+/// The largest limits that a node grants one sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LargestLimits {
     pub memory_bytes: u64,
@@ -41,35 +41,35 @@ pub struct LargestLimits {
     pub pids: u32,
 }
 
-/// A limit that is beyond a node.
+/// A requested limit that a node can't grant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Excess {
-    /// Its name in a request.
+    /// The name of the limit in a request.
     pub limit: &'static str,
-    /// The most that there is of it, with its unit.
-    pub most: String,
+    /// The largest value, with its unit.
+    pub max: String,
 }
 
 impl LargestLimits {
-    /// The first limit that a request names and that is larger than these. What it does not name fits every node.
+    /// The first requested limit that exceeds these. Absent limits fit every node.
     #[must_use]
-    pub fn excess_of(&self, request: LimitsRequest) -> Option<Excess> {
+    pub fn requested_excess(&self, request: LimitsRequest) -> Option<Excess> {
         let LimitsRequest {
             memory_bytes,
             cpus,
             pids,
             ..
         } = request;
-        let named = Limits {
+        let requested = Limits {
             memory_bytes: memory_bytes.unwrap_or(0),
             cpus: cpus.unwrap_or(0.0),
             pids: pids.unwrap_or(0),
             ..Limits::default()
         };
-        self.excess(&named)
+        self.excess(&requested)
     }
 
-    /// The first limit that is larger than these.
+    /// The first limit that exceeds these.
     #[must_use]
     pub fn excess(&self, limits: &Limits) -> Option<Excess> {
         let Self {
@@ -88,15 +88,15 @@ impl LargestLimits {
         ];
         beyond
             .into_iter()
-            .find_map(|(is_beyond, limit, most)| is_beyond.then_some(Excess { limit, most }))
+            .find_map(|(is_beyond, limit, max)| is_beyond.then_some(Excess { limit, max }))
     }
 }
 
-/// An image that a node has.
+/// An image in a node's store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LocalImage {
     pub reference: String,
-    /// `sha256:…`: the digest in its registry, or the image's id when it was loaded by hand.
+    /// `sha256:…`: the digest in the registry, or the image id if it was loaded by hand.
     pub digest: String,
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
@@ -109,31 +109,31 @@ pub struct NodeRegister {
     pub version: Option<u32>,
     /// The registration key.
     pub psk: String,
-    /// The node's own id, kept in its state directory; a new one when absent.
+    /// The node's id, from its state directory; a new one is assigned if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_id: Option<NodeId>,
     pub node_name: String,
-    /// Where its Worker API is reached.
+    /// The URL of the node's Worker API.
     pub api_url: String,
     pub capability: Capability,
 }
 
-/// What a node keeps to.
+/// The configuration that a node follows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct NodeConfig {
-    /// Rises with every change; the node says in its heartbeat which one it has.
+    /// Increases with every change; heartbeats report the revision in force.
     pub revision: i64,
     pub heartbeat_seconds: u64,
-    /// What `image_ref: "default"` means.
+    /// The image that `image_ref: "default"` selects.
     pub default_image: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct NodeRegistered {
     pub node_id: NodeId,
-    /// The node's own, for this API.
+    /// Authenticates the node to this API.
     pub node_token: String,
-    /// The one that the orchestrator sends to the Worker API.
+    /// Authenticates the orchestrator to the node's Worker API.
     pub worker_token: String,
     pub config: NodeConfig,
 }
@@ -144,19 +144,20 @@ pub struct Heartbeat {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
     pub running_sandboxes: usize,
-    /// The node takes no new work, and why.
+    /// Why the node takes no new work.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub not_ready: Option<String>,
-    /// The configuration that is in force on the node.
+    /// The configuration revision in force on the node.
     #[serde(default)]
     pub config_revision: i64,
-    /// Sent when it has changed since the last heartbeat.
+    /// Sent if it has changed since the last heartbeat.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub capability: Option<Capability>,
-    /// Where its Worker API is reached from now on. Sent until it has been taken when the address has changed.
+    /// The new URL of the node's Worker API. Sent after a change until the orchestrator has
+    /// accepted it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_url: Option<String>,
-    /// The hashes (SHA-256, hexadecimal) of tokens that the node has taken over after a rotation.
+    /// Hashes (SHA-256, hexadecimal) of the rotated tokens that the node has adopted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub adopted: Vec<String>,
 }
@@ -164,10 +165,11 @@ pub struct Heartbeat {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct HeartbeatAnswer {
     pub config_revision: i64,
-    /// Tokens to change to: the old ones go on being good until the node has said that it has the new ones.
+    /// Tokens to switch to: the old ones stay valid until the node has reported the new ones as
+    /// adopted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rotate: Option<NewTokens>,
-    /// The orchestrator does not know why this node has what it has: it shall say all of it again.
+    /// Asks the node to report its full capability again: the orchestrator's view is incomplete.
     #[serde(default)]
     pub resend_capability: bool,
 }
@@ -182,13 +184,13 @@ pub struct NewTokens {
 #[serde(rename_all = "snake_case")]
 pub enum NodeState {
     Ready,
-    /// It answers, and can't take work.
+    /// Reachable, but unable to take work.
     NotReady,
-    /// It takes no new work; what runs goes on.
+    /// Takes no new work; running work continues.
     Draining,
-    /// No heartbeat for a while, or no way from the orchestrator to it.
+    /// No recent heartbeat, or the orchestrator can't connect to the node.
     Unreachable,
-    /// For so long that its work is given up.
+    /// Unreachable for so long that its work is given up.
     Lost,
 }
 
@@ -215,21 +217,21 @@ pub struct Node {
 pub struct NodeDrain {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
-    /// `false` takes it back.
+    /// `false` cancels the drain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drain: Option<bool>,
 }
 
-/// Asks for a key by which a node registers.
+/// Requests a key with which a node registers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NodeKeyCreate {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
-    /// Good for more than one node.
+    /// Valid for more than one node.
     #[serde(default)]
     pub reusable: bool,
-    /// A day when absent.
+    /// One day by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expires_in_seconds: Option<u64>,
 }
@@ -237,7 +239,7 @@ pub struct NodeKeyCreate {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct NodeKeyCreated {
     pub id: uuid::Uuid,
-    /// What the node registers with. It is shown once.
+    /// The registration key. It is shown only once.
     pub psk: String,
     #[serde(with = "time::serde::rfc3339")]
     pub expires_at: OffsetDateTime,

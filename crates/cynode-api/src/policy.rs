@@ -1,4 +1,4 @@
-//! Policies: texts of rules that say who may do what, and the question of what they would say.
+//! Policies: rules for who may do what, and dry runs of their decisions.
 
 use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
@@ -11,19 +11,19 @@ pub struct Policy {
     pub id: String,
     /// The rules, in Cedar.
     pub text: String,
-    /// Rises with every change.
+    /// Increases with every change.
     pub revision: i64,
     #[serde(with = "time::serde::rfc3339")]
     pub updated_at: OffsetDateTime,
     pub updated_by: String,
-    /// It came with CyNode and nobody has changed it.
+    /// The policy is part of CyNode and unmodified.
     pub is_default: bool,
     pub rules: Vec<PolicyRule>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PolicyRule {
-    /// As decisions and the audit name it: `<policy>/<rule>`.
+    /// The name in decisions and audit records: `<policy>/<rule>`.
     pub name: String,
     /// `permit` or `forbid`.
     pub effect: String,
@@ -35,18 +35,18 @@ pub struct PolicyPut {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
     pub text: String,
-    /// Refused with 412 unless the policy's revision is this one; 0 means that there is none yet.
+    /// Fails with 412 unless the policy has this revision; 0 means that it does not exist yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub if_revision: Option<i64>,
 }
 
-/// What would be decided. Nothing is done and nothing is changed.
+/// Asks for a decision without any effect.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PolicyTest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
-    /// The user's name or id; the caller when this and `token_id` are absent.
+    /// The user's name or id; the caller if this and `token_id` are absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -60,27 +60,27 @@ pub struct PolicyTest {
     pub session_id: Option<SessionId>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub job_id: Option<JobId>,
-    /// The image that is used or changed, or in which a session or a job is to run.
+    /// The image that is used or changed, or that a session or job would run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub program: Option<String>,
-    /// The network policy that a session or a job asks for.
+    /// The network policy that a session or job requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<String>,
-    /// Whether a session asks for terminals.
+    /// Whether a session requests terminals.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub pty: bool,
-    /// The limits that a session or a job asks for.
+    /// The limits that a session or job requests.
     #[serde(
         default,
         skip_serializing_if = "Option::is_none",
         deserialize_with = "crate::session::object_only"
     )]
     pub limits: Option<LimitsRequest>,
-    /// What kind of token is to be made.
+    /// The kind of token to create.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_kind: Option<TokenKind>,
 }
@@ -88,10 +88,10 @@ pub struct PolicyTest {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PolicyVerdict {
     pub allowed: bool,
-    /// The rules that decided; none when it was denied because nothing permits it.
+    /// The rules that decided; empty if no rule permits the action.
     #[serde(default)]
     pub rules: Vec<String>,
-    /// Rules that could not be evaluated, and so did not count.
+    /// Rules that failed to evaluate and were ignored.
     #[serde(default)]
     pub errors: Vec<String>,
 }

@@ -1,11 +1,14 @@
-//! Errors as RFC 9457 problem documents, each with a stable code and what the caller can do about it.
+//! Errors as RFC 9457 problem documents, each with a stable code and a remedy.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 macro_rules! codes {
-    ($($(#[$doc:meta])* $variant:ident = $code:literal, $status:literal, $title:literal, $remedy:literal;)*) => {
+    ($(
+        $(#[$doc:meta])*
+        $variant:ident = $code:literal, $status:literal, $title:literal, $remedy:literal;
+    )*) => {
         /// Stable error codes. A code never changes its meaning.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
         pub enum ErrorCode { $($(#[$doc])* #[serde(rename = $code)] $variant,)* }
@@ -14,87 +17,231 @@ macro_rules! codes {
             pub const ALL: &'static [Self] = &[$(Self::$variant),*];
 
             #[must_use]
-            pub const fn as_str(self) -> &'static str { match self { $(Self::$variant => $code,)* } }
+            pub const fn as_str(self) -> &'static str {
+                match self { $(Self::$variant => $code,)* }
+            }
 
             #[must_use]
             pub const fn status(self) -> u16 { match self { $(Self::$variant => $status,)* } }
 
             #[must_use]
-            pub const fn title(self) -> &'static str { match self { $(Self::$variant => $title,)* } }
+            pub const fn title(self) -> &'static str {
+                match self { $(Self::$variant => $title,)* }
+            }
 
-            /// What a caller can do when the place that raised the error knows nothing better.
+            /// The default remedy; the code that raises an error may give a better one.
             #[must_use]
-            pub const fn remedy(self) -> &'static str { match self { $(Self::$variant => $remedy,)* } }
+            pub const fn remedy(self) -> &'static str {
+                match self { $(Self::$variant => $remedy,)* }
+            }
         }
     };
 }
 
 codes! {
-    InvalidRequest = "invalid_request", 400, "The request is not valid", "Correct the request as the detail says.";
-    Unauthorized = "unauthorized", 401, "No valid token", "Send 'Authorization: Bearer <token>' with a token that is valid here.";
-    PermissionDenied = "permission_denied", 403, "The sandbox's user may not do that", "Choose a path that the sandbox's own user (uid 1000) may use.";
-    Forbidden = "forbidden", 403, "Not for this caller", "Ask an administrator, or use a token of another kind.";
-    DeniedByPolicy = "denied_by_policy", 403, "Policy does not allow it", "Ask an administrator: 'cynode policy test' shows which rules decide.";
-    ImageNotAllowed = "image_not_allowed", 403, "The image is not allowed", "Choose one that 'cynode image list' shows as allowed, or have an administrator allow it.";
-    ToolDisabled = "tool_disabled", 403, "The tool is switched off", "Have an administrator switch it on.";
-    PtyNotAllowed = "pty_not_allowed", 403, "This session has no terminal", "Create the session with --pty (in the API pty_allowed: true); it can't be given later.";
-    NotFound = "not_found", 404, "There is no such thing", "Check the path.";
-    SessionNotFound = "session_not_found", 404, "There is no such session", "Check the id, or create the session.";
-    UnknownTool = "unknown_tool", 404, "There is no such tool", "List the tools: the list holds those that this caller may use.";
-    JobNotFound = "job_not_found", 404, "There is no such job", "Check the ids; a node forgets a job a day after it was acknowledged.";
-    ExecNotFound = "exec_not_found", 404, "There is no such exec in this session", "Check the id; finished execs are forgotten when the session's records are full.";
-    WorkspaceNotFound = "workspace_not_found", 404, "There is no such workspace for this task", "Use 'new', or the workspace_id of a session of the same task that ended with workspace: \"keep\".";
-    MethodNotAllowed = "method_not_allowed", 405, "The method does not fit this address", "See /openapi.json.";
-    RequestTimeout = "request_timeout", 408, "The body of the request stopped coming", "Send the whole body without long pauses; the detail names the limit.";
-    SessionIdInUse = "session_id_in_use", 409, "This session id is taken by another request", "Use a new session_id, or repeat the first request unchanged.";
-    JobIdInUse = "job_id_in_use", 409, "This job id is taken by another request", "Use a new job_id, or repeat the first request unchanged.";
-    ExecIdInUse = "exec_id_in_use", 409, "This exec id is taken by another request", "Use a new exec_id, or repeat the first request unchanged.";
-    WorkspaceInUse = "workspace_in_use", 409, "Another session has this workspace", "End that session first, or use another workspace.";
-    JobNotEnded = "job_not_ended", 409, "The job has not ended", "Wait for its end, or stop it.";
-    NotRunning = "not_running", 409, "The session is not running", "Wait until its state is running, or resume it when it is lost.";
-    ImageDigestMismatch = "image_digest_mismatch", 409, "The image on the node is not the pinned one", "Load the pinned image on the node, or pin the one that is there ('cynode image add').";
-    NotResumable = "not_resumable", 409, "The session can't be resumed", "Create a new session.";
-    AgentRequired = "agent_required", 409, "This needs the in-sandbox agent, which is switched off", "Set worker.exec_via to \"agent\".";
-    NotAFile = "not_a_file", 409, "The path is not a regular file", "Name a regular file.";
-    NotADirectory = "not_a_directory", 409, "The path, or a part of it, is not a directory", "Name a directory.";
-    NotEmpty = "not_empty", 409, "The directory is not empty", "Add recursive=true to delete all that is below it.";
-    CallTooLate = "call_too_late", 409, "The call was taken for lost before it came", "Send it again: nothing was done.";
-    AlreadyExists = "already_exists", 409, "The target exists", "Choose another target, or allow overwriting.";
-    PatchRejected = "patch_rejected", 409, "The patch does not apply; nothing was changed", "Make the diff anew against the present files; 'rejects' names each place.";
-    NotARepository = "not_a_repository", 409, "The workspace is not a git repository", "Run 'git init' in the workspace, or export as tar.";
-    StdinClosed = "stdin_closed", 409, "The exec takes no more input", "Start it with stdin_open: true, and write before it ends.";
-    StdinFull = "stdin_full", 409, "The command does not read its input", "Send what follows the first 'taken' bytes again, when the command reads.";
-    ExecEnded = "exec_ended", 409, "The exec has ended", "Nothing is left to signal.";
-    SessionEnded = "session_ended", 410, "The session has ended", "Create a new session; a kept workspace can be mounted again.";
-    OutputExpired = "output_expired", 410, "The output is no longer kept", "Read output sooner; the oldest finished execs are dropped first.";
-    CursorExpired = "cursor_expired", 410, "The events after this cursor are no longer kept", "Read the present state of jobs and sessions, then go on from the newest cursor.";
-    PreconditionFailed = "precondition_failed", 412, "The file is not what the precondition says", "Read the file again and repeat with its present ETag.";
-    TooLarge = "too_large", 413, "Larger than the limit", "Send less; the detail names the limit.";
-    UnsupportedMediaType = "unsupported_media_type", 415, "The body is not of the expected type", "Send 'Content-Type: application/json'.";
-    RangeNotSatisfiable = "range_not_satisfiable", 416, "The range lies outside the file", "Ask for a range within the file's size.";
-    ExecFailed = "exec_failed", 422, "The command could not be started", "Check argv[0], cwd and permissions; 'errno' says what failed.";
-    ImageNotFound = "image_not_found", 422, "The image is not on this node", "Load the image on the node, or name another.";
-    ImageNotCompatible = "image_not_compatible", 422, "The image is not marked for sessions", "Use an image with the label io.cynodeai.sandbox.agent-compatible=true.";
-    JobKindUnsupported = "job_kind_unsupported", 422, "This node runs plain commands only", "Send sandbox.command instead of job.";
-    UnsupportedVersion = "unsupported_version", 422, "The body's version is unknown", "Send \"version\": 1.";
-    LimitUnenforceable = "limit_unenforceable", 422, "This host can't enforce that limit", "Ask for less; 'cynode doctor' says what this host can do.";
-    PolicyInvalid = "policy_invalid", 422, "The policy is not valid", "Correct each flaw that the detail names; the policy that was there still stands.";
-    SecretInInput = "secret_in_input", 422, "The request holds a secret", "Leave the secret out: the detail says where it is, and a sandbox reaches services without holding their secrets.";
-    QuotaExceeded = "quota_exceeded", 429, "The quota is used up", "End sessions that are no longer needed.";
-    TooManyAttempts = "too_many_attempts", 429, "Too many failed attempts", "Wait a moment, and use a valid token.";
-    TooManyRequests = "too_many_requests", 429, "Too many requests at once", "Let calls that are open end, send bodies without pauses and read answers, then try again.";
-    Internal = "internal", 500, "Something went wrong inside", "Try again; the worker's log has the details under this request_id.";
-    AgentUnavailable = "agent_unavailable", 503, "The in-sandbox agent did not answer", "Try again; if it lasts, end the session.";
-    RuntimeUnavailable = "runtime_unavailable", 503, "The container runtime did not answer", "Run 'cynode doctor' on the node.";
-    NoCapacity = "no_capacity", 503, "The node has no room for another sandbox", "End sessions, or raise worker.max_sandboxes.";
-    Unavailable = "unavailable", 503, "What it needs is not there", "Go without it: the remedy of the single failure says how.";
-    ImagePending = "image_pending", 503, "No node has reported the image yet", "Load the image on a node; nodes report what they have every few seconds. 'cynode image show' says what is awaited.";
-    NodeUnreachable = "node_unreachable", 503, "The node does not answer", "Try again; see 'cynode node list'.";
-    StoreUnavailable = "store_unavailable", 503, "The database does not answer", "Try again; nothing was lost. See 'cynode status'.";
-    PidsExhausted = "pids_exhausted", 503, "The sandbox's process table is full", "Signal its processes (session signal KILL), then try again.";
-    ShuttingDown = "shutting_down", 503, "The worker is stopping", "Try again when it is back.";
-    OutcomePending = "outcome_pending", 503, "What came of the call could not be recorded yet", "Look at what the call was to do before trying again: it may have been done; the audit gets its outcome later.";
-    NoSpace = "no_space", 507, "No space left", "Delete files in the sandbox, or create the session with a larger disk; when the detail speaks of the node, free space there.";
+    InvalidRequest = "invalid_request", 400,
+        "The request is not valid",
+        "Correct the request as the detail says.";
+    Unauthorized = "unauthorized", 401,
+        "No valid token",
+        "Send 'Authorization: Bearer <token>' with a token that is valid here.";
+    PermissionDenied = "permission_denied", 403,
+        "The sandbox's user lacks permission",
+        "Use a path that the sandbox's user (uid 1000) can access.";
+    Forbidden = "forbidden", 403,
+        "The caller is not authorized",
+        "Ask an administrator, or use a token of another kind.";
+    DeniedByPolicy = "denied_by_policy", 403,
+        "Denied by policy",
+        "Ask an administrator: 'cynode policy test' shows which rules decide.";
+    ImageNotAllowed = "image_not_allowed", 403,
+        "The image is not allowed",
+        "Choose one that 'cynode image list' shows as allowed, or ask an administrator to allow \
+         it.";
+    ToolDisabled = "tool_disabled", 403,
+        "The tool is disabled",
+        "Ask an administrator to enable it.";
+    PtyNotAllowed = "pty_not_allowed", 403,
+        "This session has no terminal",
+        "Create the session with --pty (in the API pty_allowed: true); it can't be changed \
+         later.";
+    NotFound = "not_found", 404,
+        "Not found",
+        "Check the path.";
+    SessionNotFound = "session_not_found", 404,
+        "Session not found",
+        "Check the id, or create the session.";
+    UnknownTool = "unknown_tool", 404,
+        "Unknown tool",
+        "List the tools: the list contains those that this caller may use.";
+    JobNotFound = "job_not_found", 404,
+        "Job not found",
+        "Check the ids; a node forgets a job a day after it was acknowledged.";
+    ExecNotFound = "exec_not_found", 404,
+        "Exec not found in this session",
+        "Check the id; a session evicts its oldest finished execs when its records are full.";
+    WorkspaceNotFound = "workspace_not_found", 404,
+        "Workspace not found for this task",
+        "Use 'new', or the workspace_id of a session of the same task that ended with \
+         workspace: \"keep\".";
+    MethodNotAllowed = "method_not_allowed", 405,
+        "Method not allowed for this path",
+        "See /openapi.json.";
+    RequestTimeout = "request_timeout", 408,
+        "Timed out reading the request body",
+        "Send the whole body without long pauses; the detail names the limit.";
+    SessionIdInUse = "session_id_in_use", 409,
+        "Another request uses this session id",
+        "Use a new session_id, or repeat the first request unchanged.";
+    JobIdInUse = "job_id_in_use", 409,
+        "Another request uses this job id",
+        "Use a new job_id, or repeat the first request unchanged.";
+    ExecIdInUse = "exec_id_in_use", 409,
+        "Another request uses this exec id",
+        "Use a new exec_id, or repeat the first request unchanged.";
+    WorkspaceInUse = "workspace_in_use", 409,
+        "Another session uses this workspace",
+        "End that session first, or use another workspace.";
+    JobNotEnded = "job_not_ended", 409,
+        "The job has not ended",
+        "Wait for it to end, or stop it.";
+    NotRunning = "not_running", 409,
+        "The session is not running",
+        "Wait until its state is running, or resume it if it is lost.";
+    ImageDigestMismatch = "image_digest_mismatch", 409,
+        "The image on the node is not the pinned one",
+        "Load the pinned image on the node, or pin the one that is there ('cynode image add').";
+    NotResumable = "not_resumable", 409,
+        "The session can't be resumed",
+        "Create a new session.";
+    AgentRequired = "agent_required", 409,
+        "This needs the in-sandbox agent, which is disabled",
+        "Set worker.exec_via to \"agent\".";
+    NotAFile = "not_a_file", 409,
+        "The path is not a regular file",
+        "Name a regular file.";
+    NotADirectory = "not_a_directory", 409,
+        "The path, or a part of it, is not a directory",
+        "Name a directory.";
+    NotEmpty = "not_empty", 409,
+        "The directory is not empty",
+        "Add recursive=true to delete its contents too.";
+    CallTooLate = "call_too_late", 409,
+        "The call arrived after it was given up as lost",
+        "Send it again: it had no effect.";
+    AlreadyExists = "already_exists", 409,
+        "The target exists",
+        "Choose another target, or allow overwriting.";
+    PatchRejected = "patch_rejected", 409,
+        "The patch does not apply; nothing was changed",
+        "Regenerate the diff against the current files; 'rejects' lists each failed hunk.";
+    NotARepository = "not_a_repository", 409,
+        "The workspace is not a git repository",
+        "Run 'git init' in the workspace, or export as tar.";
+    StdinClosed = "stdin_closed", 409,
+        "Standard input of the exec is closed",
+        "Start it with stdin_open: true, and write before it ends.";
+    StdinFull = "stdin_full", 409,
+        "The command is not reading its input",
+        "Resend the data after the first 'taken' bytes once the command reads again.";
+    ExecEnded = "exec_ended", 409,
+        "The exec has ended",
+        "There is nothing left to signal.";
+    SessionEnded = "session_ended", 410,
+        "The session has ended",
+        "Create a new session; a kept workspace can be mounted again.";
+    OutputExpired = "output_expired", 410,
+        "The output is no longer kept",
+        "Read output sooner; the oldest finished execs are dropped first.";
+    CursorExpired = "cursor_expired", 410,
+        "The events after this cursor are no longer kept",
+        "Read the current state of jobs and sessions, then continue from the newest cursor.";
+    PreconditionFailed = "precondition_failed", 412,
+        "The precondition failed",
+        "Read the file again and retry with its current ETag.";
+    TooLarge = "too_large", 413,
+        "Larger than the limit",
+        "Send less; the detail names the limit.";
+    UnsupportedMediaType = "unsupported_media_type", 415,
+        "Unsupported media type",
+        "Send 'Content-Type: application/json'.";
+    RangeNotSatisfiable = "range_not_satisfiable", 416,
+        "The range is outside the file",
+        "Request a range within the file's size.";
+    ExecFailed = "exec_failed", 422,
+        "The command could not be started",
+        "Check argv[0], cwd and permissions; 'errno' says what failed.";
+    ImageNotFound = "image_not_found", 422,
+        "The image is not on this node",
+        "Load the image on the node, or name another.";
+    ImageNotCompatible = "image_not_compatible", 422,
+        "The image is not marked for sessions",
+        "Use an image with the label io.cynodeai.sandbox.agent-compatible=true.";
+    JobKindUnsupported = "job_kind_unsupported", 422,
+        "This node runs plain commands only",
+        "Send sandbox.command instead of job.";
+    UnsupportedVersion = "unsupported_version", 422,
+        "The body's version is unknown",
+        "Send \"version\": 1.";
+    LimitUnenforceable = "limit_unenforceable", 422,
+        "This host can't enforce that limit",
+        "Request a smaller limit; 'cynode doctor' shows what this host supports.";
+    PolicyInvalid = "policy_invalid", 422,
+        "The policy is not valid",
+        "Fix each error that the detail lists; the previous policy stays in force.";
+    SecretInInput = "secret_in_input", 422,
+        "The request contains a secret",
+        "Remove the secret that the detail locates; a sandbox reaches services without holding \
+         their credentials.";
+    QuotaExceeded = "quota_exceeded", 429,
+        "Quota exceeded",
+        "End sessions that are no longer needed.";
+    TooManyAttempts = "too_many_attempts", 429,
+        "Too many failed attempts",
+        "Wait a moment, and use a valid token.";
+    TooManyRequests = "too_many_requests", 429,
+        "Too many requests at once",
+        "Let calls in flight finish, send bodies without pauses, read responses promptly, then \
+         retry.";
+    Internal = "internal", 500,
+        "Internal error",
+        "Try again; the worker's log has the details under this request_id.";
+    AgentUnavailable = "agent_unavailable", 503,
+        "The in-sandbox agent did not answer",
+        "Try again; if it lasts, end the session.";
+    RuntimeUnavailable = "runtime_unavailable", 503,
+        "The container runtime did not answer",
+        "Run 'cynode doctor' on the node.";
+    NoCapacity = "no_capacity", 503,
+        "The node has no room for another sandbox",
+        "End sessions, or raise worker.max_sandboxes.";
+    Unavailable = "unavailable", 503,
+        "A dependency is unavailable",
+        "See the remedy of each failure.";
+    ImagePending = "image_pending", 503,
+        "No node has reported the image yet",
+        "Load the image on a node; nodes report what they have every few seconds. 'cynode image \
+         show' shows what it waits for.";
+    NodeUnreachable = "node_unreachable", 503,
+        "The node is unreachable",
+        "Try again; see 'cynode node list'.";
+    StoreUnavailable = "store_unavailable", 503,
+        "The database is unavailable",
+        "Try again; nothing was lost. See 'cynode status'.";
+    PidsExhausted = "pids_exhausted", 503,
+        "The sandbox's process table is full",
+        "Signal its processes (session signal KILL), then try again.";
+    ShuttingDown = "shutting_down", 503,
+        "The worker is stopping",
+        "Try again when it is back.";
+    OutcomePending = "outcome_pending", 503,
+        "The outcome of the call could not be recorded yet",
+        "Check the effect of the call before retrying: it may have succeeded; the audit records \
+         its outcome laterr.";
+    NoSpace = "no_space", 507,
+        "No space left",
+        "Delete files in the sandbox, or create the session with a larger disk; if the detail \
+         names the node, free space there.";
 }
 
 impl std::fmt::Display for ErrorCode {
@@ -117,16 +264,17 @@ pub struct Problem {
     pub remedy: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
-    /// Members that belong to one code, such as `errno` or `rejects`.
+    /// Members specific to a code, such as `errno` or `rejects`.
     #[serde(flatten)]
     #[schema(additional_properties)]
     pub extensions: Map<String, Value>,
 }
 
-/// The longest detail, in characters. It may repeat what a caller sent.
+/// The longest detail, in characters. Details may quote the request.
 const MAX_DETAIL: usize = 900;
 
-/// A long text with its middle left out: the beginning says what is wrong, the end often what would be right.
+/// Elides the middle of a long text: the beginning tells what is wrong, the end often what is
+/// expected.
 fn shortened(text: String) -> String {
     let length = text.chars().count();
     if length <= MAX_DETAIL {

@@ -1,4 +1,4 @@
-//! Sessions: sandboxes that stay.
+//! Sessions: long-lived sandboxes.
 
 use std::{collections::BTreeMap, marker::PhantomData};
 
@@ -11,7 +11,7 @@ use utoipa::ToSchema;
 
 use crate::{ArtifactId, NodeId, SessionId, TaskId, WorkspaceId};
 
-/// Bounds and defaults of what a session may ask for.
+/// Bounds and defaults of session requests.
 pub mod session_limits {
     pub const DEFAULT_LIFETIME_SECONDS: u64 = 86_400;
     pub const MAX_LIFETIME_SECONDS: u64 = 30 * 86_400;
@@ -36,7 +36,7 @@ pub struct SessionCreate {
     pub session_id: SessionId,
     /// An image loaded on the node, or `default`.
     pub image_ref: String,
-    /// What the image must be: its digest, or its id when it was loaded by hand.
+    /// The required image: its digest, or its id if it was loaded by hand.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image_digest: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -63,7 +63,7 @@ pub struct SessionCreate {
 }
 
 impl SessionCreate {
-    /// The smallest request: defaults for everything that has one.
+    /// The minimal request: defaults for all optional fields.
     #[must_use]
     pub fn new(task_id: TaskId, session_id: SessionId, image_ref: impl Into<String>) -> Self {
         Self {
@@ -84,13 +84,13 @@ impl SessionCreate {
     }
 }
 
-/// A session as people ask for it; what is absent has a default.
+/// A session as users request it; absent fields have defaults.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct UserSessionCreate {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
-    /// A new task when absent.
+    /// A new task is created if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub task_id: Option<TaskId>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -118,24 +118,24 @@ pub struct UserSessionCreate {
     pub pty_allowed: Option<bool>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
-    /// Labels that its node must have, all of them.
+    /// Labels that the node must have.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub node_labels: BTreeMap<String, String>,
 }
 
-/// Where a session's files come from.
+/// The source of a session's files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum WorkspaceRef {
     #[default]
     New,
-    /// One kept by an earlier session of the same task.
+    /// The retained workspace of an earlier session of the same task.
     Workspace(WorkspaceId),
-    /// A new one with what an artifact, a tar archive, holds.
+    /// A new workspace with the contents of an artifact, a tar archive.
     Artifact(ArtifactId),
 }
 
 impl WorkspaceRef {
-    /// Whether the workspace is made for the session that asks for it.
+    /// Whether the workspace is created for the session.
     #[must_use]
     pub const fn is_made(&self) -> bool {
         !matches!(self, Self::Workspace(_))
@@ -200,7 +200,7 @@ pub struct LimitsRequest {
 }
 
 impl LimitsRequest {
-    /// With the defaults for what is absent. A node that is smaller gives less.
+    /// Fills in the defaults. A smaller node may grant less.
     #[must_use]
     pub fn or_default(self) -> Limits {
         let default = Limits::default();
@@ -214,7 +214,7 @@ impl LimitsRequest {
     }
 }
 
-/// An object within a request. A list would be taken for its fields in order, which is nobody's intention.
+/// Accepts only an object: serde would also accept a list and read it as the fields in order.
 pub(crate) fn object_only<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
     deserializer: D,
 ) -> Result<Option<T>, D::Error> {
@@ -278,7 +278,7 @@ pub enum NetworkPolicy {
     Restricted,
 }
 
-/// A limit or separation that this host does not enforce.
+/// A limit or isolation that this host does not enforce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Unenforced {
@@ -313,7 +313,7 @@ pub enum SessionState {
     Ending,
     Ended,
     Failed,
-    /// Its container is gone (a reboot, most often); `resume` gives it a new one.
+    /// The container is gone, usually after a reboot; `resume` creates a new one.
     Lost,
 }
 
@@ -336,7 +336,8 @@ impl std::str::FromStr for SessionState {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         serde_json::from_value(text.into()).map_err(|_| {
             format!(
-                "unknown state '{text}'; known are creating, running, ending, ended, failed, lost"
+                "unknown state '{text}'; expected one of creating, running, ending, ended, \
+                 failed, lost"
             )
         })
     }
@@ -352,7 +353,7 @@ pub struct Session {
     pub image_digest: Option<String>,
     pub workspace_id: WorkspaceId,
     pub node_id: NodeId,
-    /// Whether it came from the warm pool.
+    /// Whether the sandbox came from the warm pool.
     pub warm: bool,
     pub limits: Limits,
     pub unenforced: Vec<Unenforced>,
@@ -407,7 +408,7 @@ pub struct SessionEnd {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Page<T> {
     pub items: Vec<T>,
-    /// Pass it back as `cursor` for the next page; absent on the last one.
+    /// Pass this as `cursor` to get the next page; absent on the last page.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next_cursor: Option<String>,
 }

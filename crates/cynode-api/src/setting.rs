@@ -1,4 +1,4 @@
-//! System settings and preferences: values by key, with the type that the key has.
+//! System settings and preferences: typed values by key.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -6,7 +6,7 @@ use time::OffsetDateTime;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-/// A known key: its type, its default, and whether it is a setting of the system or a preference.
+/// A known key: the type of its value, and whether it is a system setting or a preference.
 #[derive(Clone, Copy, Debug)]
 pub struct Key {
     pub name: &'static str,
@@ -20,14 +20,14 @@ pub enum ValueKind {
     Text,
     /// A list of objects.
     Objects,
-    /// A whole number, not negative.
+    /// A non-negative integer.
     Count,
-    /// The consumer of the setting validates it.
+    /// Validated by the consumer of the setting.
     Special,
 }
 
 impl ValueKind {
-    /// Says what is wrong with a value, when something is.
+    /// Validates a value; the error describes the expected type.
     pub fn check(self, value: &Value) -> Result<(), &'static str> {
         match (self, value) {
             (Self::Special, _)
@@ -45,22 +45,27 @@ impl ValueKind {
 
 pub const ALLOW_PM_IMAGES: &str = "agents.project_manager.sandbox.allow_add_to_allowed_images";
 pub const DEFAULT_IMAGE_KEY: &str = "sandbox.default_image";
-/// Sandboxes at once.
+/// Concurrent sandboxes.
 pub const QUOTA_SANDBOXES: &str = "quota.sandboxes";
-/// Processor seconds that sandboxes reserve within 24 hours.
+/// CPU seconds that sandboxes reserve within 24 hours.
 pub const QUOTA_CPU_SECONDS: &str = "quota.cpu_seconds";
-/// Bytes of memory of one sandbox.
+/// Memory of one sandbox, in bytes.
 pub const QUOTA_SANDBOX_MEMORY_BYTES: &str = "quota.sandbox_memory_bytes";
-/// Processors of one sandbox.
+/// CPUs of one sandbox.
 pub const QUOTA_SANDBOX_CPUS: &str = "quota.sandbox_cpus";
 /// Processes of one sandbox.
 pub const QUOTA_SANDBOX_PIDS: &str = "quota.sandbox_pids";
-/// Bytes of artifacts and of the output of jobs that are kept.
+/// Bytes of disk of one sandbox.
+pub const QUOTA_SANDBOX_DISK_BYTES: &str = "quota.sandbox_disk_bytes";
+/// Open files of one process of a sandbox.
+pub const QUOTA_SANDBOX_NOFILE: &str = "quota.sandbox_nofile";
+/// Bytes of artifacts and retained job output.
 pub const QUOTA_ARTIFACT_BYTES: &str = "quota.artifact_bytes";
-/// How shapes of credentials are treated in a project: stricter than `orchestrator.secret_shapes`, never laxer.
+/// Handling of credential shapes in a project. It can be stricter than
+/// `orchestrator.secret_shapes`, never laxer.
 pub const SECRET_SHAPES: &str = "secrets.shapes";
 
-/// The keys whose type is known. Others may be used and take any value.
+/// Keys with a known type. Other keys are allowed and take any value.
 pub const KEYS: &[Key] = &[
     Key {
         name: ALLOW_PM_IMAGES,
@@ -133,6 +138,16 @@ pub const KEYS: &[Key] = &[
         is_setting: false,
     },
     Key {
+        name: QUOTA_SANDBOX_DISK_BYTES,
+        kind: ValueKind::Count,
+        is_setting: false,
+    },
+    Key {
+        name: QUOTA_SANDBOX_NOFILE,
+        kind: ValueKind::Count,
+        is_setting: false,
+    },
+    Key {
         name: QUOTA_ARTIFACT_BYTES,
         kind: ValueKind::Count,
         is_setting: false,
@@ -146,7 +161,7 @@ pub struct ValuePut {
     pub version: Option<u32>,
     #[schema(value_type = Value)]
     pub value: Value,
-    /// Refused with 412 unless the value's revision is this one; 0 means that there is none yet.
+    /// Fails with 412 unless the value has this revision; 0 means that it does not exist yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub if_revision: Option<i64>,
 }
@@ -156,14 +171,14 @@ pub struct Setting {
     pub key: String,
     #[schema(value_type = Value)]
     pub value: Value,
-    /// Rises with every change.
+    /// Increases with every change.
     pub revision: i64,
     #[serde(with = "time::serde::rfc3339")]
     pub updated_at: OffsetDateTime,
     pub updated_by: String,
 }
 
-/// From the narrowest to the widest.
+/// From narrowest to widest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum PreferenceScope {
@@ -192,7 +207,7 @@ impl std::str::FromStr for PreferenceScope {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         serde_json::from_value(text.into()).map_err(|_| {
-            format!("unknown scope '{text}'; known are task, project, user, group, system")
+            format!("unknown scope '{text}'; expected one of task, project, user, group, system")
         })
     }
 }

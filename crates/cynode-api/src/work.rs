@@ -1,4 +1,4 @@
-//! What work belongs to: projects and their tasks.
+//! Projects and their tasks.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 
 use crate::{ProjectId, TaskId};
 
-/// Bounds of texts and lists in what people write.
+/// Bounds of user-supplied texts and lists.
 pub mod text_limits {
     pub const MAX_NAME: usize = 256;
     pub const MAX_SLUG: usize = 64;
@@ -24,7 +24,7 @@ pub struct ProjectCreate {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<ProjectId>,
     pub name: String,
-    /// Short name for addresses; made from the name when absent.
+    /// Short name for URLs; derived from the name by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slug: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -34,7 +34,7 @@ pub struct ProjectCreate {
     pub metadata: Option<Map<String, Value>>,
 }
 
-/// What is absent stays.
+/// Absent fields are unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ProjectPatch {
@@ -94,7 +94,7 @@ impl std::str::FromStr for TaskStatus {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         serde_json::from_value(text.into()).map_err(|_| {
-            format!("unknown status '{text}'; known are open, active, done, failed, canceled")
+            format!("unknown status '{text}'; expected one of open, active, done, failed, canceled")
         })
     }
 }
@@ -123,7 +123,7 @@ pub struct TaskCreate {
     pub metadata: Option<Map<String, Value>>,
 }
 
-/// What is absent stays.
+/// Absent fields are unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TaskPatch {

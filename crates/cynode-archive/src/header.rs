@@ -3,11 +3,11 @@
 use crate::{BLOCK, Error, Kind};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Type {
+pub(crate) enum HeaderKind {
     Entry(Kind),
-    /// POSIX records about the next entry.
+    /// POSIX records that describe the next entry.
     Records,
-    /// POSIX records about all entries that follow.
+    /// POSIX records that describe all following entries.
     GlobalRecords,
     /// GNU: the content is the path of the next entry.
     LongPath,
@@ -17,7 +17,7 @@ pub(crate) enum Type {
 
 #[derive(Debug)]
 pub(crate) struct Header {
-    pub(crate) kind: Type,
+    pub(crate) kind: HeaderKind,
     pub(crate) path: Vec<u8>,
     pub(crate) link: Vec<u8>,
     pub(crate) size: u64,
@@ -52,8 +52,8 @@ impl Header {
                 ));
             }
         };
-        let name = terminated(&block[..100]);
-        let prefix = terminated(&block[345..500]);
+        let name = until_nul(&block[..100]);
+        let prefix = until_nul(&block[345..500]);
         let path = if has_prefix && !prefix.is_empty() {
             [prefix, b"/", name].concat()
         } else {
@@ -64,23 +64,22 @@ impl Header {
             problem,
         };
         let kind = match block[156] {
-            b'0' | b'7' | 0 => Type::Entry(Kind::File),
-            b'1' => Type::Entry(Kind::HardLink),
-            b'2' => Type::Entry(Kind::Symlink),
-            b'3' | b'4' | b'6' => Type::Entry(Kind::Special),
-            b'5' => Type::Entry(Kind::Directory),
-            b'x' => Type::Records,
-            b'g' => Type::GlobalRecords,
-            b'L' => Type::LongPath,
-            b'K' => Type::LongLink,
+            b'0' | b'7' | 0 => HeaderKind::Entry(Kind::File),
+            b'1' => HeaderKind::Entry(Kind::HardLink),
+            b'2' => HeaderKind::Entry(Kind::Symlink),
+            b'3' | b'4' | b'6' => HeaderKind::Entry(Kind::Special),
+            b'5' => HeaderKind::Entry(Kind::Directory),
+            b'x' => HeaderKind::Records,
+            b'g' => HeaderKind::GlobalRecords,
+            b'L' => HeaderKind::LongPath,
+            b'K' => HeaderKind::LongLink,
             b'S' => return Err(problem("is a sparse file; sparse files are not supported")),
             _ => return Err(problem("has an unknown type")),
         };
-        let size =
-            number(&block[124..136]).ok_or_else(|| problem("has a size that is not valid"))?;
+        let size = number(&block[124..136]).ok_or_else(|| problem("has an invalid size"))?;
         Ok(Self {
             kind,
-            link: terminated(&block[157..257]).to_vec(),
+            link: until_nul(&block[157..257]).to_vec(),
             size,
             mode: number(&block[100..108])
                 .and_then(|mode| u32::try_from(mode).ok())
@@ -94,11 +93,11 @@ impl Header {
 }
 
 /// A field up to its first NUL.
-fn terminated(field: &[u8]) -> &[u8] {
+fn until_nul(field: &[u8]) -> &[u8] {
     field.split(|byte| *byte == 0).next().unwrap_or_default()
 }
 
-/// A number in octal digits, or, when it does not fit, in GNU's binary form.
+/// An octal number, or GNU's binary form for values that octal digits can't hold.
 fn number(field: &[u8]) -> Option<u64> {
     match field {
         [0x80, rest @ ..] => {
@@ -112,7 +111,7 @@ fn number(field: &[u8]) -> Option<u64> {
     }
 }
 
-/// Octal digits: spaces may stand before them, and only spaces and NULs behind.
+/// Octal digits with optional leading spaces; only spaces and NULs may follow.
 fn octal(field: &[u8]) -> Option<u64> {
     let start = field.iter().position(|byte| *byte != b' ')?;
     let digits = &field[start..];
@@ -124,7 +123,7 @@ fn octal(field: &[u8]) -> Option<u64> {
     if digits.is_empty() || rest.iter().any(|byte| !matches!(byte, b' ' | 0)) {
         return None;
     }
-    // At most 12 digits of three bits.
+    // Can't overflow: a field holds at most 12 digits of three bits each.
     Some(
         digits
             .iter()

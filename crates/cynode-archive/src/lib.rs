@@ -1,11 +1,11 @@
-//! The one reader of tar archives.
+//! The only tar reader in this workspace.
 //!
-//! The gate reads an archive to check its paths against rules, the agent reads the same bytes to unpack them. Both use
-//! [`Archive`], so that neither sees an entry, a name or a size that the other does not.
+//! The gate reads an archive to check its paths against rules; the agent reads the same bytes to
+//! unpack them. Both use [`Archive`], so they can't disagree about an entry, a name or a size.
 //!
-//! Invariants: input that two common readers could understand differently is an [`Error`], never a guess; an entry's path is
-//! relative, has no `..`, and never leads through a symbolic link of the same archive; no header makes memory grow beyond
-//! the constants below.
+//! Invariants: input that two common tar readers could interpret differently is an [`Error`]; an
+//! entry's path is relative, contains no `..`, and never passes through a symbolic link of the same
+//! archive; the constants below bound the memory that headers can allocate.
 #![forbid(unsafe_code)]
 
 mod header;
@@ -16,7 +16,7 @@ use std::collections::HashSet;
 
 pub use self::reader::{ReadError, Reader};
 use self::{
-    header::{Header, Type},
+    header::{Header, HeaderKind},
     pax::Records,
 };
 
@@ -26,10 +26,11 @@ pub const BLOCK: usize = 512;
 pub const MAX_EXTENSION_BYTES: u64 = 1024 * 1024;
 /// Longest path of an entry, and longest target of a link.
 pub const MAX_PATH_BYTES: usize = 4_095;
-/// Paths of all symbolic links of an archive together: they are kept to refuse entries below them.
+/// Total length of all symbolic link paths in an archive. They stay in memory so that entries below
+/// them can be refused.
 pub const MAX_LINK_BYTES: usize = 16 * 1024 * 1024;
 
-/// Why an archive is refused.
+/// The reason for refusing an archive.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("it {0}")]
@@ -41,7 +42,7 @@ pub enum Error {
     },
 }
 
-/// Escapes what a terminal or a log must not get.
+/// Escapes control characters for terminals and logs, and truncates long paths.
 fn printable(path: &[u8]) -> String {
     let end = path.len().min(256);
     let dots = if end < path.len() { "…" } else { "" };
@@ -60,12 +61,12 @@ pub enum Kind {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// As the archive spells it; relative and without `..`.
+    /// Verbatim from the archive; relative, without `..`.
     pub path: Vec<u8>,
     pub kind: Kind,
-    /// The target of a link, as the archive spells it. That of a hard link is relative and without `..`.
+    /// A link's target, verbatim from the archive. A hard link's target is relative, without `..`.
     pub link: Vec<u8>,
-    /// Only a [`Kind::File`] has content.
+    /// Zero unless this is a [`Kind::File`].
     pub size: u64,
     /// Permission bits, without setuid, setgid and sticky.
     pub mode: u32,
@@ -73,7 +74,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Whether this is the archive's own directory (`./`).
+    /// Whether this entry is the archive's root directory (`./`).
     pub fn is_root(&self) -> bool {
         components(&self.path).next().is_none()
     }
@@ -85,7 +86,7 @@ pub fn components(path: &[u8]) -> impl Iterator<Item = &[u8]> {
         .filter(|part| !part.is_empty() && *part != b".")
 }
 
-/// Where the bytes of an archive come from.
+/// A source of archive bytes.
 pub trait Input {
     type Error: From<Error>;
 
@@ -93,11 +94,11 @@ pub trait Input {
     fn take(&mut self, limit: usize) -> Result<&[u8], Self::Error>;
 }
 
-/// An archive that is read entry by entry.
+/// Reads an archive entry by entry.
 #[derive(Debug)]
 pub struct Archive<I> {
     input: I,
-    /// Content and padding of the current entry.
+    /// Unread content and padding of the current entry.
     content: u64,
     padding: u64,
     current: Vec<u8>,
@@ -122,22 +123,23 @@ impl<I: Input> Archive<I> {
         }
     }
 
-    /// Whether the archive ended with a block of zeros. One without entries that has no such block is no archive.
+    /// Whether the archive ended with a block of zeros. Input without entries and without such a
+    /// block is not an archive.
     pub fn has_end_marker(&self) -> bool {
         self.has_end_marker
     }
 
-    /// The next entry; `None` at the end. Skips what was not read of the content of the entry before.
+    /// The next entry; `None` at the end. Skips unread content of the previous entry.
     pub fn next_entry(&mut self) -> Result<Option<Entry>, I::Error> {
         self.read(|_| Ok(()))?;
         let mut records = Records::default();
         while let Some(header) = self.header()? {
             match header.kind {
-                Type::Records => records.take_local(&self.extension(&header)?)?,
-                Type::GlobalRecords => pax::check_global(&self.extension(&header)?)?,
-                Type::LongPath => records.take_long_path(self.extension(&header)?)?,
-                Type::LongLink => records.take_long_link(self.extension(&header)?)?,
-                Type::Entry(kind) => return self.entry(header, kind, records).map(Some),
+                HeaderKind::Records => records.take_local(&self.extension(&header)?)?,
+                HeaderKind::GlobalRecords => pax::check_global(&self.extension(&header)?)?,
+                HeaderKind::LongPath => records.take_long_path(self.extension(&header)?)?,
+                HeaderKind::LongLink => records.take_long_link(self.extension(&header)?)?,
+                HeaderKind::Entry(kind) => return self.entry(header, kind, records).map(Some),
             }
         }
         if records.is_empty() {
@@ -150,7 +152,7 @@ impl<I: Input> Archive<I> {
         }
     }
 
-    /// Passes the content of the current entry on, piece by piece.
+    /// Passes the content of the current entry to `piece`, chunk by chunk.
     pub fn read(
         &mut self,
         mut piece: impl FnMut(&[u8]) -> Result<(), I::Error>,
@@ -160,7 +162,7 @@ impl<I: Input> Archive<I> {
                 .input
                 .take(usize::try_from(self.content).unwrap_or(usize::MAX))?;
             if bytes.is_empty() {
-                return Err(self.cut_off());
+                return Err(self.truncated());
             }
             self.content -= bytes.len() as u64;
             piece(bytes)?;
@@ -171,17 +173,17 @@ impl<I: Input> Archive<I> {
                 .take(usize::try_from(self.padding).unwrap_or(BLOCK))?
                 .len();
             if count == 0 {
-                return Err(self.cut_off());
+                return Err(self.truncated());
             }
             self.padding -= count as u64;
         }
         Ok(())
     }
 
-    fn cut_off(&mut self) -> I::Error {
+    fn truncated(&mut self) -> I::Error {
         Error::Entry {
             path: std::mem::take(&mut self.current),
-            problem: "is cut off: the archive ends within it",
+            problem: "is truncated: the archive ends within it",
         }
         .into()
     }
@@ -213,10 +215,10 @@ impl<I: Input> Archive<I> {
             if bytes.is_empty() {
                 return Ok(None);
             }
-            // Some readers stop at the first block of zeros, others go on behind it.
+            // Some readers stop at the first block of zeros, others continue after it.
             if bytes.iter().any(|byte| *byte != 0) {
                 return Err(Error::Archive(
-                    "goes on after its end marker; archives can't be concatenated",
+                    "continues after its end marker; concatenated archives are not supported",
                 )
                 .into());
             }
@@ -225,7 +227,7 @@ impl<I: Input> Archive<I> {
 
     fn extension(&mut self, header: &Header) -> Result<Vec<u8>, I::Error> {
         if header.size > MAX_EXTENSION_BYTES {
-            return Err(Error::Archive("has an extension header of more than 1 MiB").into());
+            return Err(Error::Archive("has an extension header larger than 1 MiB").into());
         }
         self.start(header.size, b"(extension header)");
         let mut value = Vec::new();
@@ -251,7 +253,7 @@ impl<I: Input> Archive<I> {
             }
             .into())
         };
-        // The oldest archives mark directories by a slash only.
+        // V7 archives mark directories only by a trailing slash.
         let kind = if kind == Kind::File && path.ends_with(b"/") {
             Kind::Directory
         } else {
@@ -265,9 +267,7 @@ impl<I: Input> Archive<I> {
             return problem("has no name");
         }
         if records.size.is_some_and(|size| size != header.size) {
-            return problem(
-                "has two sizes that differ, one in its header and one in its extension header",
-            );
+            return problem("has different sizes in its header and its extension header");
         }
         if kind != Kind::File && header.size != 0 {
             return problem("is not a file but has content");
@@ -281,22 +281,23 @@ impl<I: Input> Archive<I> {
                 if link.is_empty() || link.contains(&0) || link.len() > MAX_PATH_BYTES =>
             {
                 return problem(
-                    "has a link target that is not valid: it is empty, too long, or contains a NUL byte",
+                    "has an invalid link target: it is empty, too long, or contains a NUL byte",
                 );
             }
             Kind::HardLink if check_path(&link).is_err() || components(&link).next().is_none() => {
                 return problem(
-                    "has a link target that is not valid: that of a hard link is relative, without '..'",
+                    "has an invalid link target: a hard link's target must be relative, without \
+                     '..'",
                 );
             }
             _ => {}
         }
-        if self.leads_through_link(&path, kind == Kind::Directory)
-            || (kind == Kind::HardLink && self.leads_through_link(&link, false))
+        if self.passes_through_link(&path, kind == Kind::Directory)
+            || (kind == Kind::HardLink && self.passes_through_link(&link, false))
         {
-            return problem("leads through a symbolic link of the same archive");
+            return problem("passes through a symbolic link of the same archive");
         }
-        self.note_link(&path, kind)?;
+        self.track_link(&path, kind)?;
         self.start(header.size, &path);
         Ok(Entry {
             path,
@@ -308,8 +309,9 @@ impl<I: Input> Archive<I> {
         })
     }
 
-    /// Whether a component above the last one, or with `last` also that one, is a symbolic link.
-    fn leads_through_link(&self, path: &[u8], last: bool) -> bool {
+    /// Whether a parent of the path is a symbolic link of this archive. With `last`, the path
+    /// itself counts too.
+    fn passes_through_link(&self, path: &[u8], last: bool) -> bool {
         if self.links.is_empty() {
             return false;
         }
@@ -324,19 +326,18 @@ impl<I: Input> Archive<I> {
             .any(|end| self.links.contains(&whole[..end]))
     }
 
-    fn note_link(&mut self, path: &[u8], kind: Kind) -> Result<(), I::Error> {
+    fn track_link(&mut self, path: &[u8], kind: Kind) -> Result<(), I::Error> {
         if kind == Kind::Symlink {
             let path = normalized(path);
             self.link_bytes += path.len();
             if self.link_bytes > MAX_LINK_BYTES {
-                return Err(Error::Archive(
-                    "has symbolic links whose paths have more than 16 MiB together",
-                )
-                .into());
+                return Err(
+                    Error::Archive("has symbolic link paths of more than 16 MiB in total").into(),
+                );
             }
             self.links.insert(path);
         } else if !self.links.is_empty() {
-            // A file takes the place of a link.
+            // This entry replaces a link of the same path.
             self.links.remove(&normalized(path));
         }
         Ok(())
@@ -347,7 +348,7 @@ fn normalized(path: &[u8]) -> Vec<u8> {
     components(path).collect::<Vec<_>>().join(&b'/')
 }
 
-/// Checks that a path stays below the directory that it is unpacked into, as far as its text shows.
+/// Checks lexically that a path stays below the directory that it is unpacked into.
 fn check_path(path: &[u8]) -> Result<(), &'static str> {
     if path.is_empty() {
         return Err("has no name");
@@ -359,7 +360,7 @@ fn check_path(path: &[u8]) -> Result<(), &'static str> {
         return Err("has a NUL byte in its path");
     }
     if path.len() > MAX_PATH_BYTES {
-        return Err("has a path of more than 4095 bytes");
+        return Err("has a path longer than 4095 bytes");
     }
     if components(path).any(|part| part == b"..") {
         return Err("has '..' in its path");

@@ -1,4 +1,4 @@
-//! Archives from anything that implements [`std::io::Read`].
+//! Reads archives from any [`std::io::Read`].
 
 use std::io::{self, Read};
 

@@ -1,8 +1,9 @@
-//! What kind of thing an action is, told from its words: `session.exec`, `file.write`, `files:patch`, `artifact.put`.
+//! Classifies actions by the words of their names: `session.exec`, `file.write`, `files:patch`,
+//! `artifact.put`.
 
 use cynode_api::AuditBody;
 
-/// What is done to whatever the action is about.
+/// The operation that an action performs on its target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verb {
     Create,
@@ -13,10 +14,10 @@ pub(crate) enum Verb {
     Other,
 }
 
-/// What an action is about.
+/// The kind of object that an action operates on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum About {
-    /// A command is run.
+pub(crate) enum TargetKind {
+    /// A command.
     Exec,
     /// Files in a sandbox.
     File,
@@ -47,16 +48,16 @@ pub(crate) fn verb(action: &str) -> Verb {
         .unwrap_or(Verb::Other)
 }
 
-pub(crate) fn about(body: &AuditBody) -> About {
+pub(crate) fn target_kind(body: &AuditBody) -> TargetKind {
     let has = |wanted: &[&str]| words(&body.action).any(|word| wanted.contains(&word));
     if has(&["artifact", "artifacts"]) {
-        About::Artifact
+        TargetKind::Artifact
     } else if words(&body.action).next_back() == Some("exec") {
-        About::Exec
+        TargetKind::Exec
     } else if has(&["file", "files", "workspace"]) || body.detail.contains_key("changes") {
-        About::File
+        TargetKind::File
     } else {
-        About::Other
+        TargetKind::Other
     }
 }
 
@@ -67,22 +68,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn actions_are_told_apart_by_their_words() {
+    fn actions_are_classified_by_their_words() {
         for (action, expected) in [
-            ("session.exec", (About::Exec, Verb::Create)),
-            ("exec.signal", (About::Other, Verb::Create)),
-            ("file.read", (About::File, Verb::Read)),
-            ("session.files:patch", (About::File, Verb::Update)),
-            ("sandbox.workspace.write_file", (About::File, Verb::Update)),
-            ("file.move", (About::File, Verb::Move)),
-            ("artifact.put", (About::Artifact, Verb::Update)),
-            ("token.revoke", (About::Other, Verb::Delete)),
-            ("weather", (About::Other, Verb::Other)),
-            ("", (About::Other, Verb::Other)),
+            ("session.exec", (TargetKind::Exec, Verb::Create)),
+            ("exec.signal", (TargetKind::Other, Verb::Create)),
+            ("file.read", (TargetKind::File, Verb::Read)),
+            ("session.files:patch", (TargetKind::File, Verb::Update)),
+            (
+                "sandbox.workspace.write_file",
+                (TargetKind::File, Verb::Update),
+            ),
+            ("file.move", (TargetKind::File, Verb::Move)),
+            ("artifact.put", (TargetKind::Artifact, Verb::Update)),
+            ("token.revoke", (TargetKind::Other, Verb::Delete)),
+            ("weather", (TargetKind::Other, Verb::Other)),
+            ("", (TargetKind::Other, Verb::Other)),
         ] {
             assert_eq!(
                 (
-                    about(&AuditBody::new(AuditKind::Intent, action)),
+                    target_kind(&AuditBody::new(AuditKind::Intent, action)),
                     verb(action)
                 ),
                 expected,

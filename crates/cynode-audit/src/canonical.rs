@@ -1,23 +1,23 @@
-//! One spelling for each JSON value, so that equal values have equal hashes whatever stored them.
+//! Canonical JSON: equal values have equal text and therefore equal hashes, whatever stored them.
 
 use std::borrow::Cow;
 
 use serde_json::{Map, Value};
 
-/// Deeper than this nothing is chained: readers of JSON refuse what is nested much deeper.
+/// Values nested deeper are not chained: many JSON parsers refuse them.
 const MAX_DEPTH: usize = 64;
 
-/// Why a value has no canonical spelling.
+/// The reason why a value has no canonical text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotChainable {
-    #[error("a number is not an integer of 64 bits")]
+    #[error("a number is not a 64-bit integer")]
     Number,
-    #[error("it is nested too deeply")]
+    #[error("the value is nested too deeply")]
     Depth,
 }
 
-/// Members sorted by name at every level, no spaces, integers only. The map's own order is never trusted: any crate can
-/// switch serde_json to keep the order of insertion.
+/// Sorts members by name at every level, omits whitespace and allows only integers. Never relies on
+/// the map's own order: any crate can enable serde_json's `preserve_order`.
 pub fn canonical(value: &Value) -> Result<String, NotChainable> {
     let mut out = Vec::with_capacity(512);
     write(value, 0, &mut out)?;
@@ -92,14 +92,14 @@ fn string(text: &str, out: &mut Vec<u8>) {
     serde_json::to_writer(out, text).expect("writing a string to memory does not fail");
 }
 
-/// What can be chained and comes back from any store as it went in: a record must not be lost because of what a caller
-/// put into it. Numbers that are not integers become text, NUL, which PostgreSQL refuses, becomes its picture, and what is
-/// nested too deeply is left out.
-pub(crate) fn fit(value: Value) -> Value {
-    fit_at(value, 0)
+/// Replaces what can't be chained or stored unchanged, so that no record is lost because of what a
+/// caller put into it: a number that is not an integer becomes text, NUL, which PostgreSQL refuses,
+/// becomes its picture, and values nested too deeply are dropped.
+pub(crate) fn sanitize(value: Value) -> Value {
+    sanitize_at(value, 0)
 }
 
-fn fit_at(value: Value, depth: usize) -> Value {
+fn sanitize_at(value: Value, depth: usize) -> Value {
     match value {
         Value::Array(_) | Value::Object(_) if depth == MAX_DEPTH => {
             Value::from("(nested too deeply)")
@@ -107,25 +107,25 @@ fn fit_at(value: Value, depth: usize) -> Value {
         Value::Number(number) if number.as_u64().is_none() && number.as_i64().is_none() => {
             Value::from(number.to_string())
         }
-        Value::String(text) => Value::from(fit_text(text)),
+        Value::String(text) => Value::from(sanitize_text(text)),
         Value::Array(items) => items
             .into_iter()
-            .map(|item| fit_at(item, depth + 1))
+            .map(|item| sanitize_at(item, depth + 1))
             .collect(),
         Value::Object(members) => Value::Object(
             members
                 .into_iter()
-                .map(|(name, member)| (fit_text(name), fit_at(member, depth + 1)))
+                .map(|(name, member)| (sanitize_text(name), sanitize_at(member, depth + 1)))
                 .collect::<Map<_, _>>(),
         ),
         other => other,
     }
 }
 
-fn fit_text(text: String) -> String {
+fn sanitize_text(text: String) -> String {
     match without_nul(&text) {
         Cow::Borrowed(_) => text,
-        Cow::Owned(fitting) => fitting,
+        Cow::Owned(sanitized) => sanitized,
     }
 }
 
@@ -147,19 +147,26 @@ mod tests {
     #[test]
     fn strings_are_written_as_serde_json_writes_them() {
         for code in 0..=0x3000 {
-            let text = format!("a{}", char::from_u32(code).expect("no surrogate is below"));
+            let text = format!(
+                "a{}",
+                char::from_u32(code).expect("there are no surrogates in this range")
+            );
             assert_eq!(
                 canonical(&Value::from(text.as_str())),
-                Ok(serde_json::to_string(&text).expect("text serialises"))
+                Ok(serde_json::to_string(&text).expect("text serializes"))
             );
         }
     }
 
     #[test]
     fn members_are_sorted_at_every_level_and_nothing_is_added() {
-        let value = json!({"b": [1, {"z": null, "a": "ü\n\"\u{1}"}], "a": {"é": true, "e": -1}, "": u64::MAX});
+        let value = json!({
+            "b": [1, {"z": null, "a": "ü\n\"\u{1}"}],
+            "a": {"é": true, "e": -1},
+            "": u64::MAX,
+        });
         assert_eq!(
-            canonical(&value).expect("it is canonical"),
+            canonical(&value).expect("canonical"),
             r#"{"":18446744073709551615,"a":{"e":-1,"é":true},"b":[1,{"a":"ü\n\"\u0001","z":null}]}"#
         );
     }
@@ -172,21 +179,21 @@ mod tests {
     }
 
     #[test]
-    fn what_no_store_takes_is_made_fit() {
+    fn values_that_stores_refuse_are_sanitized() {
         let mut deep = json!(1);
         for _ in 0..200 {
             deep = json!([deep]);
         }
         assert_eq!(canonical(&json!({"a": deep})), Err(NotChainable::Depth));
-        let fitting = fit(json!({"a\0": 1.5, "b": ["x\0y"], "c": deep}));
+        let sanitized = sanitize(json!({"a\0": 1.5, "b": ["x\0y"], "c": deep}));
         assert_eq!(
-            (&fitting["a\u{2400}"], &fitting["b"]),
+            (&sanitized["a\u{2400}"], &sanitized["b"]),
             (&json!("1.5"), &json!(["x\u{2400}y"]))
         );
-        let text = canonical(&fitting).expect("it is canonical now");
+        let text = canonical(&sanitized).expect("canonical after sanitizing");
         assert_eq!(
-            serde_json::from_str::<Value>(&text).expect("it can be read"),
-            fitting
+            serde_json::from_str::<Value>(&text).expect("valid JSON"),
+            sanitized
         );
     }
 
@@ -209,13 +216,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_fit_stays_as_it_is_and_reads_back_as_itself(value in values()) {
-            let fitting = fit(value);
-            prop_assert_eq!(&fit(fitting.clone()), &fitting);
-            let text = canonical(&fitting).expect("what fits is canonical");
+        fn sanitizing_is_idempotent_and_the_result_round_trips(value in values()) {
+            let sanitized = sanitize(value);
+            prop_assert_eq!(&sanitize(sanitized.clone()), &sanitized);
+            let text = canonical(&sanitized).expect("sanitized values are canonical");
             let read: Value = serde_json::from_str(&text).expect("canonical text is JSON");
-            prop_assert_eq!(&read, &fitting);
-            prop_assert_eq!(canonical(&read).expect("it still is"), text);
+            prop_assert_eq!(&read, &sanitized);
+            prop_assert_eq!(canonical(&read).expect("still canonical"), text);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! How records are chained.
+//! The hash chain of records.
 
 use cynode_api::AuditRecord;
 use serde_json::Value;
@@ -6,18 +6,20 @@ use sha2::{Digest as _, Sha256};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 use uuid::Uuid;
 
-use crate::{canonical, hex};
+use crate::{canonical, hash_text};
 
-/// A SHA-256.
+/// A SHA-256 digest.
 pub type Hash = [u8; 32];
 
-/// Sets these hashes apart from all others, those of checkpoints too.
+/// Domain separation: no other hash of this system starts with these bytes.
 const RECORD: &[u8] = b"cynode audit record 1\0";
 const GENESIS: &[u8] = b"cynode audit stream 1\0";
 
-/// Over the hash before, the stream, the number in it, the time in microseconds and the canonical JSON of the body.
+/// Hashes the previous hash, the stream, the sequence number, the time in microseconds and the
+/// canonical JSON of the body.
 ///
-/// A body that has no canonical spelling gets a hash that no chained record has: [`Chain::append`] never lets one in.
+/// A body without canonical text gets a hash that no chained record has: [`Chain::append`] never
+/// lets one in.
 #[must_use]
 pub fn hash(prev: &Hash, stream: Uuid, seq: u64, at: OffsetDateTime, body: &Value) -> Hash {
     let mut input = Vec::with_capacity(1024);
@@ -34,7 +36,7 @@ pub fn hash(prev: &Hash, stream: Uuid, seq: u64, at: OffsetDateTime, body: &Valu
     Sha256::digest(&input).into()
 }
 
-/// What the first record of a stream stands on.
+/// The previous hash of a stream's first record.
 #[must_use]
 pub fn genesis(stream: Uuid) -> Hash {
     Sha256::new()
@@ -58,14 +60,14 @@ pub struct Link {
     pub hash: Hash,
 }
 
-/// Why something is not a record of the trail.
+/// The reason why a value is not an audit record.
 #[derive(Debug, thiserror::Error)]
 pub enum MalformedRecord {
-    #[error("it is not an object")]
+    #[error("the record is not an object")]
     NotAnObject,
     #[error("'{0}' is missing or malformed")]
     Member(&'static str),
-    #[error("its body can't be read: {0}")]
+    #[error("the body is malformed: {0}")]
     Body(#[from] serde_json::Error),
 }
 
@@ -78,11 +80,12 @@ impl Link {
             seq: self.seq,
             at: self.at,
             body: serde_json::from_value(self.body.clone())?,
-            hash: hex::encode(&self.hash),
+            hash: hex::encode(self.hash),
         })
     }
 
-    /// A record as the API shows it, with its cursor. All members that are not its place belong to the body, known or not.
+    /// Parses a record as the API shows it, with its cursor. All members other than its position
+    /// belong to the body, known or not.
     pub fn from_record(record: Value) -> Result<(i64, Self), MalformedRecord> {
         let Value::Object(mut body) = record else {
             return Err(MalformedRecord::NotAnObject);
@@ -108,7 +111,7 @@ impl Link {
             body: Value::Object(body),
             hash: hash
                 .as_str()
-                .and_then(hex::decode)
+                .and_then(hash_text::decode)
                 .ok_or(MalformedRecord::Member("hash"))?,
         };
         Ok((
@@ -118,12 +121,12 @@ impl Link {
     }
 }
 
-/// Where a stream stands: its newest record.
+/// The newest record of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Head {
     pub seq: u64,
-    #[serde(with = "hex::json")]
+    #[serde(with = "hash_text::json")]
     pub hash: Hash,
 }
 
@@ -146,18 +149,19 @@ impl Chain {
         }
     }
 
-    /// A stream that goes on from where it stands.
+    /// Continues a stream after its current head.
     #[must_use]
     pub const fn resume(stream: Uuid, head: Head) -> Self {
         Self { stream, head }
     }
 
-    /// The next record. What is to be stored is what comes back, not what went in: the time is rounded down to
-    /// microseconds, and what a store could not hold in the body is replaced (a number that is not an integer by its text).
+    /// Appends a record. Store the returned link, not the arguments: the time is rounded down to
+    /// microseconds, and values that a store can't hold are replaced (a number that is not an
+    /// integer by its text).
     pub fn append(&mut self, at: OffsetDateTime, body: Value) -> Link {
         let at = OffsetDateTime::from_unix_timestamp_nanos(microseconds(at) * 1_000)
             .expect("a time rounded down to microseconds is a time");
-        let body = canonical::fit(body);
+        let body = canonical::sanitize(body);
         let seq = self.head.seq + 1;
         let hash = hash(&self.head.hash, self.stream, seq, at, &body);
         self.head = Head { seq, hash };
@@ -170,7 +174,7 @@ impl Chain {
         }
     }
 
-    /// Its newest record; number 0 and the stream's [`genesis`] when there is none.
+    /// The newest record; number 0 and the stream's [`genesis`] if there is none.
     #[must_use]
     pub const fn head(&self) -> Head {
         self.head
@@ -209,6 +213,7 @@ mod tests {
     }
 
     #[test]
+    // invariant: api-boundaries
     fn a_hash_never_changes_its_meaning() {
         let hash = hash(
             &genesis(Uuid::nil()),
@@ -218,7 +223,7 @@ mod tests {
             &json!({"version": 1, "kind": "event"}),
         );
         assert_eq!(
-            hex::encode(&hash),
+            hex::encode(hash),
             "53fde44a1370b984d07787e4671636b5daf8511035d02a872b48bd3517998a2e"
         );
     }
@@ -258,16 +263,16 @@ mod tests {
     }
 
     #[test]
-    fn a_record_comes_back_from_the_wire_as_the_link_it_was_with_members_that_nobody_knows() {
+    fn a_record_round_trips_with_its_unknown_members() {
         let mut chain = Chain::new(Uuid::now_v7());
         let link = chain.append(
             AT,
             json!({"version": 1, "kind": "event", "action": "node.lost", "detail": {"n": 1}}),
         );
-        let shown = serde_json::to_value(link.to_record(9).expect("it is a record"))
-            .expect("records serialise");
+        let shown =
+            serde_json::to_value(link.to_record(9).expect("a record")).expect("records serialize");
         assert_eq!(
-            Link::from_record(shown).expect("it is a record"),
+            Link::from_record(shown).expect("a record"),
             (9, link.clone())
         );
 
@@ -277,8 +282,8 @@ mod tests {
         value["stream"] = chain.stream().to_string().into();
         value["seq"] = 2.into();
         value["at"] = unknown.at.format(&Rfc3339).expect("a time").into();
-        value["hash"] = hex::encode(&unknown.hash).into();
-        let (_, read) = Link::from_record(value).expect("it is a record");
+        value["hash"] = hex::encode(unknown.hash).into();
+        let (_, read) = Link::from_record(value).expect("a record");
         assert_eq!(
             hash(&link.hash, read.stream, read.seq, read.at, &read.body),
             unknown.hash
@@ -286,9 +291,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_record_is_said_to_be_none() {
+    fn a_malformed_record_is_refused() {
         for (value, expected) in [
-            (json!([]), "it is not an object"),
+            (json!([]), "the record is not an object"),
             (json!({"cursor": 1}), "'stream' is missing or malformed"),
             (
                 json!({"cursor": 1, "stream": "x", "seq": 1, "at": "", "hash": ""}),
@@ -301,7 +306,7 @@ mod tests {
         ] {
             assert_eq!(
                 Link::from_record(value)
-                    .expect_err("it is none")
+                    .expect_err("not a record")
                     .to_string(),
                 expected
             );

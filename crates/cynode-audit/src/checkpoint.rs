@@ -1,4 +1,4 @@
-//! A signed word on where the streams stood.
+//! Signed snapshots of the heads of all streams.
 
 use std::collections::BTreeMap;
 
@@ -8,12 +8,12 @@ use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use crate::{Hash, Head, PublicKey, SigningKey, hex};
+use crate::{Hash, Head, PublicKey, SigningKey, hash_text};
 
-/// Sets what is signed apart from anything else that the key might ever sign.
+/// Domain separation from anything else that the key might ever sign.
 const CHECKPOINT: &[u8] = b"cynode audit checkpoint 1\0";
 
-/// Where streams stood. Checkpoints are chained by number and hash.
+/// The heads of streams at one time. Checkpoints are chained by number and hash.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Checkpoint {
@@ -21,31 +21,32 @@ pub struct Checkpoint {
     pub number: u64,
     #[serde(with = "time::serde::rfc3339")]
     pub at: OffsetDateTime,
-    /// The hash of the checkpoint before; [`Checkpoint::FIRST`] for the first.
-    #[serde(with = "hex::json")]
+    /// The hash of the previous checkpoint; [`Checkpoint::FIRST`] for the first.
+    #[serde(with = "hash_text::json")]
     pub prev: Hash,
-    /// It holds all streams that still have records, with their cuts, and not only those that moved. Checkpoints before it
-    /// may be removed.
+    /// Holds all streams that still have records, with their cuts, and not only those that
+    /// advanced. Earlier checkpoints may be removed.
     pub full: bool,
-    /// Every record with a cursor up to this one is under a head here or in a checkpoint before.
+    /// Every record with a cursor up to this one is covered by a head here or in an earlier
+    /// checkpoint.
     pub cursor: i64,
-    /// The streams that moved since the checkpoint before.
+    /// The streams that advanced since the previous checkpoint.
     pub heads: BTreeMap<Uuid, Head>,
-    /// Streams whose records up to here, this one included, were removed by retention.
+    /// Streams from which retention removed the records up to and including this head.
     pub cut: BTreeMap<Uuid, Head>,
-    /// How many records retention has removed, ever.
+    /// Total number of records that retention has removed.
     pub truncated_records: u64,
 }
 
 impl Checkpoint {
-    /// What the first checkpoint stands on.
+    /// The previous hash of the first checkpoint.
     pub const FIRST: Hash = [0; 32];
 
     #[must_use]
-    pub fn sign(self, key: &SigningKey) -> Signed {
-        let text = serde_json::to_string(&self).expect("a checkpoint serialises");
+    pub fn sign(self, key: &SigningKey) -> SignedCheckpoint {
+        let text = serde_json::to_string(&self).expect("a checkpoint serializes");
         let message = message(&text);
-        Signed {
+        SignedCheckpoint {
             checkpoint: self,
             hash: Sha256::digest(&message).into(),
             signature: key.sign(&message),
@@ -60,19 +61,19 @@ fn message(text: &str) -> Vec<u8> {
 
 /// A checkpoint with the exact text that was signed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Signed {
+pub struct SignedCheckpoint {
     pub checkpoint: Checkpoint,
     pub hash: Hash,
     pub signature: Vec<u8>,
     text: String,
 }
 
-/// Why a line is not a checkpoint. Whether its signature is good is another question.
+/// The reason why a line is not a checkpoint. Parsing does not verify the signature.
 #[derive(Debug, thiserror::Error)]
 pub enum MalformedCheckpoint {
-    #[error("the line can't be read: {0}")]
+    #[error("the line is malformed: {0}")]
     Line(serde_json::Error),
-    #[error("what was signed can't be read: {0}")]
+    #[error("the signed text is malformed: {0}")]
     Checkpoint(serde_json::Error),
     #[error("the signature is not base64url")]
     Signature,
@@ -81,20 +82,20 @@ pub enum MalformedCheckpoint {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Line {
-    /// Text within text, so that what was signed stays as it was, byte for byte.
+    /// JSON as a string, so that the signed text stays the same byte for byte.
     checkpoint: String,
     signature: String,
 }
 
-impl Signed {
-    /// One line of JSON, without an end of line.
+impl SignedCheckpoint {
+    /// One line of JSON, without a trailing newline.
     #[must_use]
     pub fn to_line(&self) -> String {
         let line = Line {
             checkpoint: self.text.clone(),
             signature: URL_SAFE_NO_PAD.encode(&self.signature),
         };
-        serde_json::to_string(&line).expect("a line serialises")
+        serde_json::to_string(&line).expect("a line serializes")
     }
 
     pub fn parse(line: &str) -> Result<Self, MalformedCheckpoint> {
@@ -112,16 +113,16 @@ impl Signed {
         })
     }
 
-    /// Whether the key signed exactly this.
+    /// Whether the key signed exactly this checkpoint.
     #[must_use]
     pub fn verify(&self, key: &PublicKey) -> bool {
         let message = message(&self.text);
-        let is_what_was_signed = || {
+        let matches_signed_text = || {
             serde_json::from_str::<Checkpoint>(&self.text)
                 .is_ok_and(|signed| signed == self.checkpoint)
         };
         self.hash == Hash::from(Sha256::digest(&message))
-            && is_what_was_signed()
+            && matches_signed_text()
             && key.verify(&message, &self.signature)
     }
 }
@@ -175,7 +176,7 @@ mod tests {
         let signed = checkpoint().sign(&key);
         let line = signed.to_line();
         assert!(!line.contains('\n'));
-        let read = Signed::parse(&line).expect("the line is a checkpoint");
+        let read = SignedCheckpoint::parse(&line).expect("a checkpoint");
         assert_eq!(read, signed);
         assert!(
             read.verify(&key.public()) && !read.verify(&SigningKey::from_seed([2; 32]).public())
@@ -195,14 +196,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_byte_of_a_line_can_be_changed(place in any::<prop::sample::Index>(), byte in any::<u8>()) {
+        fn no_byte_of_a_line_can_be_changed(
+            place in any::<prop::sample::Index>(),
+            byte in any::<u8>(),
+        ) {
             let key = SigningKey::from_seed([1; 32]);
             let line = checkpoint().sign(&key).to_line();
             let mut bytes = line.clone().into_bytes();
             let place = place.index(bytes.len());
             prop_assume!(bytes[place] != byte);
             bytes[place] = byte;
-            let survives = String::from_utf8(bytes).ok().and_then(|line| Signed::parse(&line).ok()).is_some_and(|signed| signed.verify(&key.public()));
+            let survives = String::from_utf8(bytes)
+                .ok()
+                .and_then(|line| SignedCheckpoint::parse(&line).ok())
+                .is_some_and(|signed| signed.verify(&key.public()));
             prop_assert!(!survives);
         }
     }

@@ -1,37 +1,37 @@
-//! Many checkpoints as one.
+//! Merges a run of checkpoints into one full checkpoint.
 
 use std::collections::BTreeMap;
 
-use crate::{Checkpoint, Hash, PublicKey, Signed};
+use crate::{Checkpoint, Hash, PublicKey, SignedCheckpoint};
 
-/// Why checkpoints can't be folded: they are not as they were signed.
+/// The reason why checkpoints can't be folded: they are not as they were signed.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotWhole {
-    #[error("checkpoint {0} can't be read, or its signature does not fit")]
+pub enum FoldError {
+    #[error("checkpoint {0} is malformed or its signature is invalid")]
     Bad(u64),
-    #[error("checkpoint {0} does not stand on the one before it")]
+    #[error("checkpoint {0} does not follow the previous one")]
     Gap(u64),
 }
 
-/// A checkpoint to be signed, and the number and hash of the newest that it is made of.
+/// An unsigned checkpoint, with the number and hash of the newest checkpoint that it replaces.
 pub type Folded = (Checkpoint, (u64, Hash));
 
-/// The full checkpoint that says what all of these say together, to be signed as the next one; and the number and hash of the newest
-/// of them. `None` when there are not two of them.
+/// Merges the checkpoints of `lines` into a full one, to be signed as the next checkpoint. Returns
+/// `None` for fewer than two checkpoints.
 ///
-/// Nothing comes from anywhere else than from what was signed: whoever changed a stream since is found as before.
+/// The result derives only from signed data, so tampering with a stream stays detectable.
 pub fn fold<'a>(
     lines: impl IntoIterator<Item = (u64, &'a str)>,
     key: &PublicKey,
-) -> Result<Option<Folded>, NotWhole> {
+) -> Result<Option<Folded>, FoldError> {
     let (mut heads, mut cut) = (BTreeMap::new(), BTreeMap::new());
-    let mut newest: Option<Signed> = None;
+    let mut newest: Option<SignedCheckpoint> = None;
     let mut count = 0;
     for (number, line) in lines {
-        let signed = Signed::parse(line)
+        let signed = SignedCheckpoint::parse(line)
             .ok()
             .filter(|signed| signed.checkpoint.number == number && signed.verify(key))
-            .ok_or(NotWhole::Bad(number))?;
+            .ok_or(FoldError::Bad(number))?;
         let follows = match &newest {
             Some(before) => {
                 before.checkpoint.number + 1 == number && before.hash == signed.checkpoint.prev
@@ -41,7 +41,7 @@ pub fn fold<'a>(
             }
         };
         if !follows {
-            return Err(NotWhole::Gap(number));
+            return Err(FoldError::Gap(number));
         }
         if signed.checkpoint.full {
             heads.clear();
@@ -90,11 +90,11 @@ mod tests {
         }
     }
 
-    /// Streams and their numbers.
+    /// Streams and their sequence numbers.
     type Places<'a> = &'a [(u128, u64)];
 
     fn chain(key: &SigningKey, all: &[(bool, Places<'_>, Places<'_>)]) -> Vec<(u64, String)> {
-        let of = |pairs: Places<'_>| {
+        let heads_of = |pairs: Places<'_>| {
             pairs
                 .iter()
                 .map(|(stream, seq)| (Uuid::from_u128(*stream), head(*seq)))
@@ -108,8 +108,8 @@ mod tests {
                 prev,
                 full: *full,
                 cursor: 10 * i64::try_from(number).expect("small"),
-                heads: of(heads),
-                cut: of(cut),
+                heads: heads_of(heads),
+                cut: heads_of(cut),
                 truncated_records: 0,
             };
             let signed = checkpoint.sign(key);
@@ -119,7 +119,7 @@ mod tests {
         lines
     }
 
-    fn folded(lines: &[(u64, String)], key: &SigningKey) -> Result<Option<Folded>, NotWhole> {
+    fn folded(lines: &[(u64, String)], key: &SigningKey) -> Result<Option<Folded>, FoldError> {
         fold(
             lines.iter().map(|(number, line)| (*number, line.as_str())),
             &key.public(),
@@ -127,6 +127,7 @@ mod tests {
     }
 
     #[test]
+    // invariant: audit-trail
     fn one_says_what_all_said() {
         let key = SigningKey::from_seed([1; 32]);
         let lines = chain(
@@ -151,10 +152,10 @@ mod tests {
         let expected =
             [(1, 3), (2, 5), (3, 1)].map(|(stream, seq)| (Uuid::from_u128(stream), head(seq)));
         assert_eq!(checkpoint.heads, BTreeMap::from(expected));
-        // And again with what came after.
+        // Folding the result again together with a later checkpoint.
         let mut next = vec![(4, checkpoint.clone().sign(&key).to_line())];
         assert_eq!(folded(&next, &key), Ok(None));
-        let signed = Signed::parse(&next[0].1).expect("a line");
+        let signed = SignedCheckpoint::parse(&next[0].1).expect("a line");
         let later = Checkpoint {
             number: 5,
             prev: signed.hash,
@@ -175,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_retention_forgot_stays_forgotten_and_its_cuts_stay() {
+    fn streams_removed_by_retention_stay_removed_and_cuts_stay() {
         let key = SigningKey::from_seed([1; 32]);
         let lines = chain(
             &key,
@@ -197,6 +198,7 @@ mod tests {
     }
 
     #[test]
+    // invariant: audit-trail
     fn nothing_is_folded_that_is_not_whole() {
         let key = SigningKey::from_seed([1; 32]);
         let lines = chain(
@@ -215,19 +217,19 @@ mod tests {
                 .map(|(_, line)| line.clone())
                 .collect::<Vec<_>>()
         };
-        assert_eq!(folded(&without(0), &key).err(), Some(NotWhole::Gap(2)));
-        assert_eq!(folded(&without(1), &key).err(), Some(NotWhole::Gap(3)));
-        let stranger = chain(&SigningKey::from_seed([2; 32]), &[(false, &[(1, 9)], &[])]);
+        assert_eq!(folded(&without(0), &key).err(), Some(FoldError::Gap(2)));
+        assert_eq!(folded(&without(1), &key).err(), Some(FoldError::Gap(3)));
+        let foreign = chain(&SigningKey::from_seed([2; 32]), &[(false, &[(1, 9)], &[])]);
         let mut forged = lines.clone();
-        forged[0] = stranger[0].clone();
-        assert_eq!(folded(&forged, &key).err(), Some(NotWhole::Bad(1)));
+        forged[0] = foreign[0].clone();
+        assert_eq!(folded(&forged, &key).err(), Some(FoldError::Bad(1)));
         let mut moved = lines.clone();
         moved[1].1 = lines[0].1.clone();
-        assert_eq!(folded(&moved, &key).err(), Some(NotWhole::Bad(2)));
+        assert_eq!(folded(&moved, &key).err(), Some(FoldError::Bad(2)));
         let mut other = lines;
         other[1].1 = chain(&key, &[(false, &[(1, 7)], &[]), (false, &[(1, 8)], &[])])[1]
             .1
             .clone();
-        assert_eq!(folded(&other, &key).err(), Some(NotWhole::Gap(2)));
+        assert_eq!(folded(&other, &key).err(), Some(FoldError::Gap(2)));
     }
 }

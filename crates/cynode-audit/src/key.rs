@@ -1,11 +1,11 @@
-//! The key that signs checkpoints, and the one that verifies them.
+//! Signing and public keys for checkpoints.
 
 use aws_lc_rs::signature::{ED25519, Ed25519KeyPair, KeyPair as _, UnparsedPublicKey};
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
 
 const PREFIX: &str = "ed25519:";
 
-/// An Ed25519 key. It is kept outside the database.
+/// An Ed25519 key, kept outside the database.
 pub struct SigningKey(Ed25519KeyPair);
 
 impl std::fmt::Debug for SigningKey {
@@ -17,9 +17,7 @@ impl std::fmt::Debug for SigningKey {
 impl SigningKey {
     #[must_use]
     pub fn from_seed(seed: [u8; 32]) -> Self {
-        Self(
-            Ed25519KeyPair::from_seed_unchecked(&seed).expect("any 32 bytes are the seed of a key"),
-        )
+        Self(Ed25519KeyPair::from_seed_unchecked(&seed).expect("any 32 bytes are a valid seed"))
     }
 
     #[must_use]
@@ -42,7 +40,7 @@ impl SigningKey {
 pub struct PublicKey([u8; 32]);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a key is 'ed25519:' and 32 bytes in base64url")]
+#[error("a key is 'ed25519:' followed by 32 bytes in base64url")]
 pub struct MalformedKey;
 
 impl PublicKey {

@@ -1,18 +1,18 @@
-//! The audit trail as pure code: how records are chained, how checkpoints sign where the chains stood, and how both are
-//! verified and told. Nothing here does I/O.
+//! The audit trail as pure code: chaining records, signing checkpoints, verifying both, and
+//! rendering them for people. Nothing here does I/O.
 //!
-//! What must stay true: a record's hash covers its place in its stream, its time and its body, and stands on the record
-//! before it; a checkpoint's signature covers the heads of the streams and stands on the checkpoint before it. So whoever
-//! can write the records but not sign can change, remove or add nothing at or below a signed head without being found.
-//! What lies above the newest checkpoint is only chained.
+//! Invariant: a record's hash covers its position in its stream, its time, its body and the hash of
+//! the previous record; a checkpoint's signature covers the heads of the streams and the hash of
+//! the previous checkpoint. Without the signing key, nobody can change, remove or add a record at
+//! or below a signed head undetected. Records above the newest checkpoint are only chained.
 //!
-//! What the writer of checkpoints owes the verifier:
-//! - every record with a cursor up to a checkpoint's `cursor` is under a head of that checkpoint or of one before it
-//!   (read the cursor first, then the heads);
-//! - records that a `cut` names are removed in the transaction that stores the checkpoint;
-//! - a `full` checkpoint has the heads, and the cuts, of all streams that still have records;
-//! - a checkpoint is in the table before it is in the file outside; while the table takes none, heads are signed beside it
-//!   ([`Verifier::interim`]).
+//! The checkpoint writer must guarantee to the verifier:
+//! - every record with a cursor up to a checkpoint's `cursor` is covered by a head of that
+//!   checkpoint or of an earlier one (so read the cursor first, then the heads);
+//! - records named by a `cut` are removed in the transaction that stores the checkpoint;
+//! - a `full` checkpoint holds the heads and the cuts of all streams that still have records;
+//! - a checkpoint is committed to the table before it is written to the external file; while the
+//!   table is unavailable, heads are signed to a separate file ([`Verifier::interim`]).
 #![forbid(unsafe_code)]
 
 mod action;
@@ -20,7 +20,7 @@ mod canonical;
 mod chain;
 mod checkpoint;
 mod fold;
-mod hex;
+mod hash_text;
 mod key;
 mod ocsf;
 mod story;
@@ -28,8 +28,8 @@ mod verify;
 
 pub use canonical::{NotChainable, canonical};
 pub use chain::{Chain, Hash, Head, Link, MalformedRecord, genesis, hash};
-pub use checkpoint::{Checkpoint, MalformedCheckpoint, Signed};
-pub use fold::{Folded, NotWhole, fold};
+pub use checkpoint::{Checkpoint, MalformedCheckpoint, SignedCheckpoint};
+pub use fold::{FoldError, Folded, fold};
 pub use key::{MalformedKey, PublicKey, SigningKey};
 pub use ocsf::ocsf;
 pub use story::{Story, StoryCommands, StoryLine, StorySummary, headline, is_hidden, story};

@@ -1,16 +1,16 @@
-//! Records as events of the Open Cybersecurity Schema Framework, for those who collect them elsewhere.
+//! Converts records to events of the Open Cybersecurity Schema Framework, for external collectors.
 //!
-//! What has no place in the schema is under `unmapped`, so that nothing is lost on the way.
+//! Data that the schema has no field for goes to `unmapped`, so that nothing is lost.
 
 use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditRecord, AuditResult, AuditSubject};
 use serde_json::{Map, Value, json};
 
-use crate::action::{About, Verb, about, verb};
+use crate::action::{TargetKind, Verb, target_kind, verb};
 
-/// The version of the schema that is written.
+/// The schema version of the events.
 const VERSION: &str = "1.6.0";
 
-/// The classes that are used. The thousands are the category.
+/// Event classes. The thousands are the category.
 const FILE_SYSTEM: u64 = 1_001;
 const PROCESS: u64 = 1_007;
 const AUTHENTICATION: u64 = 3_002;
@@ -70,7 +70,7 @@ pub fn ocsf(record: &AuditRecord) -> Value {
             put("user", user(body.subject.as_ref()));
             put("service", json!({"name": "cynode"}));
             put("is_remote", true.into());
-            // A network is none.
+            // A network prefix is not an endpoint.
             if let Some(address) = body
                 .detail
                 .get("address")
@@ -99,10 +99,10 @@ fn class(body: &AuditBody) -> (u64, u64) {
         return (AUTHENTICATION, 1);
     }
     let verb = verb(&body.action);
-    match about(body) {
-        About::Exec if body.kind == AuditKind::Outcome && has_ended(body) => (PROCESS, 2),
-        About::Exec => (PROCESS, 1),
-        About::File => {
+    match target_kind(body) {
+        TargetKind::Exec if body.kind == AuditKind::Outcome && has_ended(body) => (PROCESS, 2),
+        TargetKind::Exec => (PROCESS, 1),
+        TargetKind::File => {
             let change = |name: &str| {
                 body.detail
                     .get("changes")
@@ -119,7 +119,7 @@ fn class(body: &AuditBody) -> (u64, u64) {
             };
             (FILE_SYSTEM, activity)
         }
-        About::Artifact | About::Other => {
+        TargetKind::Artifact | TargetKind::Other => {
             let activity = match verb {
                 Verb::Create => 1,
                 Verb::Read => 2,
@@ -138,7 +138,7 @@ fn has_ended(body: &AuditBody) -> bool {
         .any(|name| body.detail.get(*name).is_some_and(|value| !value.is_null()))
 }
 
-/// Informational, low or medium: who collects knows better what alarms them.
+/// Informational, low or medium: collectors decide for themselves what raises an alarm.
 fn severity(body: &AuditBody) -> u64 {
     match (body.decision, body.result) {
         (Some(AuditDecision::Deny), _) => 3,
@@ -206,7 +206,11 @@ fn user(subject: Option<&AuditSubject>) -> Value {
         "nobody" => 0,
         _ => OTHER,
     };
-    let mut user = json!({"name": subject.name.as_ref().unwrap_or(&subject.kind), "type": subject.kind, "type_id": type_id});
+    let mut user = json!({
+        "name": subject.name.as_ref().unwrap_or(&subject.kind),
+        "type": subject.kind,
+        "type_id": type_id,
+    });
     if let Some(id) = subject
         .user_id
         .map(|id| id.to_string())
@@ -235,7 +239,7 @@ fn actor(body: &AuditBody) -> Value {
     actor
 }
 
-/// From where: the audit knows the token or the node that spoke, not the address.
+/// The caller's token or node: the audit trail doesn't know the address.
 fn source(subject: Option<&AuditSubject>) -> Value {
     let Some(subject) = subject else {
         return json!({"svc_name": "cynode"});
@@ -272,7 +276,7 @@ fn api(body: &AuditBody) -> Value {
     api
 }
 
-/// The ids that a record has, by the kind of thing.
+/// The ids in a record with their kinds.
 fn ids(body: &AuditBody) -> impl Iterator<Item = (&'static str, String)> {
     [
         ("project", body.project_id.map(|id| id.to_string())),
@@ -354,7 +358,7 @@ fn file_object(path: &str, sha256: Option<&Value>) -> Value {
     file
 }
 
-/// The file, and what it became. Of several the first: the others are in the detail.
+/// The file before and after. Uses the first of several changes: `detail` has all of them.
 fn file(body: &AuditBody) -> (Value, Option<Value>) {
     let text = |value: &Value, name: &str| {
         value
@@ -387,7 +391,12 @@ fn file(body: &AuditBody) -> (Value, Option<Value>) {
 
 fn unmapped(record: &AuditRecord) -> Value {
     let body = &record.body;
-    let mut unmapped = json!({"kind": body.kind.as_str(), "stream": record.stream, "seq": record.seq, "hash": record.hash});
+    let mut unmapped = json!({
+        "kind": body.kind.as_str(),
+        "stream": record.stream,
+        "seq": record.seq,
+        "hash": record.hash,
+    });
     for (kind, id) in ids(body) {
         unmapped[format!("{kind}_id")] = id.into();
     }

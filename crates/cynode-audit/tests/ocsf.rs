@@ -1,4 +1,4 @@
-//! Each kind of record as an event of the Open Cybersecurity Schema Framework.
+//! Each kind of record as an OCSF event.
 
 mod common;
 
@@ -8,20 +8,20 @@ use cynode_audit::ocsf;
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-/// The order of members depends on what else is built: any crate can have serde_json keep that of insertion.
+/// The order of members depends on the build: any crate can enable serde_json's `preserve_order`.
 macro_rules! snapshot {
     ($event:expr) => {
         insta::with_settings!({ sort_maps => true, omit_expression => true }, { insta::assert_json_snapshot!($event) })
     };
 }
 
-fn of(body: AuditBody) -> Value {
+fn event_of(body: AuditBody) -> Value {
     ocsf(&records(vec![body])[0])
 }
 
 #[test]
 fn an_intent_to_run_a_command() {
-    snapshot!(of(intent(
+    snapshot!(event_of(intent(
         "session.exec",
         1,
         json!({"argv": ["/usr/bin/make", "test all", "\u{1b}[2J"], "cwd": "/workspace", "env": ["CI"], "timeout_ms": 1000})
@@ -31,13 +31,23 @@ fn an_intent_to_run_a_command() {
 #[test]
 fn the_end_of_a_command() {
     let detail = json!({"exit_code": 2, "signal": null, "timed_out": false, "duration_ms": 1200, "bytes": {"stdout": 4000, "stderr": 100}});
-    snapshot!(of(outcome("session.exec", 1, AuditResult::Done, detail)));
+    snapshot!(event_of(outcome(
+        "session.exec",
+        1,
+        AuditResult::Done,
+        detail
+    )));
 }
 
 #[test]
 fn a_file_that_was_written() {
     let detail = json!({"changes": [{"path": "/workspace/a.py", "sha256_before": "ab".repeat(32), "sha256_after": "cd".repeat(32)}]});
-    snapshot!(of(outcome("file.write", 2, AuditResult::Done, detail)));
+    snapshot!(event_of(outcome(
+        "file.write",
+        2,
+        AuditResult::Done,
+        detail
+    )));
 }
 
 #[test]
@@ -51,7 +61,7 @@ fn a_read_that_was_denied() {
         code: Some("denied_by_policy".to_owned()),
         ..intent("file.read", 3, json!({"path": "/etc/shadow"}))
     };
-    snapshot!(of(body));
+    snapshot!(event_of(body));
 }
 
 #[test]
@@ -65,7 +75,7 @@ fn a_token_that_was_made() {
             json!({"kind": "sandbox"}),
         )
     };
-    snapshot!(of(body));
+    snapshot!(event_of(body));
 }
 
 #[test]
@@ -84,7 +94,7 @@ fn a_caller_who_was_not_known() {
             json!({"address": "192.0.2.1", "count": 1, "route": "user_api", "token": "00000007"}),
         )
     };
-    snapshot!(of(body));
+    snapshot!(event_of(body));
 }
 
 #[test]
@@ -98,12 +108,12 @@ fn an_event_that_a_node_told() {
         }),
         ..event(AuditKind::Event, "session.state", json!({"state": "lost"}))
     };
-    snapshot!(of(body));
+    snapshot!(event_of(body));
 }
 
 #[test]
 fn the_beginning_of_a_stream() {
-    snapshot!(of(event(
+    snapshot!(event_of(event(
         AuditKind::Stream,
         "stream.begin",
         json!({"version": "0.1.0"})
@@ -129,7 +139,7 @@ fn every_event_has_what_the_schema_requires_of_all() {
         ),
     ];
     for body in bodies {
-        let event = of(body);
+        let event = event_of(body);
         for name in [
             "activity_id",
             "category_uid",
@@ -155,11 +165,14 @@ fn every_event_has_what_the_schema_requires_of_all() {
                 && event["metadata"]["product"]["vendor_name"].is_string()
         );
         assert!(event["actor"]["user"]["type_id"].is_i64());
-        let own: &[&str] = match event["class_uid"].as_u64() {
+        let required: &[&str] = match event["class_uid"].as_u64() {
             Some(1001) => &["file", "device"],
             Some(1007) => &["process", "device"],
             _ => &["api", "src_endpoint"],
         };
-        assert!(own.iter().all(|name| event[*name].is_object()), "{event}");
+        assert!(
+            required.iter().all(|name| event[*name].is_object()),
+            "{event}"
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! What a person reads of a session.
+//! Stories as people read them.
 
 mod common;
 
@@ -17,7 +17,7 @@ fn denied(action: &str, call: u128, rules: &[&str], detail: Value) -> AuditBody 
     }
 }
 
-fn whats(bodies: Vec<AuditBody>) -> Vec<String> {
+fn descriptions(bodies: Vec<AuditBody>) -> Vec<String> {
     story(&records(bodies))
         .lines
         .into_iter()
@@ -80,7 +80,7 @@ fn the_ends_of_commands_are_told_apart() {
             code: code.map(ToOwned::to_owned),
             ..outcome("session.exec", 1, result, detail)
         };
-        whats(vec![
+        descriptions(vec![
             intent(
                 "session.exec",
                 1,
@@ -124,14 +124,14 @@ fn the_ends_of_commands_are_told_apart() {
     );
     assert_eq!(
         end(AuditResult::Unknown, None, json!({})),
-        "exec  x → nobody knows what came of it"
+        "exec  x → outcome unknown"
     );
 }
 
 #[test]
 fn changes_of_files_say_what_they_were_before_and_after() {
     let write = |changes: Value| {
-        whats(vec![outcome(
+        descriptions(vec![outcome(
             "file.write",
             1,
             AuditResult::Done,
@@ -157,7 +157,7 @@ fn changes_of_files_say_what_they_were_before_and_after() {
         "write 9 files: f0, f1, f2, f3, f4, and 4 more"
     );
     assert_eq!(
-        whats(vec![intent(
+        descriptions(vec![intent(
             "file.move",
             1,
             json!({"from": "/a", "to": "/b"})
@@ -169,7 +169,7 @@ fn changes_of_files_say_what_they_were_before_and_after() {
 #[test]
 fn a_denial_names_its_rules_or_its_stage() {
     assert_eq!(
-        whats(vec![denied(
+        descriptions(vec![denied(
             "file.read",
             1,
             &["default/no-etc"],
@@ -178,7 +178,7 @@ fn a_denial_names_its_rules_or_its_stage() {
         ["denied file.read /etc/x by rule default/no-etc"]
     );
     assert_eq!(
-        whats(vec![denied(
+        descriptions(vec![denied(
             "session.exec",
             1,
             &["a", "b"],
@@ -187,7 +187,7 @@ fn a_denial_names_its_rules_or_its_stage() {
         ["denied session.exec rm -rf '/ x' by rules a, b"]
     );
     assert_eq!(
-        whats(vec![denied("token.create", 1, &[], json!({}))]),
+        descriptions(vec![denied("token.create", 1, &[], json!({}))]),
         ["denied token.create at stage policy"]
     );
 }
@@ -272,14 +272,14 @@ fn a_long_list_of_files_is_capped_and_each_is_named_once() {
 }
 
 #[test]
-fn nothing_recorded_is_said_to_be_nothing() {
+fn an_empty_trail_says_so() {
     assert_eq!(story(&[]).to_text(), "Nothing is recorded.\n");
 }
 
 #[test]
 fn an_outcome_without_its_intent_still_has_its_line() {
     assert_eq!(
-        whats(vec![outcome(
+        descriptions(vec![outcome(
             "session.exec",
             1,
             AuditResult::Done,
@@ -290,7 +290,7 @@ fn an_outcome_without_its_intent_still_has_its_line() {
 }
 
 #[test]
-fn hostile_words_do_not_drive_a_terminal() {
+fn hostile_text_does_not_drive_a_terminal() {
     let evil = "\u{1b}]0;owned\u{7}\u{9b}2J\r\n\u{202e}txt.\0\u{200b}";
     let body = AuditBody {
         subject: Some(subject("user", evil)),
@@ -329,14 +329,34 @@ fn hostile_words_do_not_drive_a_terminal() {
 
 proptest! {
     #[test]
-    fn whatever_is_in_a_detail_a_story_is_told_in_plain_lines(argv in prop::collection::vec("(?s).*", 0..4), path in "(?s).*", number in any::<i64>(), action in "(?s).*") {
+    fn whatever_is_in_a_detail_a_story_is_told_in_plain_lines(
+        argv in prop::collection::vec("(?s).*", 0..4),
+        path in "(?s).*",
+        number in any::<i64>(),
+        action in "(?s).*",
+    ) {
         let detail = json!({"argv": argv, "path": path, "exit_code": number, "duration_ms": number, "bytes": {"stdout": u64::MAX, "stderr": u64::MAX}, "changes": [path, {"path": number}]});
-        let bodies = vec![intent("session.exec", 1, detail.clone()), outcome("session.exec", 1, AuditResult::Done, detail.clone()), intent("file.write", 2, detail.clone()), intent(&action, 3, detail)];
+        let bodies = vec![
+            intent("session.exec", 1, detail.clone()),
+            outcome("session.exec", 1, AuditResult::Done, detail.clone()),
+            intent("file.write", 2, detail.clone()),
+            intent(&action, 3, detail),
+        ];
         let story = story(&records(bodies));
         prop_assert_eq!(story.lines.len(), 3);
         let text = story.to_text();
-        prop_assert!(text.chars().all(|character| character == '\n' || !character.is_control()), "{:?}", text);
-        prop_assert!(story.lines.iter().all(|line| !line.what.contains('\n') && line.what.chars().count() < 700));
+        prop_assert!(
+            text.chars()
+                .all(|character| character == '\n' || !character.is_control()),
+            "{:?}",
+            text
+        );
+        prop_assert!(
+            story
+                .lines
+                .iter()
+                .all(|line| !line.what.contains('\n') && line.what.chars().count() < 700)
+        );
         prop_assert!(serde_json::to_string(&story).is_ok());
     }
 }

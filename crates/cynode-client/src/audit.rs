@@ -1,4 +1,4 @@
-//! The audit trail: pages of it, its proof, and its verification.
+//! The audit trail: records, checkpoints and verification.
 
 use std::time::Duration;
 
@@ -15,21 +15,21 @@ use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 use crate::{
     Error, Result, UserClient,
-    client::{accept, send, shown},
-    plane::query,
+    client::{accept, display_url, send},
+    user::query,
 };
 
-/// The longest line of a verification: a verdict with all the problems that it can name.
-const MAX_LINE: usize = 4 * 1024 * 1024;
+/// The longest line of a verification: a verdict with the maximum number of problems.
+const MAX_LINE_BYTES: usize = 4 * 1024 * 1024;
 
-/// Which records are asked for; all of them by default.
+/// The records to read; all by default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AuditFilter {
     pub task: Option<TaskId>,
     pub session: Option<SessionId>,
     pub job: Option<JobId>,
     pub call: Option<String>,
-    /// The name or id of who acted.
+    /// The name or id of the acting subject.
     pub subject: Option<String>,
     pub decision: Option<AuditDecision>,
     pub action: Option<String>,
@@ -37,18 +37,19 @@ pub struct AuditFilter {
     pub until: Option<OffsetDateTime>,
 }
 
-/// A page whose records are as the server sent them, with members that this version does not know: their hashes are over all.
+/// A page of unparsed records. Hashes cover all members of a record, including those unknown to
+/// this version.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct RawAuditPage {
     pub items: Vec<Value>,
-    /// Pass it back as `after`.
+    /// Pass this as `after` to get the next page.
     pub next_cursor: i64,
-    /// More follow, although the page has fewer records than were asked for.
+    /// The page has fewer records than requested, but more follow.
     #[serde(default)]
     pub truncated: bool,
 }
 
-/// A verification that goes on, line by line.
+/// A verification in progress.
 #[derive(Debug)]
 pub struct AuditVerification {
     response: Response,
@@ -58,7 +59,7 @@ pub struct AuditVerification {
 }
 
 impl AuditVerification {
-    /// The next line; `None` after the verdict. A verification that stops before its verdict is an error, never a good sign.
+    /// The next line; `None` after the verdict. A response without a verdict is an error.
     pub async fn next(&mut self) -> Result<Option<AuditVerifyLine>> {
         if self.has_ended {
             return Ok(None);
@@ -71,10 +72,10 @@ impl AuditVerification {
                 }
                 return self.parse(&line).map(Some);
             }
-            if self.pending.len() > MAX_LINE {
+            if self.pending.len() > MAX_LINE_BYTES {
                 return Err(Error::answer(
                     &self.url,
-                    format!("a line is longer than {MAX_LINE} bytes"),
+                    format!("a line is longer than {MAX_LINE_BYTES} bytes"),
                 ));
             }
             match self
@@ -108,11 +109,11 @@ impl AuditVerification {
 fn rfc3339(at: Option<OffsetDateTime>) -> Result<Option<String>> {
     at.map(|at| at.format(&Rfc3339))
         .transpose()
-        .map_err(|error| Error::Setup(format!("that time can't be sent: {error}")))
+        .map_err(|error| Error::Setup(format!("can't format the time: {error}")))
 }
 
 impl UserClient {
-    /// The records after a cursor, in order; waits for news up to `wait`.
+    /// The records after a cursor, in order; waits for new ones up to `wait`.
     pub async fn audit(
         &self,
         after: i64,
@@ -122,7 +123,7 @@ impl UserClient {
         self.audit_page(after, filter, wait).await
     }
 
-    /// The same, as it was sent.
+    /// The same, unparsed.
     pub async fn raw_audit(
         &self,
         after: i64,
@@ -161,16 +162,16 @@ impl UserClient {
         self.0.get("/v1/audit", &query).await
     }
 
-    /// The checkpoints that are kept, and the key that verifies them.
+    /// The retained checkpoints and the key that verifies them.
     pub async fn audit_checkpoints(&self) -> Result<AuditCheckpoints> {
         self.0.get("/v1/audit/checkpoints", &()).await
     }
 
-    /// Has the server verify the whole trail. It has no limit of time.
+    /// Has the server verify the whole trail, without a timeout.
     pub async fn verify_audit(&self) -> Result<AuditVerification> {
         let response = accept(send(self.0.request(Method::GET, "/v1/audit/verify")).await?).await?;
         Ok(AuditVerification {
-            url: shown(response.url()),
+            url: display_url(response.url()),
             response,
             pending: BytesMut::new(),
             has_ended: false,

@@ -1,4 +1,4 @@
-//! The client itself: one connection pool, one way to send, one way to read an answer.
+//! The client itself: one connection pool, one way to send a request, one way to read a response.
 
 use std::{
     path::{Path, PathBuf},
@@ -13,79 +13,83 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::{Error, Result};
 
-/// The longest problem document that is read.
-const MAX_PROBLEM: usize = 1024 * 1024;
-/// The longest API description that is read.
-const MAX_DESCRIPTION: usize = 16 * 1024 * 1024;
-const IDENTIFY: Duration = Duration::from_secs(5);
-/// The longest JSON answer that is read: two streams of 16 MiB in base64, or escaped, fit.
-const MAX_JSON: usize = 256 * 1024 * 1024;
-const CONNECT: Duration = Duration::from_secs(10);
-/// A server closes a connection on which nothing was asked for 30 s; one that is about to be closed must not be used again.
-const IDLE: Duration = Duration::from_secs(20);
-/// A create waits up to 60 s for the sandbox; nothing that answers with an object takes longer.
-pub(crate) const CALL: Duration = Duration::from_mins(2);
+/// The longest problem document to read.
+const MAX_PROBLEM_BYTES: usize = 1024 * 1024;
+/// The longest API description to read.
+const MAX_DESCRIPTION_BYTES: usize = 16 * 1024 * 1024;
+const IDENTIFY_TIMEOUT: Duration = Duration::from_secs(5);
+/// The longest JSON response to read: two streams of 16 MiB fit, in base64 or escaped.
+const MAX_JSON_BYTES: usize = 256 * 1024 * 1024;
+/// Bounds the loop over the pages of a list, against a server whose list never ends.
+pub(crate) const MAX_PAGES: usize = 1_000;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Servers close connections after 30 s of idleness; the pool drops them before that, so that no
+/// request goes out on a closing connection.
+const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(20);
+/// A session create waits up to 60 s for the sandbox; no other call with a JSON response takes
+/// longer.
+pub(crate) const CALL_TIMEOUT: Duration = Duration::from_mins(2);
 
-/// Which side of CyNode an address is. Both serve the same session calls.
+/// The API that a server speaks. Both have the same session calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Surface {
-    /// A worker: `/v1/worker/sessions`.
+    /// The Worker API: `/v1/worker/sessions`.
     Worker,
     /// The orchestrator's user API: `/v1/sessions`.
     User,
 }
 
-/// What answers at an address.
+/// The kind of server at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Peer {
     /// The orchestrator's user API.
     Orchestrator,
     /// The Worker API of a node.
     Worker,
-    /// The orchestrator's port for nodes.
+    /// The orchestrator's control port, for nodes.
     Control,
     /// An HTTP server that is not CyNode.
     Other,
 }
 
-/// Whose certificates are trusted.
+/// The certificate authorities to trust.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Trust<'a> {
-    /// Those that the system trusts, and those in the file that `CYNODE_CA_FILE` names.
+    /// Those of the system, and those in the file named by `CYNODE_CA_FILE`.
     #[default]
     Environment,
-    /// Those that the system trusts, and those in this file.
+    /// Those of the system, and those in this file.
     Also(&'a Path),
-    /// Those in this file and no others.
+    /// Only those in this file.
     Only(&'a Path),
 }
 
-/// Whether a worker is ready to do its job.
+/// Whether a role is ready to serve.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Readiness {
     Ready,
     NotReady(String),
 }
 
-/// What becomes of the sandboxes when a worker stops.
+/// What happens to the sandboxes when a worker stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Sandboxes {
-    /// Every sandbox ends; workspaces are kept for their grace period.
+    /// All sandboxes end; workspaces are retained for their grace period.
     End,
-    /// They go on running, and the next worker adopts them.
+    /// They keep running, and the next worker adopts them.
     Keep,
 }
 
-/// The Worker API, typed. Cheap to clone.
+/// The session calls of both APIs, and the rest of the Worker API. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct WorkerClient {
+pub struct SessionClient {
     http: Client,
     base: Url,
     surface: Surface,
 }
 
-impl WorkerClient {
+impl SessionClient {
     /// A client for the worker at `base` (`http://127.0.0.1:12090`).
     pub fn new(base: &str, token: &str) -> Result<Self> {
         Self::trusting(base, token, Surface::Worker, Trust::Environment)
@@ -94,19 +98,20 @@ impl WorkerClient {
     pub fn trusting(base: &str, token: &str, surface: Surface, trust: Trust<'_>) -> Result<Self> {
         let base = parse_base(base)?;
         let mut bearer = HeaderValue::try_from(format!("Bearer {}", token.trim()))
-            .map_err(|_| Error::Setup("the token holds characters that can't be sent; it must be one line of plain text".to_owned()))?;
+            .map_err(|_| Error::Setup("the token must be one line of plain text".to_owned()))?;
         bearer.set_sensitive(true);
         let headers = HeaderMap::from_iter([(header::AUTHORIZATION, bearer)]);
         let mut builder = Client::builder()
-            .connect_timeout(CONNECT)
-            .pool_idle_timeout(IDLE)
+            .connect_timeout(CONNECT_TIMEOUT)
+            .pool_idle_timeout(POOL_IDLE_TIMEOUT)
             .redirect(reqwest::redirect::Policy::none())
             .tcp_keepalive(Duration::from_secs(15))
             .tcp_nodelay(true)
             .user_agent(concat!("cynode/", env!("CARGO_PKG_VERSION")))
             .default_headers(headers);
         if is_loopback(&base) {
-            // A proxy from the environment can't reach this machine's own loopback, and must not see the token.
+            // A proxy from the environment can't reach this machine's loopback, and must not see
+            // the token.
             builder = builder.no_proxy();
         }
         builder = match trust {
@@ -121,7 +126,7 @@ impl WorkerClient {
         };
         let http = builder
             .build()
-            .map_err(|error| Error::Setup(format!("can't set up the HTTP client: {error}")))?;
+            .map_err(|error| Error::Setup(format!("can't create the HTTP client: {error}")))?;
         Ok(Self {
             http,
             base,
@@ -129,24 +134,24 @@ impl WorkerClient {
         })
     }
 
-    /// Which side of CyNode answers at an address that is known to be one of the two.
+    /// Finds out which of the two APIs a CyNode server speaks.
     pub async fn find_surface(base: &str, token: &str, trust: Trust<'_>) -> Result<Surface> {
         let client = Self::trusting(base, token, Surface::Worker, trust)?;
-        // Only a worker has this path. Who is refused for another reason finds out by the call itself.
-        let answer = send(
+        // Only a worker has this path. Any other error will show up in the call itself.
+        let response = send(
             client
                 .request(Method::GET, "/v1/worker/sessions?limit=1")
-                .timeout(CALL),
+                .timeout(CALL_TIMEOUT),
         )
         .await?;
-        Ok(if answer.status().as_u16() == 404 {
+        Ok(if response.status().as_u16() == 404 {
             Surface::User
         } else {
             Surface::Worker
         })
     }
 
-    /// What answers at an address. No token is sent.
+    /// Identifies the server at an address, without sending a token.
     pub async fn identify(base: &str, trust: Trust<'_>) -> Result<Peer> {
         #[derive(Deserialize)]
         struct Description {
@@ -160,11 +165,11 @@ impl WorkerClient {
         let response = send(
             client
                 .request(Method::GET, "/openapi.json")
-                .timeout(IDENTIFY),
+                .timeout(IDENTIFY_TIMEOUT),
         )
         .await?;
         let status = response.status();
-        let body = read_bounded(response, MAX_DESCRIPTION).await?;
+        let body = read_bounded(response, MAX_DESCRIPTION_BYTES).await?;
         if status.is_success() {
             let title = serde_json::from_slice(&body).map_or_else(
                 |_| String::new(),
@@ -176,7 +181,8 @@ impl WorkerClient {
                 _ => Peer::Other,
             });
         }
-        // Only the port for nodes has no description, and refuses as every role does.
+        // The control port has no description, but answers with problem documents as every role
+        // does.
         let is_ours = serde_json::from_slice::<Problem>(&body)
             .is_ok_and(|problem| problem.kind.starts_with("urn:cynode:error:"));
         Ok(if is_ours { Peer::Control } else { Peer::Other })
@@ -187,7 +193,7 @@ impl WorkerClient {
         self.surface
     }
 
-    /// The address without a trailing slash.
+    /// The base URL without a trailing slash.
     #[must_use]
     pub fn base(&self) -> &str {
         self.base.as_str().trim_end_matches('/')
@@ -203,15 +209,15 @@ impl WorkerClient {
             return Ok(Readiness::Ready);
         }
         let status = response.status().as_u16();
-        let url = shown(response.url());
-        let body = read_bounded(response, MAX_PROBLEM).await?;
+        let url = display_url(response.url());
+        let body = read_bounded(response, MAX_PROBLEM_BYTES).await?;
         match status {
             503 => Ok(Readiness::NotReady(reason(&body))),
             _ => Err(refusal(url, status, &body)),
         }
     }
 
-    /// Whether it can be called at all.
+    /// Checks that the server is reachable.
     pub async fn reach(&self) -> Result<()> {
         accept(
             send(
@@ -232,7 +238,7 @@ impl WorkerClient {
             .items)
     }
 
-    /// Asks the worker to end its process. It answers at once and goes on in the background.
+    /// Asks the worker to shut down. It responds at once and stops in the background.
     pub async fn shutdown(&self, sandboxes: Sandboxes) -> Result<()> {
         #[derive(Serialize)]
         struct Shutdown {
@@ -261,29 +267,29 @@ impl WorkerClient {
         format!("{}/{id}{rest}", self.sessions())
     }
 
-    /// A request that carries the token, for passing on what somebody else asks. It has no limit of time but that of connecting.
+    /// A request with the token, for forwarding calls. It has a connect timeout only.
     pub fn request(&self, method: Method, path: &str) -> RequestBuilder {
         self.http.request(method, format!("{}{path}", self.base()))
     }
 
-    /// Sends a JSON body and reads a JSON answer.
+    /// Sends a JSON body and reads a JSON response.
     pub(crate) async fn call<T: DeserializeOwned>(
         &self,
         method: Method,
         path: &str,
         body: &(impl Serialize + Sync),
     ) -> Result<T> {
-        json(send(self.request(method, path).timeout(CALL).json(body)).await?).await
+        json(send(self.request(method, path).timeout(CALL_TIMEOUT).json(body)).await?).await
     }
 
-    /// Sends a JSON body; whatever a success answers is dropped.
+    /// Sends a JSON body and discards the body of a successful response.
     pub(crate) async fn call_empty(
         &self,
         method: Method,
         path: &str,
         body: &(impl Serialize + Sync),
     ) -> Result<()> {
-        accept(send(self.request(method, path).timeout(CALL).json(body)).await?)
+        accept(send(self.request(method, path).timeout(CALL_TIMEOUT).json(body)).await?)
             .await
             .map(drop)
     }
@@ -293,21 +299,30 @@ impl WorkerClient {
         path: &str,
         query: &(impl Serialize + Sync),
     ) -> Result<T> {
-        json(send(self.request(Method::GET, path).timeout(CALL).query(query)).await?).await
+        json(
+            send(
+                self.request(Method::GET, path)
+                    .timeout(CALL_TIMEOUT)
+                    .query(query),
+            )
+            .await?,
+        )
+        .await
     }
 }
 
-/// The certificates of those who are trusted.
+/// Reads trusted certificates.
 fn certificates(path: &Path) -> Result<Vec<reqwest::Certificate>> {
     let pem = fs_err::read(path)
         .map_err(|error| Error::Setup(format!("can't read the trusted certificates: {error}")))?;
-    let found = reqwest::Certificate::from_pem_bundle(&pem)
+    let certificates = reqwest::Certificate::from_pem_bundle(&pem)
         .ok()
-        .filter(|found| !found.is_empty());
-    found.ok_or_else(|| Error::Setup(format!("'{}' holds no PEM certificates", path.display())))
+        .filter(|certificates: &Vec<_>| !certificates.is_empty());
+    certificates
+        .ok_or_else(|| Error::Setup(format!("'{}' contains no PEM certificates", path.display())))
 }
 
-/// Whether a client can be made for an address; says why not.
+/// Validates a base URL; the error gives the reason.
 pub fn check_base(text: &str) -> Result<()> {
     parse_base(text).map(drop)
 }
@@ -315,22 +330,22 @@ pub fn check_base(text: &str) -> Result<()> {
 fn parse_base(text: &str) -> Result<Url> {
     let bad = |why: &str| {
         Error::Setup(format!(
-            "'{text}' is not a usable address: {why}; it looks like http://127.0.0.1:12090"
+            "'{text}' is not a valid base URL: {why}; expected one like http://127.0.0.1:12090"
         ))
     };
     let url = Url::parse(text).map_err(|error| bad(&error.to_string()))?;
     if !matches!(url.scheme(), "http" | "https") {
-        return Err(bad("it must begin with http:// or https://"));
+        return Err(bad("the scheme must be http or https"));
     }
     if !url.username().is_empty() || url.password().is_some() {
-        // Not repeated: it holds a password.
+        // Not shown in the message: the URL holds a password.
         return Err(Error::Setup(
-            "the address must not hold a name or password; give the token by CYNODE_TOKEN"
+            "the URL must not contain a user name or password; pass the token in CYNODE_TOKEN"
                 .to_owned(),
         ));
     }
     if url.host_str().is_none() || url.query().is_some() || url.fragment().is_some() {
-        return Err(bad("only scheme, host, port and path belong in it"));
+        return Err(bad("only scheme, host, port and path are allowed"));
     }
     Ok(url)
 }
@@ -346,8 +361,8 @@ fn is_loopback(url: &Url) -> bool {
     }
 }
 
-/// An address as it is shown in errors: without the query, which may be long.
-pub(crate) fn shown(url: &Url) -> String {
+/// A URL for error messages: without the query, which may be long.
+pub(crate) fn display_url(url: &Url) -> String {
     let mut url = url.clone();
     url.set_query(None);
     url.into()
@@ -356,22 +371,22 @@ pub(crate) fn shown(url: &Url) -> String {
 pub(crate) async fn send(request: RequestBuilder) -> Result<Response> {
     let (client, request) = request.build_split();
     let request =
-        request.map_err(|error| Error::Setup(format!("can't make the request: {error}")))?;
-    let url = shown(request.url());
+        request.map_err(|error| Error::Setup(format!("can't build the request: {error}")))?;
+    let url = display_url(request.url());
     client
         .execute(request)
         .await
         .map_err(|error| Error::transport(&url, error))
 }
 
-/// The answer when it is a success, else the refusal as an error.
+/// Turns an unsuccessful response into an error.
 pub(crate) async fn accept(response: Response) -> Result<Response> {
     if response.status().is_success() {
         return Ok(response);
     }
     let status = response.status().as_u16();
-    let url = shown(response.url());
-    let body = read_bounded(response, MAX_PROBLEM)
+    let url = display_url(response.url());
+    let body = read_bounded(response, MAX_PROBLEM_BYTES)
         .await
         .unwrap_or_default();
     Err(refusal(url, status, &body))
@@ -379,8 +394,8 @@ pub(crate) async fn accept(response: Response) -> Result<Response> {
 
 pub(crate) async fn json<T: DeserializeOwned>(response: Response) -> Result<T> {
     let response = accept(response).await?;
-    let url = shown(response.url());
-    let body = read_bounded(response, MAX_JSON).await?;
+    let url = display_url(response.url());
+    let body = read_bounded(response, MAX_JSON_BYTES).await?;
     serde_json::from_slice(&body).map_err(|error| Error::answer(&url, error))
 }
 
@@ -399,7 +414,7 @@ fn refusal(url: String, status: u16, body: &[u8]) -> Error {
     }
 }
 
-/// The reason in the body of an unready answer: a problem document, `{"reason"}`, or plain text.
+/// The reason in the body of an unready response: a problem document, `{"reason"}`, or plain text.
 fn reason(body: &[u8]) -> String {
     #[derive(Deserialize)]
     struct Reason {
@@ -415,14 +430,14 @@ fn reason(body: &[u8]) -> String {
         .take(1000)
         .collect();
     if text.is_empty() {
-        "it gave no reason".to_owned()
+        "no reason given".to_owned()
     } else {
         text
     }
 }
 
 async fn read_bounded(mut response: Response, limit: usize) -> Result<Bytes> {
-    let url = shown(response.url());
+    let url = display_url(response.url());
     let mut body = BytesMut::new();
     while let Some(chunk) = response
         .chunk()
@@ -432,7 +447,7 @@ async fn read_bounded(mut response: Response, limit: usize) -> Result<Bytes> {
         if body.len() + chunk.len() > limit {
             return Err(Error::answer(
                 &url,
-                format!("the answer is longer than {limit} bytes"),
+                format!("the response is longer than {limit} bytes"),
             ));
         }
         body.extend_from_slice(&chunk);
@@ -486,7 +501,7 @@ mod tests {
             "disk is full"
         );
         assert_eq!(reason(b" starting\n"), "starting");
-        assert_eq!(reason(b""), "it gave no reason");
+        assert_eq!(reason(b""), "no reason given");
     }
 
     #[test]

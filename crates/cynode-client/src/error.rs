@@ -1,4 +1,4 @@
-//! What can go wrong between here and a worker.
+//! Errors of calls.
 
 use cynode_api::{ErrorCode, Problem};
 
@@ -9,46 +9,46 @@ type Source = Box<dyn std::error::Error + Send + Sync>;
 /// A failed call. `Display` does not repeat the source.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The other side refused, and said why.
+    /// The server refused with a problem document.
     #[error("{}", .0.detail)]
     Problem(Box<Problem>),
-    /// The other side refused with something that is not a problem document.
+    /// The server refused without a problem document.
     #[error("{url} answered {status}{}", note(.body))]
     Status {
         url: String,
         status: u16,
         body: String,
     },
-    /// No answer came.
+    /// No response arrived.
     #[error("can't reach {url}")]
     Unreachable {
         url: String,
-        /// True when no connection was made, so that the request can be repeated without doing anything twice.
+        /// True if the connection failed, so that a retry can't repeat the effect of the request.
         never_sent: bool,
         #[source]
         source: Source,
     },
-    /// An answer began and stopped too early.
+    /// The response ended prematurely.
     #[error("the connection to {url} broke")]
     Broken {
         url: String,
         #[source]
         source: Option<Source>,
     },
-    /// The answer is not what the API promises.
-    #[error("{url} sent an answer that can't be understood")]
+    /// The response does not match the API.
+    #[error("{url} sent an invalid response")]
     Answer {
         url: String,
         #[source]
         source: Source,
     },
-    /// The address, the token or the certificate file can't be used.
+    /// The URL, the token or the certificate file is invalid.
     #[error("{0}")]
     Setup(String),
 }
 
 impl Error {
-    /// Whether the other side refused with this code.
+    /// Whether the server refused with this code.
     #[must_use]
     pub fn is(&self, code: ErrorCode) -> bool {
         matches!(self, Self::Problem(problem) if problem.is(code))
@@ -64,7 +64,7 @@ impl Error {
         }
     }
 
-    /// Whether the other side, or the way to it, may be back soon: it is restarting, or the connection broke.
+    /// Whether a retry may succeed: the server is restarting, or the connection broke.
     #[must_use]
     pub fn is_passing(&self) -> bool {
         match self {
@@ -82,7 +82,7 @@ impl Error {
         }
     }
 
-    /// The message and its root cause. What lies between says no more than that a connection was tried.
+    /// The message and its root cause. The causes in between only repeat that a connection failed.
     #[must_use]
     pub fn chain(&self) -> String {
         let mut root = None;

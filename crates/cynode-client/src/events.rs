@@ -9,35 +9,35 @@ use serde::Deserialize;
 
 use crate::{
     Error, Result,
-    client::shown,
+    client::display_url,
     sse::{self, Parser},
 };
 
-/// Keepalives come far more often: a stream that is silent for so long is dead.
-const SILENCE: Duration = Duration::from_secs(90);
+/// Keepalives arrive far more often, so a stream silent for this long is dead.
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(90);
 
-/// What happens to a running command.
+/// An event of a running command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExecEvent {
-    /// Comes first, except on a stream that was resumed.
+    /// The first event, except on a resumed stream.
     Start {
         exec_id: ExecId,
-        /// Set when the stream begins after pieces that are no longer kept.
+        /// Set if earlier pieces are no longer retained.
         lost_before_seq: Option<u64>,
     },
     Output {
         seq: u64,
         stream: Stream,
         data: Bytes,
-        /// Pieces before this one are no longer kept.
+        /// Set if pieces before this one are no longer retained.
         lost_before_seq: Option<u64>,
     },
-    /// Comes last.
+    /// The last event.
     Exit(ExecExit),
 }
 
-/// The events of one exec, in order. After an error that [`Error::is_passing`], go on with
-/// [`exec_output_stream`](crate::WorkerClient::exec_output_stream) from [`Self::last_seq`].
+/// The events of one exec, in order. After an error that [`Error::is_passing`], resume with
+/// [`exec_output_stream`](crate::SessionClient::exec_output_stream) from [`Self::last_seq`].
 #[derive(Debug)]
 pub struct ExecEvents {
     response: Response,
@@ -50,7 +50,7 @@ pub struct ExecEvents {
 
 impl ExecEvents {
     pub(crate) fn new(response: Response, last_seq: u64) -> Self {
-        let url = shown(response.url());
+        let url = display_url(response.url());
         Self {
             response,
             url,
@@ -61,7 +61,7 @@ impl ExecEvents {
         }
     }
 
-    /// The last piece of output that was yielded.
+    /// The number of the last piece yielded.
     #[must_use]
     pub fn last_seq(&self) -> u64 {
         self.last_seq
@@ -75,7 +75,7 @@ impl ExecEvents {
                     continue;
                 };
                 match &event {
-                    // A resumed stream may repeat what was already yielded.
+                    // A resumed stream may repeat pieces.
                     ExecEvent::Output { seq, .. } if *seq <= self.last_seq => continue,
                     ExecEvent::Output { seq, .. } => self.last_seq = *seq,
                     ExecEvent::Exit(_) => self.finished = true,
@@ -83,7 +83,7 @@ impl ExecEvents {
                 }
                 return Ok(Some(event));
             }
-            let chunk = match tokio::time::timeout(SILENCE, self.response.chunk()).await {
+            let chunk = match tokio::time::timeout(SILENCE_TIMEOUT, self.response.chunk()).await {
                 Ok(Ok(Some(chunk))) => chunk,
                 Ok(Ok(None)) => {
                     return Err(Error::Broken {
@@ -112,7 +112,7 @@ impl ExecEvents {
 enum Malformed {
     Problem(Box<Problem>),
     Json(serde_json::Error),
-    Lacks(&'static str),
+    Missing(&'static str),
 }
 
 impl Malformed {
@@ -120,27 +120,28 @@ impl Malformed {
         match self {
             Self::Problem(problem) => Error::Problem(problem),
             Self::Json(error) => Error::answer(url, error),
-            Self::Lacks(what) => Error::answer(url, what),
+            Self::Missing(message) => Error::answer(url, message),
         }
     }
 }
 
-/// An error that came too late for a status has only its code and detail.
+/// An error in the middle of a stream has only a code and a detail.
 fn problem(data: &str) -> Result<Problem, Malformed> {
     #[derive(Deserialize)]
-    struct Late {
+    struct StreamProblem {
         code: ErrorCode,
         #[serde(default)]
         detail: String,
     }
     serde_json::from_str::<Problem>(data)
         .or_else(|_| {
-            serde_json::from_str::<Late>(data).map(|late| Problem::new(late.code, late.detail))
+            serde_json::from_str::<StreamProblem>(data)
+                .map(|problem| Problem::new(problem.code, problem.detail))
         })
         .map_err(Malformed::Json)
 }
 
-/// `None` for events of a kind that this version does not know.
+/// `None` for unknown kinds of events, which newer servers may send.
 fn typed(event: &sse::Event) -> Result<Option<ExecEvent>, Malformed> {
     let parse = || serde_json::from_str::<StreamEvent>(&event.data).map_err(Malformed::Json);
     let stream = match event.event.as_str() {
@@ -150,7 +151,7 @@ fn typed(event: &sse::Event) -> Result<Option<ExecEvent>, Malformed> {
                 lost_before_seq,
                 ..
             } = parse()?;
-            let exec_id = exec_id.ok_or(Malformed::Lacks("a start event without exec_id"))?;
+            let exec_id = exec_id.ok_or(Malformed::Missing("a start event without exec_id"))?;
             return Ok(Some(ExecEvent::Start {
                 exec_id,
                 lost_before_seq,
@@ -160,7 +161,7 @@ fn typed(event: &sse::Event) -> Result<Option<ExecEvent>, Malformed> {
             return parse()?
                 .exit
                 .map(|exit| Some(ExecEvent::Exit(exit)))
-                .ok_or(Malformed::Lacks("an exit event without exit"));
+                .ok_or(Malformed::Missing("an exit event without exit"));
         }
         "error" => return Err(Malformed::Problem(Box::new(problem(&event.data)?))),
         "stdout" => Stream::Stdout,
@@ -177,7 +178,7 @@ fn typed(event: &sse::Event) -> Result<Option<ExecEvent>, Malformed> {
     let data = match (data, data_b64) {
         (Some(text), None) => Bytes::from(text),
         (None, Some(bytes)) => Bytes::from(bytes.0),
-        _ => return Err(Malformed::Lacks("an output event needs data or data_b64")),
+        _ => return Err(Malformed::Missing("an output event needs data or data_b64")),
     };
     Ok(Some(ExecEvent::Output {
         seq,
@@ -191,7 +192,7 @@ fn typed(event: &sse::Event) -> Result<Option<ExecEvent>, Malformed> {
 mod tests {
     use super::*;
 
-    fn of(event: &str, data: &str) -> Result<Option<ExecEvent>, Malformed> {
+    fn parse(event: &str, data: &str) -> Result<Option<ExecEvent>, Malformed> {
         typed(&sse::Event {
             event: event.into(),
             data: data.into(),
@@ -208,7 +209,7 @@ mod tests {
                 stream: Stream::Stderr,
                 data,
                 ..
-            })) = of(
+            })) = parse(
                 "stderr",
                 &format!(r#"{{"seq":4,"at":"{at}","{field}":"{value}"}}"#),
             )
@@ -221,19 +222,21 @@ mod tests {
 
     #[test]
     fn an_error_in_the_stream_is_a_problem() {
-        assert!(
-            matches!(of("error", r#"{"code":"output_expired","detail":"gone"}"#), Err(Malformed::Problem(problem)) if problem.is(ErrorCode::OutputExpired) && problem.detail == "gone")
-        );
-        assert!(matches!(of("error", "oops"), Err(Malformed::Json(_))));
+        assert!(matches!(
+            parse("error", r#"{"code":"output_expired","detail":"gone"}"#),
+            Err(Malformed::Problem(problem))
+                if problem.is(ErrorCode::OutputExpired) && problem.detail == "gone"
+        ));
+        assert!(matches!(parse("error", "oops"), Err(Malformed::Json(_))));
     }
 
     #[test]
     fn unknown_events_are_passed_over_and_broken_ones_are_not() {
-        assert!(matches!(of("weather", "sunny"), Ok(None)));
-        assert!(matches!(of("stdout", "sunny"), Err(Malformed::Json(_))));
+        assert!(matches!(parse("weather", "sunny"), Ok(None)));
+        assert!(matches!(parse("stdout", "sunny"), Err(Malformed::Json(_))));
         assert!(matches!(
-            of("exit", r#"{"seq":1,"at":"2030-01-01T00:00:00Z"}"#),
-            Err(Malformed::Lacks(_))
+            parse("exit", r#"{"seq":1,"at":"2030-01-01T00:00:00Z"}"#),
+            Err(Malformed::Missing(_))
         ));
     }
 }

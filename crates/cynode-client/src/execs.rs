@@ -1,44 +1,28 @@
-//! Commands in a session: run them, follow them, feed and signal them.
+//! Commands in a session: start, follow, write to and signal them.
 
 use std::{io, time::Duration};
 
 use bytes::Bytes;
 use cynode_api::{
-    API_VERSION, Exec, ExecAccepted, ExecId, ExecRequest, ExecResult, OutputPage, Page, SessionId,
-    SignalExec, SignalName, SignalScope, StdinWrite, exec_form,
+    API_VERSION, Exec, ExecAccepted, ExecId, ExecRequest, ExecResult, OutputPage, OutputQuery,
+    Page, SessionId, SignalExec, SignalName, SignalScope, StdinWrite, exec_form,
 };
 use futures_util::{Stream, StreamExt as _, stream};
 use http::{Method, header};
 use reqwest::{Body, RequestBuilder};
-use serde::Serialize;
 
 use crate::{
-    ExecEvents, Result, WorkerClient,
-    client::{CALL, accept, json, send},
+    ExecEvents, Result, SessionClient,
+    client::{CALL_TIMEOUT, accept, json, send},
 };
 
 pub(crate) const EVENT_STREAM: &str = "text/event-stream";
 
-/// Which part of an exec's output a page holds.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
-pub struct OutputQuery {
-    /// Exclusive.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub after_seq: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub max_bytes: Option<u64>,
-    /// How long to wait for more; at most 60,000.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub wait_ms: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub tail_bytes: Option<u64>,
-}
-
-impl WorkerClient {
-    /// Runs a command and waits for its end.
+impl SessionClient {
+    /// Runs a command and waits for it to end.
     pub async fn exec(&self, session: SessionId, request: &ExecRequest) -> Result<ExecResult> {
-        // The server's deadline decides; ours only stops us from hanging on a dead connection.
-        let patience = Duration::from_millis(request.timeout_ms) + CALL;
+        // The server enforces the deadline; this timeout only detects a dead connection.
+        let patience = Duration::from_millis(request.timeout_ms) + CALL_TIMEOUT;
         json(
             send(
                 self.request(Method::POST, &self.session(session, "/exec"))
@@ -60,7 +44,8 @@ impl WorkerClient {
             .await
     }
 
-    /// Runs a command and yields its output as it comes. With an `exec_id` of the caller's the same request attaches again.
+    /// Runs a command and streams its output. Repeating a request with an `exec_id` re-attaches to
+    /// the command.
     pub async fn exec_stream(
         &self,
         session: SessionId,
@@ -73,7 +58,7 @@ impl WorkerClient {
         Ok(ExecEvents::new(accept(send(request).await?).await?, 0))
     }
 
-    /// Runs a command with its input, at most 100 MiB, and waits for its end.
+    /// Runs a command with standard input, at most 100 MiB, and waits for it to end.
     pub async fn exec_with_input(
         &self,
         session: SessionId,
@@ -83,7 +68,7 @@ impl WorkerClient {
         json(send(self.exec_form(session, request, input)).await?).await
     }
 
-    /// Runs a command with its input, at most 100 MiB, and yields its output as it comes.
+    /// Runs a command with standard input, at most 100 MiB, and streams its output.
     pub async fn exec_stream_with_input(
         &self,
         session: SessionId,
@@ -113,7 +98,7 @@ impl WorkerClient {
             .body(Body::wrap_stream(ends(head).chain(input).chain(ends(tail))))
     }
 
-    /// The newest page only names running and recent execs.
+    /// Running and recent execs: the newest page only.
     pub async fn list_execs(&self, session: SessionId) -> Result<Page<Exec>> {
         self.get(&self.session(session, "/execs"), &()).await
     }
@@ -136,7 +121,7 @@ impl WorkerClient {
         .await
     }
 
-    /// Follows a command's output from after `last_seq`; 0 is from the start.
+    /// Streams the output of a command after `last_seq`; 0 is the start.
     pub async fn exec_output_stream(
         &self,
         session: SessionId,
@@ -176,8 +161,8 @@ impl WorkerClient {
         .await
     }
 
-    /// Writes to a command that was started with `stdin_open`. Returns when the command's side has taken it, which a slow
-    /// reader can make long: there is no timeout.
+    /// Writes to a command that was started with `stdin_open`. Returns once the sandbox has
+    /// accepted the data. A slow reader can delay that, so there is no timeout.
     pub async fn write_stdin(
         &self,
         session: SessionId,

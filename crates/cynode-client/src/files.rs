@@ -12,14 +12,14 @@ use reqwest::{Body, Response};
 use serde::Serialize;
 
 use crate::{
-    Error, Result, WorkerClient,
-    client::{CALL, accept, json, send, shown},
+    Error, Result, SessionClient,
+    client::{CALL_TIMEOUT, accept, display_url, json, send},
 };
 
-/// What the headers of a file's answer say.
+/// File metadata from response headers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileInfo {
-    /// Absent when the server does not say; then it is a file.
+    /// Absent for a regular file.
     pub kind: Option<FileType>,
     /// Permission bits.
     pub mode: Option<u32>,
@@ -29,7 +29,7 @@ pub struct FileInfo {
 }
 
 impl FileInfo {
-    fn of(headers: &HeaderMap) -> Self {
+    fn from_headers(headers: &HeaderMap) -> Self {
         let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
         Self {
             kind: text("x-type").and_then(|kind| serde_json::from_value(kind.into()).ok()),
@@ -43,7 +43,7 @@ impl FileInfo {
     }
 }
 
-/// A body that is read piece by piece.
+/// A streamed body.
 #[derive(Debug)]
 pub struct FileBody {
     pub info: FileInfo,
@@ -54,13 +54,13 @@ pub struct FileBody {
 impl FileBody {
     fn new(response: Response) -> Self {
         Self {
-            info: FileInfo::of(response.headers()),
-            url: shown(response.url()),
+            info: FileInfo::from_headers(response.headers()),
+            url: display_url(response.url()),
             response,
         }
     }
 
-    /// The next piece; `None` at the end. A body that stops too early is an error.
+    /// The next piece; `None` at the end. A truncated body is an error.
     pub async fn chunk(&mut self) -> Result<Option<Bytes>> {
         self.response
             .chunk()
@@ -73,13 +73,13 @@ impl FileBody {
 pub struct PutOptions {
     /// Permission bits.
     pub mode: Option<u32>,
-    /// Only when the file is this one.
+    /// Only if the file has this ETag.
     pub if_match: Option<String>,
-    /// Only when there is no file yet.
+    /// Only if the file does not exist.
     pub create_new: bool,
 }
 
-/// A path as the query carries it: text when it is UTF-8, else base64.
+/// A path in a query: text if it is UTF-8, base64 otherwise.
 #[derive(Serialize)]
 struct PathQuery<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -104,7 +104,7 @@ impl<'a> PathQuery<'a> {
     }
 }
 
-impl WorkerClient {
+impl SessionClient {
     pub async fn get_file(&self, session: SessionId, path: &Path) -> Result<FileBody> {
         let request = self
             .request(Method::GET, &self.session(session, "/files"))
@@ -112,13 +112,15 @@ impl WorkerClient {
         Ok(FileBody::new(accept(send(request).await?).await?))
     }
 
-    /// Stat. A refusal carries no body, so it is [`Error::Status`].
+    /// Stat. Responses to HEAD have no body, so a refusal is [`Error::Status`].
     pub async fn head_file(&self, session: SessionId, path: &Path) -> Result<FileInfo> {
         let request = self
             .request(Method::HEAD, &self.session(session, "/files"))
-            .timeout(CALL)
+            .timeout(CALL_TIMEOUT)
             .query(&PathQuery::new(path));
-        Ok(FileInfo::of(accept(send(request).await?).await?.headers()))
+        Ok(FileInfo::from_headers(
+            accept(send(request).await?).await?.headers(),
+        ))
     }
 
     pub async fn put_file(
@@ -141,7 +143,9 @@ impl WorkerClient {
         if options.create_new {
             request = request.header(header::IF_NONE_MATCH, "*");
         }
-        Ok(FileInfo::of(accept(send(request).await?).await?.headers()))
+        Ok(FileInfo::from_headers(
+            accept(send(request).await?).await?.headers(),
+        ))
     }
 
     pub async fn delete_file(
@@ -157,7 +161,7 @@ impl WorkerClient {
         accept(
             send(
                 self.request(Method::DELETE, &self.session(session, "/files"))
-                    .timeout(CALL)
+                    .timeout(CALL_TIMEOUT)
                     .query(&query),
             )
             .await?,
@@ -216,7 +220,7 @@ impl WorkerClient {
     }
 
     pub async fn export(&self, session: SessionId, request: &ExportRequest) -> Result<FileBody> {
-        // On the user API an export is an artifact, unless its bytes are asked for.
+        // The user API stores an export as an artifact unless the bytes are requested.
         let request = self
             .request(Method::POST, &self.session(session, "/export"))
             .header(header::ACCEPT, "application/octet-stream")
@@ -253,7 +257,7 @@ mod tests {
 
     #[test]
     fn a_path_that_is_not_utf8_travels_as_base64() {
-        let client = WorkerClient::new("http://127.0.0.1:1", "t").expect("client");
+        let client = SessionClient::new("http://127.0.0.1:1", "t").expect("client");
         let query = |path: &Path| {
             client
                 .request(Method::GET, "/x")
@@ -280,6 +284,6 @@ mod tests {
             header::HeaderName::from_static("x-mode"),
             header::HeaderValue::from_static("0755"),
         )]);
-        assert_eq!(FileInfo::of(&headers).mode, Some(0o755));
+        assert_eq!(FileInfo::from_headers(&headers).mode, Some(0o755));
     }
 }

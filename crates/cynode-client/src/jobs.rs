@@ -1,44 +1,41 @@
-//! Jobs on a worker: run, look, read, acknowledge, stop.
+//! Jobs on a worker: run, inspect, read, acknowledge, stop.
 
 use std::time::Duration;
 
 use cynode_api::{
-    API_VERSION, Job, JobAck, JobId, JobRun, JobState, JobStop, OutputPage, Page, TaskId,
-    job_limits::DEFAULT_TIMEOUT_SECONDS,
+    API_VERSION, Job, JobAck, JobId, JobRun, JobState, JobStop, OutputPage, OutputQuery, Page,
+    TaskId, job_limits::DEFAULT_TIMEOUT_SECONDS,
 };
 use http::{Method, header};
 
 use crate::{
-    Error, ExecEvents, OutputQuery, Result, WorkerClient,
-    client::{CALL, accept, json, send},
+    Error, ExecEvents, Result, SessionClient,
+    client::{CALL_TIMEOUT, MAX_PAGES, accept, json, send},
     execs::EVENT_STREAM,
 };
 
 const JOBS: &str = "/v1/worker/jobs";
-/// The most pages that a whole list may take: a server that never ends its list must not hold us.
-const MAX_PAGES: usize = 1_000;
-
-/// Which jobs a list shows.
+/// The jobs to list.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct JobFilter {
     pub state: Option<JobState>,
     pub task_id: Option<TaskId>,
 }
 
-fn of(id: JobId, rest: &str) -> String {
+fn job_path(id: JobId, rest: &str) -> String {
     format!("{JOBS}/{id}{rest}")
 }
 
-impl WorkerClient {
-    /// Runs a job and waits for its end, which says how its command ended. The same request again is the same job.
+impl SessionClient {
+    /// Runs a job and waits for it to end. Idempotent: the same request again is the same job.
     pub async fn run_job(&self, request: &JobRun) -> Result<Job> {
-        // The node's deadline decides; ours only stops us from hanging on a dead connection.
+        // The node enforces the deadline; this timeout only detects a dead connection.
         let patience = Duration::from_secs(
             request
                 .sandbox
                 .timeout_seconds
                 .unwrap_or(DEFAULT_TIMEOUT_SECONDS),
-        ) + CALL;
+        ) + CALL_TIMEOUT;
         json(
             send(
                 self.request(Method::POST, &format!("{JOBS}:run"))
@@ -50,28 +47,28 @@ impl WorkerClient {
         .await
     }
 
-    /// Hands a job over and returns when the node has it on disk.
+    /// Submits a job and returns once the node has stored it.
     pub async fn run_job_async(&self, request: &JobRun) -> Result<Job> {
         let request = self
             .request(Method::POST, &format!("{JOBS}:run"))
             .header("Prefer", "respond-async")
-            .timeout(CALL)
+            .timeout(CALL_TIMEOUT)
             .json(request);
         json(send(request).await?).await
     }
 
     pub async fn job(&self, id: JobId) -> Result<Job> {
-        self.get(&of(id, ""), &()).await
+        self.get(&job_path(id, ""), &()).await
     }
 
     pub async fn job_output(&self, id: JobId, query: &OutputQuery) -> Result<OutputPage> {
-        self.get(&of(id, "/output"), query).await
+        self.get(&job_path(id, "/output"), query).await
     }
 
-    /// Follows a job's output from after `last_seq`; 0 is from the start. A job that has not started is waited for.
+    /// Streams the output of a job after `last_seq`; 0 is the start. Waits for the job to start.
     pub async fn job_output_stream(&self, id: JobId, last_seq: u64) -> Result<ExecEvents> {
         let request = self
-            .request(Method::GET, &of(id, "/output"))
+            .request(Method::GET, &job_path(id, "/output"))
             .header(header::ACCEPT, EVENT_STREAM)
             .header("Last-Event-ID", last_seq.to_string());
         Ok(ExecEvents::new(
@@ -80,11 +77,11 @@ impl WorkerClient {
         ))
     }
 
-    /// Says that the result is known, so that the node may forget it.
+    /// Acknowledges the result, so that the node may drop it.
     pub async fn ack_job(&self, id: JobId) -> Result<()> {
         self.call_empty(
             Method::POST,
-            &of(id, "/ack"),
+            &job_path(id, "/ack"),
             &JobAck {
                 version: Some(API_VERSION),
             },
@@ -92,7 +89,7 @@ impl WorkerClient {
         .await
     }
 
-    /// Stops a job and returns it as it ended.
+    /// Stops a job and returns its final state.
     pub async fn stop_job(&self, task_id: TaskId, job_id: JobId) -> Result<Job> {
         self.call(
             Method::POST,
@@ -118,7 +115,7 @@ impl WorkerClient {
         self.get(JOBS, &query).await
     }
 
-    /// All jobs of the node that are not acknowledged, without their streams.
+    /// All unacknowledged jobs of the node, without their output.
     pub async fn list_jobs(&self, filter: &JobFilter) -> Result<Vec<Job>> {
         let mut jobs = Vec::new();
         let mut cursor = None;

@@ -1,8 +1,9 @@
-//! A typed HTTP client over `cynode-api`.
+//! Typed HTTP clients over `cynode-api`.
 //!
-//! One constructor, [`WorkerClient::trusting`], of which [`UserClient`] is made too: a connect timeout, no redirects (a bearer token must not follow one), and no
-//! overall timeout on streams. Everything that the other side sends is bounded before it is kept. A rustls provider must
-//! be installed before an `https` address is used.
+//! [`SessionClient::trusting`] is the one constructor, also for [`UserClient`]: a connect timeout,
+//! no redirects (they would leak the bearer token), and no overall timeout on streams. Every
+//! response is bounded before it is buffered. Callers must install a rustls provider before they
+//! use an `https` URL.
 #![forbid(unsafe_code)]
 
 mod audit;
@@ -13,20 +14,20 @@ mod events;
 mod execs;
 mod files;
 mod jobs;
-mod plane;
 mod policies;
 mod pty;
 mod sessions;
 pub mod sse;
+mod user;
 
 pub use audit::{AuditFilter, AuditVerification, RawAuditPage};
-pub use client::{Peer, Readiness, Sandboxes, Surface, Trust, WorkerClient, check_base};
+pub use client::{Peer, Readiness, Sandboxes, SessionClient, Surface, Trust, check_base};
+pub use cynode_api::OutputQuery;
 pub use error::{Error, Result};
 pub use events::{ExecEvent, ExecEvents};
-pub use execs::OutputQuery;
 pub use files::{FileBody, FileInfo, PutOptions};
 pub use jobs::JobFilter;
-pub use plane::{ArtifactBody, UserClient};
 pub use pty::{Pty, PtyMessage, PtyOpen};
 pub use reqwest::Body;
 pub use sessions::SessionFilter;
+pub use user::{ArtifactBody, UserClient};

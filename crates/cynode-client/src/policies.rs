@@ -1,12 +1,12 @@
-//! Policies, and what they would say.
+//! Policies and dry runs of their decisions.
 
 use cynode_api::{Policy, PolicyPut, PolicyTest, PolicyVerdict};
 use http::Method;
 
 use crate::{
     Result, UserClient,
-    client::{CALL, accept, send},
-    plane::part,
+    client::{CALL_TIMEOUT, accept, send},
+    user::segment,
 };
 
 impl UserClient {
@@ -15,12 +15,18 @@ impl UserClient {
     }
 
     pub async fn policy(&self, id: &str) -> Result<Policy> {
-        self.0.get(&format!("/v1/policies/{}", part(id)), &()).await
+        self.0
+            .get(&format!("/v1/policies/{}", segment(id)), &())
+            .await
     }
 
     pub async fn put_policy(&self, id: &str, policy: &PolicyPut) -> Result<Policy> {
         self.0
-            .call(Method::PUT, &format!("/v1/policies/{}", part(id)), policy)
+            .call(
+                Method::PUT,
+                &format!("/v1/policies/{}", segment(id)),
+                policy,
+            )
             .await
     }
 
@@ -28,8 +34,8 @@ impl UserClient {
         accept(
             send(
                 self.0
-                    .request(Method::DELETE, &format!("/v1/policies/{}", part(id)))
-                    .timeout(CALL),
+                    .request(Method::DELETE, &format!("/v1/policies/{}", segment(id)))
+                    .timeout(CALL_TIMEOUT),
             )
             .await?,
         )
@@ -37,7 +43,7 @@ impl UserClient {
         .map(drop)
     }
 
-    /// What would be decided. Nothing is done.
+    /// Asks for a decision without any effect.
     pub async fn test_policy(&self, test: &PolicyTest) -> Result<PolicyVerdict> {
         self.0.call(Method::POST, "/v1/policies:test", test).await
     }

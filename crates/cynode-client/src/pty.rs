@@ -1,6 +1,7 @@
 //! A terminal in a session, over WebSocket.
 //!
-//! The upgrade goes through the same HTTP client as every other call, so TLS, certificates and refusals are the same.
+//! The upgrade uses the same HTTP client as all other calls, and so the same TLS settings and error
+//! handling.
 
 use bytes::Bytes;
 use cynode_api::SessionId;
@@ -18,23 +19,23 @@ use tokio_tungstenite::{
 };
 
 use crate::{
-    Error, Result, WorkerClient,
-    client::{accept, send, shown},
+    Error, Result, SessionClient,
+    client::{accept, display_url, send},
 };
 
-/// The largest frame and message that is taken.
-const MAX_MESSAGE: usize = 4 * 1024 * 1024;
+/// The largest frame and message to accept.
+const MAX_MESSAGE_BYTES: usize = 4 * 1024 * 1024;
 
-/// How a terminal is opened.
+/// The options of a new terminal.
 #[derive(Clone, Debug)]
 pub struct PtyOpen {
     pub cols: u16,
     pub rows: u16,
-    /// Empty: the shell of the image.
+    /// The image's shell if empty.
     pub argv: Vec<String>,
 }
 
-/// What the sandbox's side says.
+/// A message from the sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PtyMessage {
     Ready,
@@ -80,7 +81,7 @@ pub struct Pty {
     url: String,
 }
 
-impl WorkerClient {
+impl SessionClient {
     pub async fn open_pty(&self, session: SessionId, open: &PtyOpen) -> Result<Pty> {
         let mut query = vec![
             ("cols", open.cols.to_string()),
@@ -96,7 +97,7 @@ impl WorkerClient {
             .header(header::SEC_WEBSOCKET_VERSION, "13")
             .header(header::SEC_WEBSOCKET_KEY, &key);
         let response = send(request).await?;
-        let url = shown(response.url());
+        let url = display_url(response.url());
         if response.status() != StatusCode::SWITCHING_PROTOCOLS {
             let status = accept(response).await?.status();
             return Err(Error::answer(
@@ -110,18 +111,15 @@ impl WorkerClient {
             .map(header::HeaderValue::as_bytes)
             != Some(derive_accept_key(key.as_bytes()).as_bytes())
         {
-            return Err(Error::answer(
-                &url,
-                "the WebSocket handshake does not match",
-            ));
+            return Err(Error::answer(&url, "the WebSocket handshake is invalid"));
         }
         let upgraded = response
             .upgrade()
             .await
             .map_err(|error| Error::broken(&url, error))?;
         let config = WebSocketConfig::default()
-            .max_message_size(Some(MAX_MESSAGE))
-            .max_frame_size(Some(MAX_MESSAGE));
+            .max_message_size(Some(MAX_MESSAGE_BYTES))
+            .max_frame_size(Some(MAX_MESSAGE_BYTES));
         Ok(Pty {
             socket: WebSocketStream::from_raw_socket(upgraded, Role::Client, Some(config)).await,
             url,
@@ -130,7 +128,7 @@ impl WorkerClient {
 }
 
 impl Pty {
-    /// The next message; `None` when the other side has closed. Safe to drop and call again.
+    /// The next message; `None` once the server has closed the connection. Cancel-safe.
     pub async fn next(&mut self) -> Result<Option<PtyMessage>> {
         while let Some(message) = self.socket.next().await {
             let message = message.map_err(|error| Error::Broken {
@@ -167,7 +165,7 @@ impl Pty {
         self.send(Message::text(text)).await
     }
 
-    /// Says goodbye; the other side ends the terminal.
+    /// Closes the connection; the server ends the terminal.
     pub async fn close(mut self) -> Result<()> {
         self.socket
             .close(None)

@@ -6,17 +6,14 @@ use cynode_api::{
 };
 use http::Method;
 
-use crate::{Error, Result, WorkerClient};
+use crate::{Error, Result, SessionClient, client::MAX_PAGES};
 
-/// The most pages that a whole list may take: a server that never ends its list must not hold us.
-const MAX_PAGES: usize = 1_000;
-
-/// Which sessions a list shows.
+/// The sessions to list.
 #[derive(Clone, Debug, Default)]
 pub struct SessionFilter {
     pub state: Option<SessionState>,
     pub task_id: Option<TaskId>,
-    /// Each must match.
+    /// All of them must match.
     pub labels: Vec<(String, String)>,
 }
 
@@ -25,7 +22,7 @@ impl SessionFilter {
         let mut query = Vec::new();
         query.extend(self.state.map(|state| ("state", state.to_string())));
         query.extend(self.task_id.map(|task| ("task_id", task.to_string())));
-        // The API takes one; the others are looked at here.
+        // The API filters by one label; the client checks the others.
         query.extend(
             self.labels
                 .first()
@@ -42,13 +39,14 @@ impl SessionFilter {
     }
 }
 
-impl WorkerClient {
-    /// The session may still be `creating` when its image or the node is slow: ask again with [`Self::get_session`].
+impl SessionClient {
+    /// The session may still be `creating` if its image or node is slow: poll with
+    /// [`Self::get_session`].
     pub async fn create_session(&self, request: &SessionCreate) -> Result<Session> {
         self.call(Method::POST, self.sessions(), request).await
     }
 
-    /// The same of an orchestrator, which has a default for everything.
+    /// The same on an orchestrator, where every field has a default.
     pub async fn create_user_session(&self, request: &UserSessionCreate) -> Result<Session> {
         self.call(Method::POST, self.sessions(), request).await
     }
@@ -67,7 +65,7 @@ impl WorkerClient {
         Ok(page)
     }
 
-    /// The whole list, page after page.
+    /// All pages of the list.
     pub async fn list_sessions(&self, filter: &SessionFilter) -> Result<Vec<Session>> {
         let mut sessions = Vec::new();
         let mut cursor = None;
@@ -94,7 +92,7 @@ impl WorkerClient {
             .await
     }
 
-    /// Gives a lost or ended session a new container over its kept workspace.
+    /// Gives a lost or ended session a new container with its retained workspace.
     pub async fn resume_session(&self, id: SessionId) -> Result<Session> {
         self.call(
             Method::POST,
@@ -104,7 +102,7 @@ impl WorkerClient {
         .await
     }
 
-    /// Signals everything in the sandbox but process 1.
+    /// Signals every process in the sandbox except process 1.
     pub async fn signal_session(&self, id: SessionId, signal: SignalName) -> Result<()> {
         self.call_empty(
             Method::POST,

@@ -1,18 +1,19 @@
-//! Server-sent events, parsed as the bytes come.
+//! An incremental parser for server-sent events.
 //!
-//! Invariant: what comes out does not depend on where the bytes were split. Follows the WHATWG grammar: lines end in LF,
-//! CR or CRLF, a blank line ends an event, an event without data is dropped, comments are keepalives.
+//! Invariant: the events do not depend on how the bytes were split. Follows the WHATWG grammar:
+//! lines end in LF, CR or CRLF, a blank line ends an event, an event without data is dropped,
+//! comments are keepalives.
 
-/// One event. `id` is the last id seen, also on an earlier event.
+/// One event. `id` is the last id seen, possibly on an earlier event.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Event {
-    /// `message` when the stream does not say.
+    /// `message` by default.
     pub event: String,
     pub data: String,
     pub id: Option<String>,
 }
 
-/// The stream holds a line or an event that is too long to keep.
+/// A line or event in the stream exceeds the limit.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("an event is longer than {limit} bytes")]
 pub struct TooLong {
@@ -28,7 +29,7 @@ pub struct Parser {
     has_data: bool,
     event: Vec<u8>,
     id: Option<String>,
-    /// The line before ended in CR: an LF right after belongs to it.
+    /// The previous line ended in CR: an LF right after it belongs to it.
     after_cr: bool,
     first_line: bool,
     limit: usize,
@@ -36,7 +37,7 @@ pub struct Parser {
 
 impl Default for Parser {
     fn default() -> Self {
-        // One piece of output is far smaller; this only bounds a broken or hostile sender.
+        // Pieces of output are far smaller; this only bounds a broken or hostile server.
         Self::with_limit(64 * 1024 * 1024)
     }
 }
@@ -56,7 +57,7 @@ impl Parser {
         }
     }
 
-    /// Takes the next bytes and appends the events that they complete.
+    /// Consumes bytes and appends the events that they complete.
     pub fn push(&mut self, mut bytes: &[u8], events: &mut Vec<Event>) -> Result<(), TooLong> {
         while !bytes.is_empty() {
             if std::mem::take(&mut self.after_cr) && bytes[0] == b'\n' {
@@ -74,7 +75,7 @@ impl Parser {
             bytes = &bytes[end + 1..];
             let line = std::mem::take(&mut self.line);
             self.take_line(&line, events);
-            // Keep the allocation for the next line.
+            // Reuse the allocation for the next line.
             self.line = line;
             self.line.clear();
         }
@@ -106,9 +107,9 @@ impl Parser {
             }
             b"event" => self.event = value.to_vec(),
             b"id" if !value.contains(&0) => {
-                self.id = Some(String::from_utf8_lossy(value).into_owned())
+                self.id = Some(String::from_utf8_lossy(value).into_owned());
             }
-            // Comments have an empty field name; `retry` is not for us.
+            // Comments have an empty field name; `retry` is unsupported.
             _ => {}
         }
     }
@@ -225,11 +226,22 @@ mod tests {
             cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..12),
             ending in prop::sample::select(vec!["\n", "\r\n", "\r"]),
         ) {
-            let fields = sent.iter().map(|(name, data, id)| [format!("id: {id}"), format!("event: {name}"), format!("data: {data}"), ":".into(), String::new()]);
-            let text: String = fields.flatten().flat_map(|line| [line, ending.to_owned()]).collect();
+            let lines = sent.iter().flat_map(|(name, data, id)| {
+                [
+                    format!("id: {id}"),
+                    format!("event: {name}"),
+                    format!("data: {data}"),
+                    ":".into(),
+                    String::new(),
+                ]
+            });
+            let text: String = lines.flat_map(|line| [line, ending.to_owned()]).collect();
             let pieces = splits(text.as_bytes(), &cuts);
             let pieces: Vec<&[u8]> = pieces.iter().map(Vec::as_slice).collect();
-            let expected: Vec<Event> = sent.iter().map(|(name, data, id)| event(name, data, Some(&id.to_string()))).collect();
+            let expected: Vec<Event> = sent
+                .iter()
+                .map(|(name, data, id)| event(name, data, Some(&id.to_string())))
+                .collect();
             prop_assert_eq!(parse(&pieces), expected);
         }
     }

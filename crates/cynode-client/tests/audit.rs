@@ -1,4 +1,4 @@
-//! The calls of the audit and of policies against a server that says exactly what each test wants.
+//! The audit and policy calls against a scripted server.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use tokio::{
     net::TcpListener,
 };
 
-/// Answers each connection with the next body and yields the first lines of the requests, and what they carried.
+/// Answers each connection with the next body; returns the requests it received.
 async fn server(
     answers: Vec<(&'static str, String)>,
 ) -> (UserClient, tokio::task::JoinHandle<Vec<String>>) {
@@ -32,7 +32,7 @@ async fn server(
                 request.extend_from_slice(&piece[..count]);
             }
             requests.push(String::from_utf8(request).expect("text"));
-            // Until the connection closes, so that a body can stop anywhere.
+            // Without a length, so that a body can stop anywhere.
             let answer = format!(
                 "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-type: application/json\r\n\r\n{body}"
             );

@@ -1,11 +1,11 @@
-//! The client against a server that says exactly what each test wants, byte for byte.
+//! The client against a scripted server, byte for byte.
 
 use std::path::Path;
 
 use cynode_api::{ErrorCode, ExecRequest, SessionId, Stream};
 use cynode_client::{
-    Error, ExecEvent, FileBody, Peer, PtyMessage, PtyOpen, PutOptions, Readiness, Trust,
-    WorkerClient,
+    Error, ExecEvent, FileBody, Peer, PtyMessage, PtyOpen, PutOptions, Readiness, SessionClient,
+    Trust,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -13,12 +13,12 @@ use tokio::{
 };
 use tokio_tungstenite::tungstenite::{Message, handshake::derive_accept_key, protocol::Role};
 
-/// Answers each connection with the next script and yields the heads (and small bodies) that it was sent.
+/// Answers each connection with the next response; returns the requests it received.
 async fn server(
     answers: Vec<&'static str>,
-) -> (WorkerClient, tokio::task::JoinHandle<Vec<String>>) {
+) -> (SessionClient, tokio::task::JoinHandle<Vec<String>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
-    let client = WorkerClient::new(
+    let client = SessionClient::new(
         &format!("http://{}", listener.local_addr().expect("address")),
         "secret",
     )
@@ -86,7 +86,7 @@ async fn a_problem_document_becomes_a_problem_and_other_refusals_keep_their_stat
     assert!(
         matches!(client.get_session(id()).await, Err(Error::Status { status: 502, body, .. }) if body == "nope")
     );
-    // A redirect is not followed: the token would go along.
+    // A redirect is not followed: it would leak the token.
     assert!(matches!(
         client.get_session(id()).await,
         Err(Error::Status { status: 302, .. })
@@ -103,7 +103,7 @@ async fn a_problem_document_becomes_a_problem_and_other_refusals_keep_their_stat
 #[tokio::test]
 async fn nobody_there_is_unreachable_and_surely_not_sent() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
-    let client = WorkerClient::new(
+    let client = SessionClient::new(
         &format!("http://{}", listener.local_addr().expect("address")),
         "t",
     )
@@ -267,7 +267,7 @@ async fn what_answers_at_an_address_is_identified() {
         );
         let (client, served) = server(vec![answer.leak()]).await;
         assert_eq!(
-            WorkerClient::identify(client.base(), Trust::Environment)
+            SessionClient::identify(client.base(), Trust::Environment)
                 .await
                 .expect("an answer"),
             expected,
@@ -275,14 +275,14 @@ async fn what_answers_at_an_address_is_identified() {
         );
         assert!(!served.await.expect("served")[0].contains("secret"));
     }
-    // A server that is no HTTP server, as PostgreSQL on a foreign greeting.
+    // A server that does not speak HTTP, such as PostgreSQL.
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
     let url = format!("http://{}", listener.local_addr().expect("address"));
     tokio::spawn(async move {
         let (mut socket, _) = listener.accept().await.expect("accepted");
         head(&mut socket).await;
     });
-    let error = WorkerClient::identify(&url, Trust::Environment)
+    let error = SessionClient::identify(&url, Trust::Environment)
         .await
         .expect_err("no HTTP");
     assert!(
@@ -301,7 +301,7 @@ async fn what_answers_at_an_address_is_identified() {
 async fn a_terminal_speaks_bytes_and_small_messages() {
     use futures_util::{SinkExt, StreamExt};
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
-    let client = WorkerClient::new(
+    let client = SessionClient::new(
         &format!("http://{}", listener.local_addr().expect("address")),
         "t",
     )

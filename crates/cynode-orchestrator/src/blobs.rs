@@ -1,10 +1,9 @@
-//! Bytes by their hash: artifacts and the output of jobs. On local files by default, or in any store that speaks S3.
+//! Content-addressed storage of artifacts and job output, in local files by default or in any
+//! S3-compatible store.
 
 use std::{path::PathBuf, pin::pin, sync::Arc};
 
 use bytes::Bytes;
-use cynode_api::ErrorCode;
-use cynode_service::ApiError;
 use futures_util::{Stream, StreamExt as _, TryStreamExt as _};
 use object_store::{
     ObjectStore, ObjectStoreExt as _, PutPayload, WriteMultipart, local::LocalFileSystem,
@@ -18,16 +17,47 @@ use crate::Config;
 const INCOMING: &str = "incoming";
 const BY_HASH: &str = "sha256";
 
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("the store of artifacts does not answer")]
+    Unavailable,
+    #[error("the bytes are no longer there")]
+    NotFound,
+    #[error("more than {limit} bytes")]
+    TooLarge { limit: u64 },
+    #[error("the bytes have the hash {actual}, not {expected}")]
+    HashMismatch { actual: String, expected: String },
+    #[error(
+        "{free} bytes are free where artifacts are kept, {min} are wanted \
+         (orchestrator.min_free_bytes)"
+    )]
+    NoSpace { free: u64, min: u64 },
+}
+
+/// Why a stream could not be staged.
+#[derive(Debug)]
+pub(crate) enum StageError<E> {
+    Store(Error),
+    /// The stream itself failed.
+    Source(E),
+}
+
+impl<E> From<Error> for StageError<E> {
+    fn from(error: Error) -> Self {
+        Self::Store(error)
+    }
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct Blobs {
     store: Arc<dyn ObjectStore>,
-    /// Where it is on this machine, and how much room it leaves there.
+    /// The local directory, and the free space to leave there.
     local: Option<(PathBuf, u64)>,
 }
 
-/// What was taken in whole, and is not yet where anybody looks.
+/// A complete upload that is not yet at its content address.
 #[derive(Debug)]
-pub(crate) struct Staged {
+pub(crate) struct StagedBlob {
     at: Path,
     /// In hexadecimal digits.
     pub(crate) sha256: String,
@@ -66,18 +96,18 @@ impl Blobs {
         }
     }
 
-    /// Takes a stream in, up to a limit. Until all of it has come and is what it should be, and is put in its place, nobody can
-    /// find it.
-    pub(crate) async fn stage<E: Into<ApiError>>(
+    /// Stores a stream of at most `limit` bytes. It is invisible until it is complete, verified and
+    /// placed.
+    pub(crate) async fn stage<E>(
         &self,
         bytes: impl Stream<Item = Result<Bytes, E>>,
         limit: u64,
         expected: Option<&str>,
-    ) -> Result<Staged, ApiError> {
+    ) -> Result<StagedBlob, StageError<E>> {
         self.check_room()?;
         let at = Path::from(format!("{INCOMING}/{}", uuid::Uuid::now_v7()));
         match self.write(&at, bytes, limit, expected).await {
-            Ok((sha256, size)) => Ok(Staged { at, sha256, size }),
+            Ok((sha256, size)) => Ok(StagedBlob { at, sha256, size }),
             Err(error) => {
                 drop(self.store.delete(&at).await);
                 Err(error)
@@ -85,7 +115,7 @@ impl Blobs {
         }
     }
 
-    /// What is written at once. A store that speaks S3 takes no smaller parts than 5 MiB.
+    /// The upload's part size. S3 accepts no parts below 5 MiB.
     const fn chunk(&self) -> usize {
         if self.local.is_some() {
             1 << 20
@@ -94,24 +124,25 @@ impl Blobs {
         }
     }
 
-    /// The memory that one stream takes while its sender pauses.
+    /// The memory that one stream holds while its sender pauses.
     pub(crate) const fn buffered(&self) -> u64 {
         self.chunk() as u64
     }
 
-    /// Puts it where its hash says. Comes within the transaction that writes down who needs it: what nobody needs is removed.
-    pub(crate) async fn place(&self, staged: &Staged) -> Result<(), ApiError> {
+    /// Moves a staged blob to its content address. Must run in the transaction that stores the
+    /// reference, because unreferenced blobs are removed.
+    pub(crate) async fn place(&self, staged: &StagedBlob) -> Result<(), Error> {
         self.store
             .rename(&staged.at, &place(&staged.sha256))
             .await
             .map_err(|error| failed(&error))
     }
 
-    /// The bytes of what was staged.
+    /// The bytes of a staged blob.
     pub(crate) async fn staged(
         &self,
-        staged: &Staged,
-    ) -> Result<impl Stream<Item = Result<Bytes, std::io::Error>> + use<>, ApiError> {
+        staged: &StagedBlob,
+    ) -> Result<impl Stream<Item = Result<Bytes, std::io::Error>> + use<>, Error> {
         let found = self
             .store
             .get(&staged.at)
@@ -120,18 +151,18 @@ impl Blobs {
         Ok(found.into_stream().map_err(std::io::Error::other))
     }
 
-    /// Removes what nobody will put in its place.
-    pub(crate) async fn discard(&self, staged: &Staged) {
+    /// Removes a staged blob that will not be placed.
+    pub(crate) async fn discard(&self, staged: &StagedBlob) {
         match self.store.delete(&staged.at).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
             Err(error) => {
-                tracing::warn!(%error, "What was taken in and is not kept could not be removed; it is swept later.")
+                tracing::warn!(%error, "A staged upload could not be removed; it is swept later.");
             }
         }
     }
 
-    /// How large stored bytes are; `None` when they are gone.
-    pub(crate) async fn size(&self, sha256: &str) -> Result<Option<u64>, ApiError> {
+    /// The size of a blob; `None` when it does not exist.
+    pub(crate) async fn size(&self, sha256: &str) -> Result<Option<u64>, Error> {
         match self.store.head(&place(sha256)).await {
             Ok(found) => Ok(Some(found.size)),
             Err(object_store::Error::NotFound { .. }) => Ok(None),
@@ -139,13 +170,13 @@ impl Blobs {
         }
     }
 
-    async fn write<E: Into<ApiError>>(
+    async fn write<E>(
         &self,
         staged: &Path,
         bytes: impl Stream<Item = Result<Bytes, E>>,
         limit: u64,
         expected: Option<&str>,
-    ) -> Result<(String, u64), ApiError> {
+    ) -> Result<(String, u64), StageError<E>> {
         let mut bytes = pin!(bytes);
         let upload = self
             .store
@@ -157,16 +188,13 @@ impl Blobs {
         let mut size = 0_u64;
         let read = async {
             while let Some(piece) = bytes.next().await {
-                let piece = piece.map_err(Into::into)?;
+                let piece = piece.map_err(StageError::Source)?;
                 size += piece.len() as u64;
                 if size > limit {
-                    return Err(ApiError::new(
-                        ErrorCode::TooLarge,
-                        format!("more than {limit} bytes"),
-                    ));
+                    return Err(Error::TooLarge { limit }.into());
                 }
                 hash.update(&piece);
-                // Waits while the store is slower than the sender.
+                // Applies back-pressure when the store is slower than the sender.
                 writer
                     .wait_for_capacity(4)
                     .await
@@ -179,17 +207,18 @@ impl Blobs {
             drop(writer.abort().await);
             return Err(error);
         }
-        let sha256 = hex(&hash.finalize());
+        let sha256 = hex::encode(hash.finalize());
         if let Some(expected) = expected.filter(|expected| !expected.eq_ignore_ascii_case(&sha256))
         {
             drop(writer.abort().await);
-            return Err(ApiError::new(
-                ErrorCode::PreconditionFailed,
-                format!("the bytes have the hash {sha256}, not {expected}"),
-            ));
+            return Err(Error::HashMismatch {
+                actual: sha256,
+                expected: expected.to_owned(),
+            }
+            .into());
         }
         if size == 0 {
-            // Some stores know no upload without parts.
+            // Some stores reject multipart uploads without parts.
             drop(writer.abort().await);
             self.store
                 .put(staged, PutPayload::new())
@@ -204,7 +233,7 @@ impl Blobs {
     pub(crate) async fn get(
         &self,
         sha256: &str,
-    ) -> Result<impl Stream<Item = Result<Bytes, std::io::Error>> + use<>, ApiError> {
+    ) -> Result<impl Stream<Item = Result<Bytes, std::io::Error>> + use<>, Error> {
         let found = self
             .store
             .get(&place(sha256))
@@ -213,33 +242,24 @@ impl Blobs {
         Ok(found.into_stream().map_err(std::io::Error::other))
     }
 
-    /// Refuses more while the disk is nearly full: the database may be on it too.
-    pub(crate) fn check_room(&self) -> Result<(), ApiError> {
+    /// Fails while the disk is nearly full: the database may be on it too.
+    pub(crate) fn check_room(&self) -> Result<(), Error> {
         let Some((directory, least)) = &self.local else {
             return Ok(());
         };
         let found = rustix::fs::statvfs(directory).map_err(|error| {
-            tracing::warn!(%error, "The disk of artifacts can't be looked at.");
-            ApiError::new(
-                ErrorCode::StoreUnavailable,
-                "the store of artifacts does not answer",
-            )
+            tracing::warn!(%error, "The free space of the artifact store can't be read.");
+            Error::Unavailable
         })?;
         let free = found.f_bavail.saturating_mul(found.f_frsize);
         if free < *least {
-            let detail = format!(
-                "{free} bytes are free where artifacts are kept, {least} are wanted (orchestrator.min_free_bytes)"
-            );
-            return Err(ApiError::new(ErrorCode::NoSpace, detail));
+            return Err(Error::NoSpace { free, min: *least });
         }
         Ok(())
     }
 
-    /// Removes what somebody began to send and never finished.
-    pub(crate) async fn sweep_incoming(
-        &self,
-        older_than: OffsetDateTime,
-    ) -> Result<usize, ApiError> {
+    /// Removes uploads that were never completed.
+    pub(crate) async fn sweep_incoming(&self, older_than: OffsetDateTime) -> Result<usize, Error> {
         if let Some((directory, _)) = &self.local {
             return sweep(&directory.join(INCOMING), older_than);
         }
@@ -253,11 +273,11 @@ impl Blobs {
         Ok(old.len())
     }
 
-    /// The hashes of what was put here before a moment.
+    /// The hashes of blobs that were stored before a moment.
     pub(crate) fn stored_before(
         &self,
         moment: OffsetDateTime,
-    ) -> impl Stream<Item = Result<String, ApiError>> {
+    ) -> impl Stream<Item = Result<String, Error>> {
         self.older(BY_HASH, moment)
             .try_filter_map(|path| std::future::ready(Ok(path.filename().map(str::to_owned))))
     }
@@ -266,7 +286,7 @@ impl Blobs {
         &self,
         prefix: &str,
         moment: OffsetDateTime,
-    ) -> impl Stream<Item = Result<Path, ApiError>> + use<> {
+    ) -> impl Stream<Item = Result<Path, Error>> + use<> {
         self.store
             .list(Some(&Path::from(prefix)))
             .map_err(|error| failed(&error))
@@ -276,8 +296,8 @@ impl Blobs {
             .map_ok(|found| found.location)
     }
 
-    /// Removes bytes that nobody needs.
-    pub(crate) async fn remove(&self, sha256: &str) -> Result<(), ApiError> {
+    /// Removes a blob.
+    pub(crate) async fn remove(&self, sha256: &str) -> Result<(), Error> {
         match self.store.delete(&place(sha256)).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
             Err(error) => Err(failed(&error)),
@@ -285,14 +305,11 @@ impl Blobs {
     }
 }
 
-/// The store's own list leaves out what is still being written.
-fn sweep(directory: &std::path::Path, older_than: OffsetDateTime) -> Result<usize, ApiError> {
+/// Sweeps the directory itself, because the store's list omits files that are being written.
+fn sweep(directory: &std::path::Path, older_than: OffsetDateTime) -> Result<usize, Error> {
     let broken = |error: std::io::Error| {
-        tracing::warn!(%error, "What was never finished can't be swept.");
-        ApiError::new(
-            ErrorCode::StoreUnavailable,
-            "the store of artifacts does not answer",
-        )
+        tracing::warn!(%error, "Incomplete uploads can't be swept.");
+        Error::Unavailable
     };
     let entries = match fs_err::read_dir(directory) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(0),
@@ -320,23 +337,12 @@ fn place(sha256: &str) -> Path {
     ))
 }
 
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write as _;
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _infallible = write!(text, "{byte:02x}");
-        text
-    })
-}
-
-fn failed(error: &object_store::Error) -> ApiError {
+fn failed(error: &object_store::Error) -> Error {
     if matches!(error, object_store::Error::NotFound { .. }) {
-        return ApiError::new(ErrorCode::NotFound, "the bytes are no longer there");
+        return Error::NotFound;
     }
-    tracing::warn!(%error, "The store of artifacts failed.");
-    ApiError::new(
-        ErrorCode::StoreUnavailable,
-        "the store of artifacts does not answer",
-    )
+    tracing::warn!(%error, "The artifact store failed.");
+    Error::Unavailable
 }
 
 #[cfg(test)]
@@ -354,7 +360,7 @@ mod tests {
             })
             .expect("opens")
         };
-        let bytes = || futures_util::stream::iter([Ok::<_, ApiError>(Bytes::from_static(b"some"))]);
+        let bytes = || futures_util::stream::iter([Ok::<_, Error>(Bytes::from_static(b"some"))]);
         let staged = with(1)
             .stage(bytes(), 10, None)
             .await
@@ -364,7 +370,10 @@ mod tests {
             .stage(bytes(), 10, None)
             .await
             .expect_err("no room");
-        assert!(refused.0.is(ErrorCode::NoSpace), "{refused:?}");
+        assert!(
+            matches!(refused, StageError::Store(Error::NoSpace { .. })),
+            "{refused:?}"
+        );
     }
 
     #[tokio::test]
@@ -378,7 +387,7 @@ mod tests {
         .expect("opens");
         let incoming = directory.path().join("artifacts/incoming");
         fs_err::create_dir_all(&incoming).expect("made");
-        // As the store leaves it when the process dies in the middle.
+        // As the store leaves it when the process dies during an upload.
         fs_err::write(
             incoming.join("01a1e083-847e-72c6-bdc2-0d7bddf97bdf#1"),
             "half",

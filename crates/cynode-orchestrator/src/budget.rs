@@ -1,6 +1,7 @@
-//! Bytes that callers have here on their way to somewhere else, counted per caller.
+//! Per-caller budgets for bytes in flight.
 //!
-//! Invariant: a caller who sends much and stalls fills its own budget only. Bytes count from before they are kept until they are gone.
+//! Invariant: a caller who sends much and stalls exhausts only its own budget. Bytes are counted
+//! from before they are stored until they are released.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -12,24 +13,24 @@ use futures_util::{StreamExt as _, stream};
 use parking_lot::Mutex;
 use tokio::{sync::Notify, time::Instant};
 
-/// Bytes of a caller's bodies in files, until they have been sent on.
+/// A caller's spooled bodies, until they are forwarded.
 const MAX_SPOOLED: u64 = 1 << 30;
-/// Bytes of a caller's artifacts that are not stored yet.
+/// A caller's artifacts that are still being uploaded.
 const MAX_STAGED: u64 = 2 << 30;
-/// Memory for a caller's artifacts that are being stored.
+/// Upload buffers for a caller's artifacts.
 const MAX_STAGING_BYTES: u64 = 32 << 20;
-/// What one body may have in memory before it goes to a file.
-pub(crate) const IN_MEMORY: usize = 256 * 1024;
-/// By which the reservation of a body of unknown size grows.
-const STEP: u64 = 16 << 20;
-/// How long a body waits for its caller's others.
-const PATIENCE: Duration = body::MAX_PAUSE;
+/// A body is buffered in memory up to this size, and spooled to a file beyond it.
+pub(crate) const MAX_BUFFERED_BYTES: usize = 256 * 1024;
+/// The step by which the reservation of a body of unknown size grows.
+const RESERVATION_STEP: u64 = 16 << 20;
+/// How long a body waits for the caller's other bodies.
+const RESERVATION_TIMEOUT: Duration = body::MAX_PAUSE;
 
-/// What one caller may have; the rest of the caller's bodies waits.
+/// The bytes that one caller may have in flight; its further bodies wait.
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit: u64,
-    patience: Duration,
+    timeout: Duration,
     used: Mutex<BTreeMap<CallerId, u64>>,
     freed: Notify,
 }
@@ -40,19 +41,19 @@ static STAGING: Budget = Budget::new(MAX_STAGING_BYTES);
 
 impl Budget {
     const fn new(limit: u64) -> Self {
-        Self::with(limit, PATIENCE)
+        Self::with(limit, RESERVATION_TIMEOUT)
     }
 
-    const fn with(limit: u64, patience: Duration) -> Self {
+    const fn with(limit: u64, timeout: Duration) -> Self {
         Self {
             limit,
-            patience,
+            timeout,
             used: Mutex::new(BTreeMap::new()),
             freed: Notify::const_new(),
         }
     }
 
-    /// Nothing yet; it grows.
+    /// An empty reservation, which grows on demand.
     pub(crate) const fn reservation(&'static self, caller: CallerId) -> Reservation {
         Reservation {
             budget: self,
@@ -80,15 +81,15 @@ pub(crate) struct Reservation {
 }
 
 impl Reservation {
-    /// Whether these many bytes are reserved.
+    /// Whether this many bytes are reserved.
     pub(crate) const fn covers(&self, bytes: u64) -> bool {
         bytes <= self.bytes
     }
 
-    /// Reserves so many bytes in all. Waits a while for the caller's other bodies.
+    /// Grows the reservation to a total. Waits for the caller's other bodies up to the timeout.
     pub(crate) async fn grow_to(&mut self, bytes: u64) -> Result<(), ApiError> {
         let more = bytes.saturating_sub(self.bytes);
-        let deadline = Instant::now() + self.budget.patience;
+        let deadline = Instant::now() + self.budget.timeout;
         loop {
             let freed = self.budget.freed.notified();
             if self.budget.add(self.caller, more) {
@@ -123,7 +124,8 @@ impl Drop for Reservation {
     }
 }
 
-/// The pieces of a body, each of which is let through when it is reserved. `target` says how much to reserve when so much has come.
+/// Forwards each piece of a body once it is reserved. `target` maps the bytes read so far to the
+/// bytes to reserve.
 fn metered(
     reserved: Reservation,
     body: Body,
@@ -139,7 +141,7 @@ fn metered(
                 piece = reserved
                     .grow_to(target(read))
                     .await
-                    .map_err(|error| axum::Error::new(Refusal(error)))
+                    .map_err(|error| axum::Error::new(BodyError(error)))
                     .and(piece);
             }
             Some((piece, (pieces, reserved, read, target)))
@@ -147,37 +149,37 @@ fn metered(
     ))
 }
 
-/// The bytes of an artifact that is being stored.
+/// Meters an artifact that is being uploaded.
 pub(crate) fn staged(caller: CallerId, body: Body) -> Body {
     let (size, largest) = (body.size_hint().exact(), artifact_limits::MAX_BYTES);
     metered(STAGED.reservation(caller), body, move |read| {
-        size.unwrap_or(read + STEP).min(largest)
+        size.unwrap_or(read + RESERVATION_STEP).min(largest)
     })
 }
 
-/// Memory for one artifact that is being stored.
+/// Reserves the upload buffer of one artifact.
 pub(crate) async fn staging_memory(caller: CallerId, bytes: u64) -> Result<Reservation, ApiError> {
     let mut reserved = STAGING.reservation(caller);
     reserved.grow_to(bytes).await?;
     Ok(reserved)
 }
 
-/// Why a body was not read on.
+/// A refusal that travels through a body stream.
 #[derive(Debug, thiserror::Error)]
-#[error("{}", .0.0.detail)]
-pub(crate) struct Refusal(pub(crate) ApiError);
+#[error("{}", .0.detail)]
+pub(crate) struct BodyError(pub(crate) ApiError);
 
-/// The problem of a body that could not be read to its end.
+/// The error for a body that could not be read completely.
 pub(crate) fn problem(error: &(dyn std::error::Error + 'static)) -> ApiError {
-    refusal(error).unwrap_or_else(|| body::problem(error, "the body could not be read to its end"))
+    refusal(error).unwrap_or_else(|| body::problem(error, "the body could not be read completely"))
 }
 
-/// The refusal of a budget, if that is why a body was not read on.
+/// The [`BodyError`] in a chain of errors, if there is one.
 pub(crate) fn refusal(error: &(dyn std::error::Error + 'static)) -> Option<ApiError> {
     let mut cause = Some(error);
     while let Some(inner) = cause {
-        if let Some(Refusal(refusal)) = inner.downcast_ref::<Refusal>() {
-            return Some(refusal.clone());
+        if let Some(BodyError(error)) = inner.downcast_ref::<BodyError>() {
+            return Some(error.clone());
         }
         cause = inner.source();
     }
@@ -209,16 +211,17 @@ mod tests {
     }
 
     #[tokio::test]
+    // invariant: no-starvation
     async fn a_caller_has_its_budget_and_no_more_and_others_have_theirs() {
         let budget = budget(100);
         let mut first = grown(budget, user(1), 60).await.expect("there is room");
         let refused = grown(budget, user(1), 41).await.expect_err("there is not");
-        assert!(refused.0.is(ErrorCode::TooManyRequests), "{refused:?}");
+        assert!(refused.is(ErrorCode::TooManyRequests), "{refused:?}");
         let _others = grown(budget, user(2), 100).await.expect("another caller's");
         first.grow_to(100).await.expect("to its limit");
         assert!(first.covers(100) && !first.covers(101) && first.grow_to(101).await.is_err());
-        // What waits gets in when there is room.
-        let budget: &'static Budget = Box::leak(Box::new(Budget::with(100, PATIENCE)));
+        // A waiting body proceeds when bytes are released.
+        let budget: &'static Budget = Box::leak(Box::new(Budget::with(100, RESERVATION_TIMEOUT)));
         let (_others, first) = (
             grown(budget, user(2), 100).await,
             grown(budget, user(1), 1).await,
@@ -271,7 +274,7 @@ mod tests {
             .await
             .expect("a piece")
             .expect_err("too many");
-        assert!(problem(&refused).0.is(ErrorCode::TooManyRequests));
+        assert!(problem(&refused).is(ErrorCode::TooManyRequests));
         assert!(
             stalled(user(2))
                 .next()

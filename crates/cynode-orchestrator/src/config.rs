@@ -3,10 +3,14 @@
 use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use cynode_policy::ShapeSetting;
-use cynode_service::{ConfigError, config, listen};
+use cynode_service::{
+    ConfigError, config,
+    listen::{self, TlsFiles},
+};
 use serde::Deserialize;
 
 #[derive(Clone, Debug, Deserialize)]
@@ -20,57 +24,50 @@ pub struct Config {
     pub control_listen: SocketAddr,
     pub tls: TlsFiles,
     pub insecure_listen: bool,
-    /// Names by which agents call `/mcp`, beside this machine's own, the address that is listened on and the certificate's name.
+    /// Host names by which agents call `/mcp`, besides localhost, the listen address and the
+    /// certificate's name.
     pub mcp_hosts: Vec<String>,
-    /// Any PostgreSQL; `DATABASE_URL` in the environment is the same.
+    /// Any PostgreSQL; the environment variable `DATABASE_URL` has the same effect.
     pub database_url: Option<String>,
     pub database_connections: u32,
-    /// Connections to each of the two addresses at the same time.
+    /// Concurrent connections to each of the two listeners.
     pub max_connections: usize,
-    /// The key that all orchestrators of one database share; made when it is not there.
+    /// The key that all orchestrators of a database share; created when absent.
     pub key_file: Option<PathBuf>,
-    /// A file with a key by which nodes may register, again and again. `up` makes one for its own worker.
+    /// A file with a reusable registration key for nodes. `up` creates one for its own worker.
     pub registration_key_file: Option<PathBuf>,
-    /// A file with a token that may read `/metrics` from beyond this machine, besides administrators'; made when it is not there.
+    /// A file with a token that may read `/metrics` remotely, besides administrators; created when
+    /// absent.
     pub metrics_token_file: Option<PathBuf>,
-    /// What `image_ref: "default"` means while no setting says otherwise.
+    /// The meaning of `image_ref: "default"` unless a setting overrides it.
     pub default_image: String,
-    /// Images that the system brings: allowed when a node has them.
+    /// Built-in images: allowed as soon as a node has them.
     pub seed_images: Vec<String>,
-    /// A node that was silent for so long is given up, and its work with it.
+    /// A node that is silent for this many seconds is lost, and its work with it.
     pub node_lost_after: u64,
     pub heartbeat_seconds: u64,
-    /// How often nodes' tokens are changed.
+    /// How often the tokens of nodes are rotated.
     pub rotate_tokens_hours: u32,
-    /// How long events can be read.
+    /// How long events are kept.
     pub event_days: u32,
-    /// How long the whole output of a job is kept; what its object holds stays.
+    /// How long the full output of a job is kept; the excerpt in its object stays.
     pub output_days: u32,
-    /// How long artifacts are kept after that they are superseded, or their task has ended. Without it, for ever.
+    /// How long artifacts are kept after they are superseded or their task has ended. For ever when
+    /// absent.
     pub artifact_days: Option<u32>,
-    /// With less free where artifacts are kept, no more are taken, and the orchestrator says that it is not ready.
+    /// With less free space in the artifact store, uploads are rejected and the orchestrator is not
+    /// ready.
     pub min_free_bytes: u64,
-    /// What happens to content that looks like a token of a well-known service: `true`, `false`, or `refuse`, `flag` or `off` for
-    /// some of `env`, `argv`, `stdin`, `files`, `archives`, `patches` and `seeds`. Secrets of this system are always refused.
+    /// What happens to content that looks like a token of a well-known service: `true`, `false`, or
+    /// `refuse`, `flag` or `off` for each of `env`, `argv`, `stdin`, `files`, `archives`, `patches`
+    /// and `seeds`. The system's own secrets are always refused.
     pub secret_shapes: ShapeSetting,
-    /// How long records of the audit trail are kept. Without it, for ever.
+    /// How long audit records are kept. For ever when absent.
     pub audit_days: Option<u32>,
-    /// So many checkpoints of the audit trail are replaced by one that says what they say together.
+    /// The number of audit checkpoints that are folded into one.
     pub audit_checkpoints: u32,
-    /// Where artifacts are: a directory below the state directory, or `s3://bucket/prefix`.
+    /// The artifact store: a directory below the state directory, or `s3://bucket/prefix`.
     pub artifact_store: Option<String>,
-}
-
-/// Certificate chain, key and authority, as PEM files.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct TlsFiles {
-    pub cert: Option<PathBuf>,
-    pub key: Option<PathBuf>,
-    /// Who signed the certificates of the nodes; no other is trusted then. When absent, whom the system trusts and `CYNODE_CA_FILE`.
-    pub ca: Option<PathBuf>,
-    /// The name in the certificate, by which those on this machine call; the address when absent.
-    pub name: Option<String>,
 }
 
 impl Default for Config {
@@ -109,7 +106,7 @@ impl Default for Config {
 const DEFAULT_IMAGE: &str = "localhost/cynode/sba-runner:latest";
 
 impl Config {
-    /// By which names `/mcp` may be called: a page in a browser that leads somewhere else by the name of this machine may not.
+    /// The host names that `/mcp` accepts, which protects it from DNS rebinding by web pages.
     pub(crate) fn mcp_hosts(&self) -> Vec<String> {
         let own = ["localhost", "127.0.0.1", "::1"].map(str::to_owned);
         let listened = (!self.listen.ip().is_unspecified()).then(|| self.listen.ip().to_string());
@@ -176,8 +173,8 @@ impl Config {
             .unwrap_or_else(|| self.state_dir.join("orchestrator.key"))
     }
 
-    /// A node that was silent for so long gets no new work.
-    pub(crate) fn unreachable_after(&self) -> f64 {
-        f64::from(u32::try_from(self.heartbeat_seconds).unwrap_or(u32::MAX)) * 3.0
+    /// A node that is silent for longer gets no new work.
+    pub(crate) const fn unreachable_after(&self) -> Duration {
+        Duration::from_secs(self.heartbeat_seconds.saturating_mul(3))
     }
 }

@@ -1,4 +1,4 @@
-//! Calls that are passed on to a node as they are: streamed both ways, never held whole.
+//! Forwards calls to a node. Bodies stream both ways and are never buffered whole.
 
 use std::io;
 
@@ -8,17 +8,17 @@ use axum::{
     response::Response,
 };
 use bytes::Bytes;
-use cynode_api::{CALL_HEADER, ErrorCode, RESULT_HEADER};
-use cynode_client::WorkerClient;
+use cynode_api::{CALL_HEADER, CallId, ErrorCode, RESULT_HEADER};
+use cynode_client::SessionClient;
 use cynode_service::ApiError;
 use futures_util::{Stream, StreamExt as _, stream};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header, request::Parts};
 use hyper_util::rt::TokioIo;
 
-use crate::{caller::Over, gate::Called};
+use crate::caller::EndReason;
 
-/// Headers that are between two neighbours only, or that say who the caller is to us.
-const NOT_PASSED: &[HeaderName] = &[
+/// Hop-by-hop headers, and the caller's credentials.
+const DROPPED_HEADERS: &[HeaderName] = &[
     header::AUTHORIZATION,
     header::CONNECTION,
     header::COOKIE,
@@ -32,16 +32,17 @@ const NOT_PASSED: &[HeaderName] = &[
     header::UPGRADE,
 ];
 
-/// Headers that CyNode's own parts exchange begin with this. Callers can't send them, and their `Connection` can't name them away.
-const INTERNAL: &str = "x-cynode-";
+/// The prefix of headers between CyNode's own services. Callers can't send them, nor remove them by
+/// naming them in `Connection`.
+const INTERNAL_PREFIX: &str = "x-cynode-";
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// A body of known size up to this is sent with its length.
-const WHOLE: u64 = 256 * 1024;
+/// A body of known size up to this is sent in one piece, with its length.
+const BUFFERED_BODY_BYTES: u64 = 256 * 1024;
 
-/// The end-to-end headers, without internal ones: those are added afterwards, by [`to_node`] and [`from_node`].
-fn passed(headers: &HeaderMap) -> HeaderMap {
-    // What `Connection` names is between neighbours too.
+/// The end-to-end headers without internal ones, which [`to_node`] and [`from_node`] add.
+fn end_to_end(headers: &HeaderMap) -> HeaderMap {
+    // Headers named in `Connection` are hop-by-hop too.
     let named: Vec<String> = headers
         .get_all(header::CONNECTION)
         .iter()
@@ -50,19 +51,19 @@ fn passed(headers: &HeaderMap) -> HeaderMap {
         .map(|name| name.trim().to_ascii_lowercase())
         .collect();
     let is_hop_by_hop = |name: &HeaderName| {
-        NOT_PASSED.contains(name)
+        DROPPED_HEADERS.contains(name)
             || matches!(name.as_str(), "keep-alive" | "proxy-connection")
             || named.iter().any(|named| named == name.as_str())
     };
     headers
         .iter()
-        .filter(|(name, _)| !is_hop_by_hop(name) && !name.as_str().starts_with(INTERNAL))
+        .filter(|(name, _)| !is_hop_by_hop(name) && !name.as_str().starts_with(INTERNAL_PREFIX))
         .map(|(name, value)| (name.clone(), value.clone()))
         .collect()
 }
 
-/// The headers of a request to a node: the caller's, and the id of the call. Without an id nothing is sent, because nobody could
-/// find out afterwards whether the node did it.
+/// The headers of a request to a node: the caller's, and the id of the call. A call without an id
+/// is not sent, because its outcome could not be determined afterwards.
 fn to_node(parts: &Parts) -> Result<HeaderMap, ApiError> {
     let missing = || {
         ApiError::new(
@@ -70,12 +71,12 @@ fn to_node(parts: &Parts) -> Result<HeaderMap, ApiError> {
             "the call has no id, so it is not sent to the node",
         )
     };
-    let Called(id) = parts
+    let id = parts
         .extensions
-        .get::<Called>()
+        .get::<CallId>()
         .copied()
         .ok_or_else(missing)?;
-    let mut headers = passed(&parts.headers);
+    let mut headers = end_to_end(&parts.headers);
     headers.insert(
         CALL_HEADER,
         HeaderValue::from_str(&id.to_string()).map_err(|_| missing())?,
@@ -86,21 +87,21 @@ fn to_node(parts: &Parts) -> Result<HeaderMap, ApiError> {
     Ok(headers)
 }
 
-/// The headers of a node's answer, with the result that the gate records.
+/// The headers of a node's answer, including the result that the gate records.
 fn from_node(answer: &HeaderMap) -> HeaderMap {
-    let mut headers = passed(answer);
+    let mut headers = end_to_end(answer);
     if let Some(result) = answer.get(RESULT_HEADER) {
         headers.insert(RESULT_HEADER, result.clone());
     }
     headers
 }
 
-/// Passes a request on to a path of a node, and the answer back, until the caller's token is no longer good or the node is gone.
+/// Forwards a request to a path on a node and streams the answer back, until the call must end.
 pub(crate) async fn forward(
-    client: &WorkerClient,
+    client: &SessionClient,
     path: &str,
     request: Request,
-    over: impl Future<Output = Over> + Send + 'static,
+    must_end: impl Future<Output = EndReason> + Send + 'static,
 ) -> Result<Response, ApiError> {
     let (parts, body) = request.into_parts();
     let mut sent = client
@@ -108,48 +109,51 @@ pub(crate) async fn forward(
         .headers(to_node(&parts)?);
     match body.size_hint().exact() {
         Some(0) => {}
-        // What is here already goes in one piece.
-        Some(size) if size <= WHOLE => {
+        Some(size) if size <= BUFFERED_BODY_BYTES => {
             let bytes = axum::body::to_bytes(body, usize::MAX)
                 .await
-                .map_err(|error| ApiError::invalid(format!("the body broke off: {error}")))?;
+                .map_err(|error| ApiError::invalid(format!("reading the body failed: {error}")))?;
             sent = sent.body(bytes);
         }
         _ => sent = sent.body(reqwest::Body::wrap_stream(body.into_data_stream())),
     }
-    let mut over = Box::pin(over);
+    let mut must_end = Box::pin(must_end);
     let answer = tokio::select! {
-        answer = sent.send() => known(answer.map_err(unreachable)?)?,
-        over = &mut over => return Err(over.problem()),
+        answer = sent.send() => check_node_auth(answer.map_err(unreachable)?)?,
+        reason = &mut must_end => return Err(reason.problem()),
     };
     let (status, headers) = (answer.status(), from_node(answer.headers()));
-    let mut response = Response::new(Body::from_stream(until(answer.bytes_stream(), over)));
+    let mut response = Response::new(Body::from_stream(until(answer.bytes_stream(), must_end)));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     Ok(response)
 }
 
-/// A stream that breaks off when the caller may have no more of it.
+/// Aborts a stream when the call must end.
 fn until<E: std::error::Error + Send + Sync + 'static>(
     bytes: impl Stream<Item = Result<Bytes, E>> + Send + 'static,
-    over: impl Future<Output = Over> + Send + Unpin + 'static,
+    must_end: impl Future<Output = EndReason> + Send + Unpin + 'static,
 ) -> impl Stream<Item = Result<Bytes, io::Error>> + Send {
-    stream::unfold(Some((Box::pin(bytes), over)), async |held| {
-        let (mut bytes, mut over) = held?;
+    stream::unfold(Some((Box::pin(bytes), must_end)), async |state| {
+        let (mut bytes, mut must_end) = state?;
         tokio::select! {
             biased;
-            why = &mut over => Some((Err(io::Error::other(why.problem().0.detail)), None)),
-            piece = bytes.next() => piece.map(|piece| (piece.map_err(io::Error::other), Some((bytes, over)))),
+            reason = &mut must_end => {
+                Some((Err(io::Error::other(reason.problem().into_problem().detail)), None))
+            }
+            piece = bytes.next() => {
+                piece.map(|piece| (piece.map_err(io::Error::other), Some((bytes, must_end))))
+            }
         }
     })
 }
 
-/// Passes a WebSocket on: the handshake is the node's, and then bytes go both ways.
+/// Forwards a WebSocket: the node answers the handshake, and then bytes are copied both ways.
 pub(crate) async fn upgrade(
-    client: &WorkerClient,
+    client: &SessionClient,
     path: &str,
     request: Request,
-    over: impl Future<Output = Over> + Send + 'static,
+    must_end: impl Future<Output = EndReason> + Send + 'static,
     closed: impl FnOnce() + Send + 'static,
 ) -> Result<Response, ApiError> {
     let (parts, body) = request.into_parts();
@@ -161,14 +165,14 @@ pub(crate) async fn upgrade(
         http::HeaderValue::from_static("Upgrade"),
     );
     headers.insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
-    let mut over = Box::pin(over);
+    let mut must_end = Box::pin(must_end);
     let sent = client
         .request(request.method().clone(), path)
         .headers(headers)
         .send();
     let answer = tokio::select! {
-        answer = sent => answer.map_err(unreachable).and_then(known)?,
-        over = &mut over => return Err(over.problem()),
+        answer = sent => answer.map_err(unreachable).and_then(check_node_auth)?,
+        reason = &mut must_end => return Err(reason.problem()),
     };
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
         let (status, headers) = (answer.status(), from_node(answer.headers()));
@@ -187,45 +191,47 @@ pub(crate) async fn upgrade(
     response
         .headers_mut()
         .insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
-    let ours = hyper::upgrade::on(&mut request);
+    let caller_side = hyper::upgrade::on(&mut request);
     tokio::spawn(async move {
-        let (Ok(ours), Ok(mut theirs)) = tokio::join!(ours, answer.upgrade()) else {
+        let (Ok(caller_side), Ok(mut node_side)) = tokio::join!(caller_side, answer.upgrade())
+        else {
             return;
         };
-        // It ends when either side goes, or when the caller may no longer be there; the other is closed with it.
-        let mut ours = TokioIo::new(ours);
+        // Both sides are closed when either disconnects or the call must end.
+        let mut caller_side = TokioIo::new(caller_side);
         tokio::select! {
-            _ = tokio::io::copy_bidirectional(&mut ours, &mut theirs) => {}
-            _ = over => {}
+            _ = tokio::io::copy_bidirectional(&mut caller_side, &mut node_side) => {}
+            _ = must_end => {}
         }
         closed();
     });
     Ok(response)
 }
 
-/// A node that does not know us for the moment (it took over new tokens) says nothing about the caller.
-fn known(answer: reqwest::Response) -> Result<reqwest::Response, ApiError> {
+/// Turns the node's 401 into `node_unreachable`: the node rejects this orchestrator's token, which
+/// happens while tokens rotate, not the caller's.
+fn check_node_auth(answer: reqwest::Response) -> Result<reqwest::Response, ApiError> {
     if answer.status() == StatusCode::UNAUTHORIZED {
         return Err(ApiError::new(
             ErrorCode::NodeUnreachable,
-            "the node does not take this orchestrator's token now",
+            "the node does not accept this orchestrator's token now",
         ));
     }
     Ok(answer)
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "it is a step of map_err")]
+#[expect(clippy::needless_pass_by_value, reason = "passed to map_err")]
 fn unreachable(error: reqwest::Error) -> ApiError {
     if error.is_body() || error.is_request() && !error.is_connect() {
-        tracing::debug!(%error, "Passing a call on broke off.");
+        tracing::debug!(%error, "Forwarding a call to a node failed.");
     }
     let problem = ApiError::new(
         ErrorCode::NodeUnreachable,
         "the node of this session does not answer",
     );
-    // Without a connection nothing was sent, and nothing happened.
+    // Without a connection the call was not sent and has had no effect.
     if error.is_connect() {
-        ApiError(Box::new(problem.0.with("sent", false)))
+        problem.with("sent", false)
     } else {
         problem
     }
@@ -236,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_between_neighbours_is_not_passed_on() {
+    fn hop_by_hop_headers_are_not_forwarded() {
         let mut headers = HeaderMap::new();
         for (name, value) in [
             ("authorization", "Bearer x"),
@@ -252,13 +258,17 @@ mod tests {
                 value.parse().expect("a value"),
             );
         }
-        let mut left: Vec<_> = passed(&headers).keys().map(ToString::to_string).collect();
+        let mut left: Vec<_> = end_to_end(&headers)
+            .keys()
+            .map(ToString::to_string)
+            .collect();
         left.sort();
         assert_eq!(left, ["range", "x-mode"]);
     }
 
-    fn headers(of: &[(&'static str, &str)]) -> HeaderMap {
-        of.iter()
+    fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+        pairs
+            .iter()
             .map(|(name, value)| {
                 (
                     HeaderName::from_static(name),
@@ -269,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_caller_neither_names_internal_headers_away_nor_sends_its_own() {
+    fn a_caller_can_neither_remove_nor_send_internal_headers() {
         let id = uuid::Uuid::now_v7();
         let (mut parts, ()) = http::Request::new(()).into_parts();
         parts.headers = headers(&[
@@ -284,7 +294,7 @@ mod tests {
             ("range", "bytes=1-2"),
         ]);
         assert!(to_node(&parts).is_err(), "a call without an id is not sent");
-        parts.extensions.insert(Called(id));
+        parts.extensions.insert(CallId::from_uuid(id));
         let sent = to_node(&parts).expect("it has an id");
         assert_eq!(
             sent,

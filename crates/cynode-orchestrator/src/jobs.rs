@@ -1,34 +1,42 @@
-//! Jobs, from a person's request to the word of the node that ran them.
+//! Jobs, from a caller's request to the result of their node.
 
 use std::time::Duration;
 
-use cynode_api::{
-    ErrorCode, Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, exec_limits,
-    job_limits,
-};
-use cynode_service::{ApiError, checks};
+use cynode_api::{Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, Reporter};
 
 use crate::{
     Orchestrator,
     caller::Caller,
-    db::{JobRow, NewJob, to_json},
-    placement::{NodeLabels, NodeRequirements, Work, check_node_labels},
-    sessions::visible,
+    db::{self, JobRow, NewJob, is_visible, to_json},
+    placement::{self, NodeLabels, NodeRequirements, Work},
 };
 
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(transparent)]
+    Db(#[from] db::Error),
+    #[error(transparent)]
+    Placement(#[from] placement::Error),
+    #[error("job {0} was made by another request")]
+    IdInUse(JobId),
+    /// The token expired or was revoked while its holder waited.
+    #[error("the token is no longer valid")]
+    TokenInvalid,
+}
+
 impl Orchestrator {
-    /// Accepts a job. The same id with the same body is the same job; the flag says whether it is new.
+    /// Accepts a job. A request with a known id and the same body returns that job; the flag tells
+    /// whether the job is new.
     pub(crate) async fn create_job(
         &self,
         caller: &Caller,
         body: JobCreate,
-    ) -> Result<(JobRow, bool), ApiError> {
-        check(&body)?;
+    ) -> Result<(JobRow, bool), Error> {
         let job_id = body.job_id.unwrap_or_else(JobId::generate);
         if body.job_id.is_some()
             && let Some(existing) = self.db.any_job(job_id).await?
         {
-            return self.same_job(caller, existing, &body).await;
+            return self.repeated_job(caller, existing, &body).await;
         }
         let (task, is_new) = self
             .task_for(caller, body.task_id, || format!("job {job_id}"))
@@ -44,8 +52,9 @@ impl Orchestrator {
             .await?;
         self.check_artifact(caller, task_id, body.workspace_ref.as_ref())
             .await?;
-        // One that was kept is on its node, and only there.
+        // A kept workspace exists only on its node.
         let node_id = self
+            .placement
             .workspace_node(task_id, body.workspace_ref.as_ref())
             .await?;
         let wanted = NodeRequirements {
@@ -53,18 +62,19 @@ impl Orchestrator {
             limits: body.limits.unwrap_or_default(),
         };
         match node_id {
-            // Its labels never mattered to a job that has to run there.
+            // Labels are not checked for a job that is bound to a node.
             Some(id) => drop(
-                self.fitting_node(
-                    id,
-                    &NodeRequirements {
-                        labels: &NodeLabels::new(),
-                        ..wanted
-                    },
-                )
-                .await?,
+                self.placement
+                    .check_workspace_node(
+                        id,
+                        &NodeRequirements {
+                            labels: &NodeLabels::new(),
+                            ..wanted
+                        },
+                    )
+                    .await?,
             ),
-            None => self.check_largest(&wanted).await?,
+            None => self.placement.check_grantable(&wanted).await?,
         }
         let request = JobRun {
             version: Some(cynode_api::API_VERSION),
@@ -101,7 +111,7 @@ impl Orchestrator {
             sba_result: None,
             artifacts: Vec::new(),
             error: None,
-            reported_by: "orchestrator".to_owned(),
+            reported_by: Reporter::Orchestrator,
             late_result: None,
             created_by: None,
         };
@@ -119,96 +129,66 @@ impl Orchestrator {
             .insert_job(&new, is_new.then_some(&task), &caller.scope)
             .await?
         {
-            self.told();
-            self.jobs_wait.notify_one();
+            self.readers.notify();
+            self.jobs_due.notify_one();
             return Ok((row, true));
         }
         let existing = self
             .db
             .any_job(job_id)
             .await?
-            .ok_or_else(|| taken(job_id))?;
-        self.same_job(caller, existing, &body).await
+            .ok_or(Error::IdInUse(job_id))?;
+        self.repeated_job(caller, existing, &body).await
     }
 
-    async fn same_job(
+    async fn repeated_job(
         &self,
         caller: &Caller,
         existing: JobRow,
         body: &JobCreate,
-    ) -> Result<(JobRow, bool), ApiError> {
-        let is_visible = visible(
-            self.db.job(&caller.scope, existing.job_id).await,
-            ErrorCode::JobNotFound,
-        )?;
+    ) -> Result<(JobRow, bool), Error> {
+        let is_visible = is_visible(self.db.job(&caller.scope, existing.job_id).await)?;
         if is_visible && existing.body == to_json(body) {
             Ok((existing, false))
         } else {
-            Err(taken(existing.job_id))
+            Err(Error::IdInUse(existing.job_id))
         }
     }
 
-    /// Waits for a job's end, up to a limit; whatever it is then.
+    /// Waits for a job to end, at most for `limit`, and returns its state then.
     pub(crate) async fn wait_for_job(
         &self,
         caller: &Caller,
         id: JobId,
         limit: Duration,
-    ) -> Result<JobRow, ApiError> {
-        self.wait_for(caller, id, limit, |row| row.state.is_final())
+    ) -> Result<JobRow, Error> {
+        self.wait_until(caller, id, limit, |row| row.state.is_final())
             .await
     }
 
-    /// Waits for a job to come so far, up to a limit; however far it is then.
-    pub(crate) async fn wait_for(
+    /// Waits for a job to satisfy `is_done`, at most for `limit`, and returns its state then.
+    pub(crate) async fn wait_until(
         &self,
         caller: &Caller,
         id: JobId,
         limit: Duration,
-        far: impl Fn(&JobRow) -> bool,
-    ) -> Result<JobRow, ApiError> {
+        is_done: impl Fn(&JobRow) -> bool,
+    ) -> Result<JobRow, Error> {
         let deadline = tokio::time::Instant::now() + limit;
-        let mut news = self.news.subscribe();
+        let mut news = self.readers.subscribe();
         loop {
             let row = self.db.job(&caller.scope, id).await?;
-            if far(&row) || tokio::time::Instant::now() >= deadline || self.stop.is_cancelled() {
+            if is_done(&row) || tokio::time::Instant::now() >= deadline || self.stop.is_cancelled()
+            {
                 return Ok(row);
             }
-            if !caller.is_good(self).await {
-                return Err(ApiError::new(
-                    ErrorCode::Unauthorized,
-                    "the token is no longer valid",
-                ));
+            if !caller.is_token_valid(self).await {
+                return Err(Error::TokenInvalid);
             }
-            // Another orchestrator may have brought it forward: its word comes by the database, or at the latest in a second.
+            // Another orchestrator may advance the job: its notification comes by the database, and
+            // a poll every second covers a lost one.
             let next = (tokio::time::Instant::now() + Duration::from_secs(1)).min(deadline);
             drop(tokio::time::timeout_at(next, news.changed()).await);
         }
     }
-}
-
-fn check(body: &JobCreate) -> Result<(), ApiError> {
-    if body.command.is_empty() {
-        return Err(ApiError::invalid("command: must name a program"));
-    }
-    check_node_labels(&body.node_labels)?;
-    if !body
-        .timeout_seconds
-        .is_none_or(|seconds| (1..=job_limits::MAX_TIMEOUT_SECONDS).contains(&seconds))
-    {
-        return Err(ApiError::invalid(format!(
-            "timeout_seconds: must lie between 1 and {}",
-            job_limits::MAX_TIMEOUT_SECONDS
-        )));
-    }
-    checks::check_argv("command", &body.command)?;
-    checks::check_env(&body.env, exec_limits::MAX_ENV, exec_limits::MAX_ENV_BYTES)?;
-    body.limits.as_ref().map_or(Ok(()), checks::check_limits)
-}
-
-fn taken(id: JobId) -> ApiError {
-    ApiError::new(
-        ErrorCode::JobIdInUse,
-        format!("job {id} was made by another request"),
-    )
 }

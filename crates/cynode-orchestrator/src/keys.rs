@@ -1,7 +1,7 @@
 //! Tokens: random ones for callers, derived ones for nodes.
 //!
-//! What the orchestrators send to a node is derived from their key and a number that rises with each rotation, so that no
-//! token that is good anywhere is in the database.
+//! Node tokens are derived from the orchestrators' key and an epoch that rises with each rotation,
+//! so that the database contains no valid token.
 
 use std::{io, path::Path, sync::Arc};
 
@@ -9,7 +9,7 @@ use aws_lc_rs::{hmac, rand};
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
 use cynode_api::{NodeId, TOKEN_PREFIX};
 
-/// The orchestrators' own key. All of them that share a database share it.
+/// The orchestrators' key, shared by all orchestrators of a database.
 #[derive(Clone)]
 pub(crate) struct Keys(Arc<hmac::Key>);
 
@@ -20,7 +20,7 @@ impl std::fmt::Debug for Keys {
 }
 
 impl Keys {
-    /// Reads the key, making it first when it is not there.
+    /// Reads the key, or creates it.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
         let text = cynode_service::files::read_or_create_token(path)?;
         Ok(Self(Arc::new(hmac::Key::new(
@@ -29,38 +29,38 @@ impl Keys {
         ))))
     }
 
-    /// What the orchestrators show to this node's Worker API.
+    /// Authenticates the orchestrators to the node's Worker API.
     pub(crate) fn worker_token(&self, node: NodeId, epoch: i64) -> String {
         self.derived("worker", node, epoch)
     }
 
-    /// What this node shows to the orchestrators.
+    /// Authenticates the node to the orchestrators.
     pub(crate) fn node_token(&self, node: NodeId, epoch: i64) -> String {
         self.derived("node", node, epoch)
     }
 
-    /// By which another key is told from this one.
+    /// Distinguishes this key from others.
     pub(crate) fn fingerprint(&self) -> String {
         URL_SAFE_NO_PAD.encode(hmac::sign(&self.0, b"fingerprint"))
     }
 
-    /// From which the key for checkpoints of the audit trail is made.
+    /// The seed of the audit signing key.
     pub(crate) fn audit_seed(&self) -> [u8; 32] {
         self.seed(b"audit checkpoints")
     }
 
-    /// By which held secrets are known again.
+    /// The seed of the fingerprints of held secrets.
     pub(crate) fn secrets_seed(&self) -> [u8; 32] {
         self.seed(b"held secrets")
     }
 
-    fn seed(&self, what: &[u8]) -> [u8; 32] {
-        let tag = hmac::sign(&self.0, what);
+    fn seed(&self, purpose: &[u8]) -> [u8; 32] {
+        let tag = hmac::sign(&self.0, purpose);
         tag.as_ref().try_into().expect("a tag of 32 bytes")
     }
 
-    fn derived(&self, what: &str, node: NodeId, epoch: i64) -> String {
-        let tag = hmac::sign(&self.0, format!("{what}\0{node}\0{epoch}").as_bytes());
+    fn derived(&self, purpose: &str, node: NodeId, epoch: i64) -> String {
+        let tag = hmac::sign(&self.0, format!("{purpose}\0{node}\0{epoch}").as_bytes());
         format!("{TOKEN_PREFIX}{}", URL_SAFE_NO_PAD.encode(tag))
     }
 }

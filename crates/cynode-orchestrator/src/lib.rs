@@ -1,8 +1,10 @@
-//! The orchestrator: the user API, the control plane for nodes, and the reconcilers that bring work to its end.
+//! The orchestrator: the user API, the control plane for nodes, and the reconcilers that drive work
+//! to completion.
 //!
-//! One exec, from a caller to its node: `caller.rs` finds out who calls, `api/sessions.rs` takes the request, `forward.rs` streams
-//! it to the Worker API of the node that `db/sessions.rs` names, and the answer back. It keeps nothing: two orchestrators on one
-//! database share the work, and either can die at any moment.
+//! One exec, from a caller to its node: `caller.rs` authenticates the caller, `api/sessions.rs`
+//! handles the request, and `forward.rs` streams it to the Worker API of the node that
+//! `db/sessions.rs` names, and the response back. The orchestrator keeps no state of its own:
+//! several share one database, and any of them may die at any moment.
 #![forbid(unsafe_code)]
 #![recursion_limit = "256"]
 
@@ -13,12 +15,13 @@ mod budget;
 mod caller;
 mod config;
 mod db;
+mod fair_permits;
 mod fleet;
 mod forward;
 mod gate;
+mod identity;
 mod jobs;
 mod keys;
-mod known;
 mod mcp;
 mod output;
 mod placement;
@@ -26,34 +29,45 @@ mod policies;
 mod reconcile;
 mod sessions;
 mod shapes;
-mod turns;
+mod signal;
 
 use std::{path::Path, sync::Arc, time::Duration};
 
 use cynode_service::{
     admin,
     files::{read_or_create_token, replace},
-    listen::{self, ListenError, Tls},
+    listen::{self, ListenError},
     shutdown,
 };
 use time::OffsetDateTime;
-use tokio::sync::{Notify, watch};
+use tokio::{
+    sync::{Notify, mpsc, watch},
+    task::JoinHandle,
+};
 use tokio_util::sync::CancellationToken;
 
 pub use api::openapi;
-pub use config::{Config, TlsFiles};
+pub use config::Config;
 
-use cynode_policy::{Held, Scanner};
+use cynode_policy::{HeldSecrets, Scanner};
 
 use crate::{
-    audit::{Abandoned, Audit, Checkpoints, Failures, Pump},
+    audit::{
+        AbandonedCalls, Audit, CallCloser, Checkpoints, EventCopier, EventPump, Failures, Signer,
+    },
     blobs::Blobs,
     db::Db,
     fleet::Fleet,
     keys::Keys,
+    placement::Placement,
     policies::Policies,
-    reconcile::Lanes,
+    reconcile::{
+        ExecReconciler, JobReconciler, Lanes, NodeReconciler, Reachability, Retention,
+        SessionReconciler, ShapeReconciler,
+    },
+    sessions::Sessions,
     shapes::ShapePolicies,
+    signal::EventSignal,
 };
 
 /// The first user.
@@ -62,15 +76,15 @@ const ADMIN: &str = "admin";
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(
-        "no database is named. Remedy: set orchestrator.database_url or DATABASE_URL, or start everything with 'cynode up'"
+        "no database is configured. Remedy: set orchestrator.database_url or DATABASE_URL, or start everything with 'cynode up'"
     )]
     NoDatabase,
     #[error(
-        "the orchestrators of this database have another key. Remedy: copy theirs to {0} (orchestrator.key_file), or name another database"
+        "the other orchestrators of this database use a different key. Remedy: copy their key to {0} (orchestrator.key_file), or use another database"
     )]
     OtherKey(String),
     #[error(transparent)]
-    Database(#[from] db::Error),
+    Database(#[from] db::OpenError),
     #[error("{what}")]
     State {
         what: &'static str,
@@ -81,7 +95,7 @@ pub enum Error {
         what: &'static str,
         problem: Box<cynode_api::Problem>,
     },
-    #[error("where artifacts are kept can't be used: {0}")]
+    #[error("the artifact store can't be opened: {0}")]
     Artifacts(String),
     #[error(transparent)]
     Listen(#[from] ListenError),
@@ -91,86 +105,75 @@ fn state(what: &'static str) -> impl FnOnce(std::io::Error) -> Error {
     move |source| Error::State { what, source }
 }
 
-fn start(what: &'static str) -> impl FnOnce(cynode_service::ApiError) -> Error {
+fn start<E: Into<cynode_service::ApiError>>(what: &'static str) -> impl FnOnce(E) -> Error {
     move |error| Error::Start {
         what,
-        problem: error.0,
+        problem: error.into().into_problem(),
     }
 }
 
-/// What every part of it has. Cheap to clone.
+/// The shared state of an orchestrator. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(crate) struct Orchestrator(Arc<Parts>);
+pub(crate) struct Orchestrator(Arc<Inner>);
 
 impl std::ops::Deref for Orchestrator {
-    type Target = Parts;
+    type Target = Inner;
 
-    fn deref(&self) -> &Parts {
+    fn deref(&self) -> &Inner {
         &self.0
     }
 }
 
 #[derive(Debug)]
-pub(crate) struct Parts {
+pub(crate) struct Inner {
     pub(crate) db: Db,
-    pub(crate) known: known::Known,
+    pub(crate) identities: identity::IdentityCache,
     pub(crate) keys: Keys,
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) blobs: Blobs,
     pub(crate) config: Arc<Config>,
     pub(crate) policies: Policies,
-    /// What must not enter a sandbox: secrets of the system, and shapes of others'.
+    /// Finds content that must not enter a sandbox: the system's secrets and credential shapes.
     pub(crate) scanner: Scanner,
-    /// Secrets of the system alone.
+    /// Finds the system's secrets only.
     pub(crate) system_scanner: Scanner,
-    /// Where shapes are refused, flagged or ignored.
-    pub(crate) shapes: ShapePolicies,
+    /// How credential shapes are treated, per channel and project.
+    pub(crate) shapes: Arc<ShapePolicies>,
     pub(crate) audit: Audit,
-    pub(crate) abandoned: Abandoned,
-    /// Tokens that were not good, and are not recorded yet.
+    pub(crate) abandoned: AbandonedCalls,
+    /// Failed authentications that are not recorded yet.
     pub(crate) failures: Failures,
-    pub(crate) checkpoints: Checkpoints,
-    pub(crate) pump: Pump,
-    /// Room for what reconcilers do on nodes.
-    pub(crate) job_lanes: Lanes,
-    pub(crate) session_lanes: Lanes,
-    pub(crate) observer_lanes: Lanes,
-    pub(crate) leftover_lanes: Lanes,
-    /// Jobs wait to be brought forward.
-    pub(crate) jobs_wait: Arc<Notify>,
-    /// Sessions do.
-    pub(crate) sessions_wait: Arc<Notify>,
-    /// Rises whenever there may be new events.
-    pub(crate) news: watch::Sender<u64>,
-    /// Rises whenever policies may have changed.
+    pub(crate) signer: Signer,
+    pub(crate) placement: Placement,
+    pub(crate) sessions: Sessions,
+    /// Wakes the job reconciler.
+    pub(crate) jobs_due: Arc<Notify>,
+    /// Wakes the session reconciler.
+    pub(crate) sessions_due: Arc<Notify>,
+    pub(crate) readers: EventSignal,
+    /// Changes whenever policies may have changed.
     pub(crate) policy_news: watch::Sender<u64>,
     pub(crate) stop: CancellationToken,
-    /// All calls have been answered: what is written until the end is written now.
+    /// Cancelled once all calls are answered: the last audit records are written now.
     pub(crate) closing: CancellationToken,
 }
 
-/// Runs an orchestrator until it is told to stop.
+/// Runs an orchestrator until it receives a signal to stop.
 pub async fn run(config: Config) -> Result<(), Error> {
-    let tls = Tls {
-        cert: config.tls.cert.clone(),
-        key: config.tls.key.clone(),
-        ca: config.tls.ca.clone(),
-        insecure: config.insecure_listen,
-    };
-    let listener = listen::prepare(config.listen, &tls)?;
-    let control = listen::prepare(config.control_listen, &tls)?;
+    let listener = listen::prepare(config.listen, &config.tls, config.insecure_listen)?;
+    let control = listen::prepare(config.control_listen, &config.tls, config.insecure_listen)?;
     let url = config.database_url.clone().ok_or(Error::NoDatabase)?;
     let connections = config.max_connections;
     listen::raise_open_files();
     let directory = config.state_dir.join("orchestrator");
-    fs_err::create_dir_all(&directory).map_err(state("making the state directory"))?;
+    fs_err::create_dir_all(&directory).map_err(state("creating the state directory"))?;
     let keys = Keys::open(&config.key_file()).map_err(state("reading the orchestrators' key"))?;
     let blobs = Blobs::open(&config).map_err(Error::Artifacts)?;
     let db = Db::open(&url, config.database_connections).await?;
     if !db
         .has_key(&keys.fingerprint())
         .await
-        .map_err(start("comparing keys"))?
+        .map_err(start("comparing the orchestrators' keys"))?
     {
         return Err(Error::OtherKey(config.key_file().display().to_string()));
     }
@@ -185,7 +188,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     replace(&directory.join("url"), url.as_bytes()).map_err(state("writing the address"))?;
     replace(&directory.join("control-url"), control_url.as_bytes())
         .map_err(state("writing the address"))?;
-    let (jobs_wait, sessions_wait): (Arc<Notify>, Arc<Notify>) = Default::default();
+    let (jobs_due, sessions_due): (Arc<Notify>, Arc<Notify>) = Default::default();
     let closing = CancellationToken::new();
     let policies = Policies::open(&db)
         .await
@@ -197,47 +200,65 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let signing = cynode_audit::SigningKey::from_seed(keys.audit_seed());
     let lines = directory.join("audit-checkpoints.jsonl");
     let checkpoints = Checkpoints::open(signing, lines, config.audit_checkpoints)
-        .map_err(state("reading the checkpoints of the audit trail"))?;
-    let (abandoned, left) = Abandoned::new();
+        .map_err(state("reading the audit checkpoints"))?;
+    let (abandoned, left) = AbandonedCalls::new();
     let scanner = Scanner::new(held(&keys, &config), true);
     let shapes = ShapePolicies::open(&db, &config.secret_shapes)
         .await
-        .map_err(start("reading how shapes of secrets are treated"))?;
-    let orchestrator = Orchestrator(Arc::new(Parts {
-        known: known::Known::default(),
-        job_lanes: Lanes::new(128, 16, Arc::clone(&jobs_wait)),
-        session_lanes: Lanes::new(128, 32, Arc::clone(&sessions_wait)),
-        observer_lanes: Lanes::new(128, 1, Arc::default()),
-        leftover_lanes: Lanes::new(64, 4, Arc::default()),
+        .map_err(start("reading the settings for credential shapes"))?;
+    let config = Arc::new(config);
+    let fleet = Arc::new(Fleet::new(keys.clone(), config.tls.ca.clone()));
+    let (pump, readers) = (EventPump::new(), EventSignal::new());
+    let signer = Signer {
+        db: db.clone(),
+        audit: audit.clone(),
+        pump: pump.clone(),
+        checkpoints,
+    };
+    let placement = Placement {
+        db: db.clone(),
+        fleet: Arc::clone(&fleet),
+        config: Arc::clone(&config),
+    };
+    let sessions = Sessions {
+        db: db.clone(),
+        fleet: Arc::clone(&fleet),
+        config: Arc::clone(&config),
+        execs: ExecReconciler {
+            db: db.clone(),
+            fleet: Arc::clone(&fleet),
+            audit: audit.clone(),
+        },
+        due: Arc::clone(&sessions_due),
+        readers: readers.clone(),
+    };
+    let orchestrator = Orchestrator(Arc::new(Inner {
+        identities: identity::IdentityCache::default(),
         db,
-        fleet: Arc::new(Fleet::new(keys.clone(), config.tls.ca.clone())),
+        fleet,
         keys,
         blobs,
-        config: Arc::new(config),
-        jobs_wait,
-        sessions_wait,
-        news: watch::Sender::new(0),
+        config,
+        placement,
+        sessions,
+        jobs_due,
+        sessions_due,
+        readers,
         policy_news: watch::Sender::new(0),
         policies,
-        system_scanner: scanner.of_the_system(),
+        system_scanner: scanner.system_only(),
         scanner,
-        shapes,
+        shapes: Arc::new(shapes),
         audit,
         abandoned,
         failures: Failures::default(),
-        checkpoints,
-        pump: Pump::new(),
+        signer,
         stop: stop.clone(),
         closing: closing.clone(),
     }));
     let last = orchestrator.clone();
-    let closers = vec![
-        tokio::spawn(audit::keep_checkpoints(orchestrator.clone())),
-        tokio::spawn(Pump::run(orchestrator.clone(), writer)),
-        tokio::spawn(audit::follow_abandoned(orchestrator.clone(), left)),
-        tokio::spawn(audit::keep_failures(orchestrator.clone())),
-    ];
-    let reconcilers = reconcile::spawn(&orchestrator);
+    let closers = spawn_closers(&orchestrator, left, writer);
+    let reconcilers = spawn_reconcilers(&orchestrator);
     let readiness: admin::Readiness = {
         let (db, blobs, heads) = (
             orchestrator.db.clone(),
@@ -252,22 +273,22 @@ pub async fn run(config: Config) -> Result<(), Error> {
                     .unwrap_or_else(|_| Err("the database does not answer".to_owned()))?;
                 if let Some(age) = heads.overdue() {
                     return Err(format!(
-                        "records of the audit trail have not been signed for {} s: 'cynode audit verify' says more",
+                        "audit records have been unsigned for {} s; run 'cynode audit verify'",
                         age.as_secs()
                     ));
                 }
-                blobs.check_room().map_err(|error| error.0.detail)
+                blobs.check_room().map_err(|error| error.to_string())
             })
         })
     };
-    let metrics = caller::metrics_reader(&orchestrator, metrics_token);
+    let metrics = identity::metrics_reader(&orchestrator, metrics_token);
     let user_routes = api::router(
         orchestrator.clone(),
         Arc::clone(&readiness),
         Arc::clone(&metrics),
     );
     let control_routes = api::control_router(orchestrator, readiness, metrics);
-    tracing::info!(%url, control = %control_url, "The orchestrator serves.");
+    tracing::info!(%url, control = %control_url, "The orchestrator is listening.");
     let (served, controlled) = tokio::join!(
         listen::serve(bound, user_routes, stop.clone(), connections),
         listen::serve(control, control_routes, stop.clone(), connections)
@@ -279,16 +300,140 @@ pub async fn run(config: Config) -> Result<(), Error> {
     for body in last.failures.rest() {
         last.audit.tell(body);
     }
-    // Every call is answered: what is not written yet is written, and then signed.
+    // All calls are answered: flush the audit trail and sign it.
     closing.cancel();
     drop(written.await);
     for task in closers {
         drop(task.await);
     }
-    if let Err(error) = audit::sign_once(&last).await {
-        tracing::debug!(error = %error.0, "The last records are signed by whoever comes next.");
+    if let Err(error) = last.signer.sign_once().await {
+        tracing::debug!(%error, "The last audit records are not signed; the next orchestrator signs them.");
     }
     Ok(())
+}
+
+/// Starts the tasks that write and sign the audit trail until all calls are answered.
+fn spawn_closers(
+    orchestrator: &Orchestrator,
+    left: mpsc::UnboundedReceiver<db::OpenCallRow>,
+    writer: String,
+) -> Vec<JoinHandle<()>> {
+    let Inner {
+        signer,
+        audit,
+        db,
+        readers,
+        failures,
+        closing,
+        ..
+    } = &*orchestrator.0;
+    let copier = EventCopier {
+        db: db.clone(),
+        pump: signer.pump.clone(),
+        heads: audit.heads.clone(),
+        writer,
+    };
+    vec![
+        tokio::spawn(signer.clone().run(closing.clone())),
+        tokio::spawn(copier.run(readers.subscribe(), closing.clone())),
+        tokio::spawn(call_closer(orchestrator).follow_abandoned(left, closing.clone())),
+        tokio::spawn(audit::keep_failures(
+            failures.clone(),
+            audit.clone(),
+            closing.clone(),
+        )),
+    ]
+}
+
+fn call_closer(orchestrator: &Orchestrator) -> CallCloser {
+    CallCloser {
+        db: orchestrator.db.clone(),
+        fleet: Arc::clone(&orchestrator.fleet),
+        audit: orchestrator.audit.clone(),
+        pump: orchestrator.signer.pump.clone(),
+    }
+}
+
+/// Starts the reconcilers. They end when the orchestrator stops.
+fn spawn_reconcilers(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
+    let Inner {
+        db,
+        fleet,
+        config,
+        blobs,
+        placement,
+        sessions,
+        signer,
+        shapes,
+        readers,
+        jobs_due,
+        sessions_due,
+        policy_news,
+        stop,
+        ..
+    } = &*orchestrator.0;
+    let jobs = JobReconciler {
+        db: db.clone(),
+        fleet: Arc::clone(fleet),
+        blobs: blobs.clone(),
+        config: Arc::clone(config),
+        placement: placement.clone(),
+        lanes: Lanes::new(128, 16, Arc::clone(jobs_due)),
+        readers: readers.clone(),
+    };
+    let session_reconciler = SessionReconciler {
+        db: db.clone(),
+        fleet: Arc::clone(fleet),
+        config: Arc::clone(config),
+        sessions: sessions.clone(),
+        lanes: Lanes::new(128, 32, Arc::clone(sessions_due)),
+        observer_lanes: Lanes::new(128, 1, Arc::default()),
+    };
+    let nodes = NodeReconciler {
+        db: db.clone(),
+        fleet: Arc::clone(fleet),
+        config: Arc::clone(config),
+        lanes: Lanes::new(64, 4, Arc::default()),
+        jobs_due: Arc::clone(jobs_due),
+        sessions_due: Arc::clone(sessions_due),
+    };
+    let reach = Reachability {
+        db: db.clone(),
+        fleet: Arc::clone(fleet),
+        config: Arc::clone(config),
+    };
+    let shapes = ShapeReconciler {
+        db: db.clone(),
+        shapes: Arc::clone(shapes),
+    };
+    let retention = Retention {
+        db: db.clone(),
+        blobs: blobs.clone(),
+        config: Arc::clone(config),
+        signer: signer.clone(),
+    };
+    let never = Arc::<Notify>::default;
+    vec![
+        reconcile::spawn(jobs, Arc::clone(jobs_due), stop.clone()),
+        reconcile::spawn(session_reconciler, Arc::clone(sessions_due), stop.clone()),
+        reconcile::spawn(nodes, never(), stop.clone()),
+        reconcile::spawn(reach, never(), stop.clone()),
+        reconcile::spawn(sessions.execs.clone(), never(), stop.clone()),
+        reconcile::spawn(call_closer(orchestrator), never(), stop.clone()),
+        reconcile::spawn(shapes, never(), stop.clone()),
+        reconcile::spawn(retention, never(), stop.clone()),
+        tokio::spawn(reconcile::listen(
+            db.clone(),
+            readers.clone(),
+            policy_news.clone(),
+            stop.clone(),
+        )),
+        tokio::spawn(orchestrator.policies.clone().follow(
+            db.clone(),
+            policy_news.subscribe(),
+            stop.clone(),
+        )),
+    ]
 }
 
 fn hostname() -> String {
@@ -298,9 +443,9 @@ fn hostname() -> String {
         .into_owned()
 }
 
-/// What this process holds and must never be in a sandbox. Tokens are known by their shape.
-fn held(keys: &Keys, config: &Config) -> Held {
-    let mut held = Held::new(keys.secrets_seed());
+/// Secrets of this process that must never enter a sandbox. Tokens are recognized by their shape.
+fn held(keys: &Keys, config: &Config) -> HeldSecrets {
+    let mut held = HeldSecrets::new(keys.secrets_seed());
     let password = config
         .database_url
         .as_deref()
@@ -331,26 +476,27 @@ fn held(keys: &Keys, config: &Config) -> Held {
         {
             tracing::warn!(
                 what,
-                "A secret is too short to be known again: it is not kept out of sandboxes."
+                "A secret is too short to be recognized: it can enter sandboxes."
             );
         }
     }
     held
 }
 
-/// What must be there before the first call: the administrator, the keys of nodes, the settings that have defaults.
+/// Creates what the first call depends on: the administrator, the registration key, and the
+/// settings with defaults.
 async fn seed(db: &Db, config: &Config) -> Result<(), Error> {
     let token = read_or_create_token(&config.state_dir.join("admin.token"))
         .map_err(state("reading the administrator's token"))?;
     let expires_at = OffsetDateTime::now_utc() + Duration::from_secs(cynode_api::MAX_TOKEN_SECONDS);
     db.ensure_admin(ADMIN, &caller::hash(&token), expires_at)
         .await
-        .map_err(start("making the administrator"))?;
+        .map_err(start("creating the administrator"))?;
     if let Some(path) = &config.registration_key_file {
         let key = registration_key(path)?;
         db.insert_node_key(&caller::hash(&key), true, "system", None)
             .await
-            .map_err(start("making the key for nodes"))?;
+            .map_err(start("creating the registration key"))?;
     }
     db.seed_setting(
         cynode_api::DEFAULT_IMAGE_KEY,
@@ -360,9 +506,9 @@ async fn seed(db: &Db, config: &Config) -> Result<(), Error> {
     .map_err(start("setting the default image"))?;
     db.seed_setting(cynode_api::ALLOW_PM_IMAGES, &false.into())
         .await
-        .map_err(start("setting what agents may add"))
+        .map_err(start("setting whether agents may add images"))
 }
 
 fn registration_key(path: &Path) -> Result<String, Error> {
-    read_or_create_token(path).map_err(state("reading the key for nodes"))
+    read_or_create_token(path).map_err(state("reading the registration key"))
 }

@@ -1,41 +1,127 @@
-//! Which image and which node a request gets.
+//! Chooses the image and the node of a request.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use cynode_api::{
-    DEFAULT_IMAGE_KEY, ErrorCode, Excess, ImageVersionId, LABEL_AGENT_COMPATIBLE, LimitsRequest,
-    NodeId, NodeState, Problem, session_limits,
+    Artifact, ArtifactId, DEFAULT_IMAGE_KEY, Excess, ImageVersionId, LABEL_AGENT_COMPATIBLE,
+    LimitsRequest, NodeId, NodeState, Task, TaskId, TokenKind, WorkspaceId, WorkspaceRef,
 };
 use cynode_policy::{Action, Call, Resource};
 use cynode_service::ApiError;
+use time::OffsetDateTime;
 
 use crate::{
-    Orchestrator,
+    Config, Orchestrator,
     caller::Caller,
-    db::{Chosen, Load, NodeRow, Of},
+    db::{self, Db, Load, Missing, NodeRow, PreferenceContext, ResolvedImage, is_visible},
+    fleet::Fleet,
 };
 
-/// A preference: images without a digest are not used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(transparent)]
+    Db(#[from] db::Error),
+    /// The gate's refusal.
+    #[error("a policy denies the use of the image")]
+    Denied(ApiError),
+    #[error("no allowed image goes by '{reference}'")]
+    ImageNotAllowed { reference: String },
+    #[error("{reference} is not marked as agent-compatible")]
+    ImageNotCompatible { reference: String },
+    #[error("{reference} has no digest, and {REQUIRE_PINNING} is set")]
+    ImageUnpinned { reference: String },
+    #[error("no node has reported {reference} yet")]
+    ImagePending {
+        reference: String,
+        heartbeat_seconds: u64,
+    },
+    #[error("no session of this task kept a workspace {0}")]
+    WorkspaceNotFound(WorkspaceId),
+    #[error("limits.{limit}: {node}, which has the workspace, gives a sandbox at most {max}")]
+    WorkspaceNodeLimit {
+        limit: &'static str,
+        node: String,
+        max: String,
+    },
+    #[error("{node}, which has the workspace, {reason}")]
+    WorkspaceNodeLabel { node: String, reason: String },
+    #[error("{}", .0.join("; "))]
+    LimitUnenforceable(Vec<String>),
+    /// No node fits, each with its reason.
+    #[error("{}", describe(.0))]
+    NoNode(Vec<(String, Unfit)>),
+}
+
+impl Error {
+    pub(crate) fn remedy(&self) -> Option<String> {
+        match self {
+            Self::ImageNotAllowed { reference } => Some(format!(
+                "Choose one that 'cynode image list' shows as allowed, \
+                 or have an administrator run 'cynode image add --allow {reference}'."
+            )),
+            Self::ImageNotCompatible { reference } => Some(format!(
+                "Use an image with the label {LABEL_AGENT_COMPATIBLE}=true; \
+                 when you build this one with it, add it again: \
+                 'cynode image add --allow {reference}'."
+            )),
+            Self::ImagePending {
+                reference,
+                heartbeat_seconds,
+            } => Some(format!(
+                "Load it on a node ('podman pull', 'podman load' or 'podman build' \
+                 as the worker's user) and try again: \
+                 nodes report what they have every {heartbeat_seconds} s. \
+                 'cynode image show {reference}' says what is awaited."
+            )),
+            Self::NoNode(reasons) if reasons.is_empty() => Some(
+                "Start a worker: 'cynode up', or on another machine 'cynode up --worker-only' \
+                 with a key of 'cynode node key create'."
+                    .to_owned(),
+            ),
+            Self::NoNode(reasons) => {
+                let mut remedies: Vec<&str> =
+                    reasons.iter().map(|(_, reason)| reason.remedy()).collect();
+                remedies.sort_unstable();
+                remedies.dedup();
+                Some(remedies.join(" "))
+            }
+            _ => None,
+        }
+    }
+}
+
+fn describe(reasons: &[(String, Unfit)]) -> String {
+    if reasons.is_empty() {
+        return "no node has registered yet".to_owned();
+    }
+    let reasons: Vec<String> = reasons
+        .iter()
+        .map(|(name, reason)| format!("{name}: {reason}"))
+        .collect();
+    reasons.join("; ")
+}
+
+/// The preference that forbids images without a digest.
 const REQUIRE_PINNING: &str = "sandbox_images.require_digest_pinning";
 
-/// What the work is, as far as the choice of an image goes.
+/// The kind of work, as far as it restricts the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Work {
-    /// A session, or an agent's job: only images made for it.
+    /// A session or an agent's job: needs an agent-compatible image.
     Agent,
-    /// One plain command: any allowed image.
+    /// A plain command: any allowed image.
     Command,
 }
 
 impl Orchestrator {
-    /// The allowed version that a request's reference means.
+    /// The allowed version that a request's reference identifies.
     pub(crate) async fn choose_image(
         &self,
         caller: &Caller,
         reference: Option<&str>,
         work: Work,
-        of: Of,
-    ) -> Result<Chosen, ApiError> {
+        context: PreferenceContext,
+    ) -> Result<ResolvedImage, Error> {
         let reference = match reference {
             None | Some("default") => {
                 let setting = self.db.setting(DEFAULT_IMAGE_KEY).await?;
@@ -46,7 +132,7 @@ impl Orchestrator {
             Some(reference) => reference.to_owned(),
         };
         let chosen = self.db.allowed_image(&reference).await?;
-        let chosen = chosen.ok_or_else(|| not_allowed(&reference))?;
+        let chosen = chosen.ok_or(Error::ImageNotAllowed { reference })?;
         let pinned = chosen.image_digest.is_some();
         let decide = |agent_compatible| {
             let resource = Resource::Image {
@@ -55,63 +141,106 @@ impl Orchestrator {
                 pinned,
             };
             self.check(caller, Action::ImageUse, &resource, &Call::default())
+                .map_err(Error::Denied)
         };
         match chosen.agent_compatible {
             Some(agent_compatible) => decide(agent_compatible)?,
-            // Until a node has inspected it, it may be either.
+            // Before a node has inspected the image, it may be either.
             None => match (decide(false), decide(true)) {
                 (Err(denied), Err(_)) => return Err(denied),
                 (Ok(()), _) if work == Work::Command => {}
-                _ => return Err(self.image_pending(&chosen.image_ref)),
+                _ => {
+                    return Err(Error::ImagePending {
+                        reference: chosen.image_ref,
+                        heartbeat_seconds: self.config.heartbeat_seconds,
+                    });
+                }
             },
         }
         if work == Work::Agent && chosen.agent_compatible == Some(false) {
-            let remedy = format!(
-                "Use an image with the label {LABEL_AGENT_COMPATIBLE}=true; when you build this one with it, add it again: 'cynode image add --allow {}'.",
-                chosen.image_ref
-            );
-            let detail = format!("{} is not marked as agent-compatible", chosen.image_ref);
-            return Err(Problem::new(ErrorCode::ImageNotCompatible, detail)
-                .with_remedy(remedy)
-                .into());
+            return Err(Error::ImageNotCompatible {
+                reference: chosen.image_ref,
+            });
         }
-        if chosen.image_digest.is_none() && self.requires_pinning(of).await? {
-            let detail = format!(
-                "{} has no digest, and {REQUIRE_PINNING} is set",
-                chosen.image_ref
-            );
-            return Err(ApiError::new(ErrorCode::ImageNotAllowed, detail));
+        if chosen.image_digest.is_none() && self.requires_pinning(context).await? {
+            return Err(Error::ImageUnpinned {
+                reference: chosen.image_ref,
+            });
         }
         Ok(chosen)
     }
 
-    fn image_pending(&self, reference: &str) -> ApiError {
-        let remedy = format!(
-            "Load it on a node ('podman pull', 'podman load' or 'podman build' as the worker's user) and try again: nodes report what they have every {} s. \
-             'cynode image show {reference}' says what is awaited.",
-            self.config.heartbeat_seconds
-        );
-        Problem::new(
-            ErrorCode::ImagePending,
-            format!("no node has reported {reference} yet"),
-        )
-        .with_remedy(remedy)
-        .into()
+    /// Whether images must be pinned. A wider scope that requires it can't be overruled by a
+    /// narrower one.
+    async fn requires_pinning(&self, context: PreferenceContext) -> Result<bool, db::Error> {
+        self.db.is_preferred(context, REQUIRE_PINNING).await
     }
 
-    /// Whether only images with a digest may be used for somebody. A wider scope that says so can't be overruled by a narrower one.
-    async fn requires_pinning(&self, of: Of) -> Result<bool, ApiError> {
-        self.db.is_preferred(of, REQUIRE_PINNING).await
+    /// The named task, or a new implicit one; the flag tells whether it is new.
+    pub(crate) async fn task_for(
+        &self,
+        caller: &Caller,
+        named: Option<TaskId>,
+        name: impl FnOnce() -> String,
+    ) -> Result<(Task, bool), db::Error> {
+        match named {
+            Some(id) => Ok((self.db.task(&caller.scope, id).await?, false)),
+            None => Ok((
+                implicit_task(TaskId::generate(), name(), &caller.user_name),
+                true,
+            )),
+        }
     }
 
-    /// The node with the most room that has the image and the labels. One that can't be reached from here, or did not answer a
-    /// moment ago, is taken only when no other is left. `not` had it before: there it counts as ended.
+    /// A workspace may start only from an artifact that the caller can read; an agent's, only from
+    /// one of the same task.
+    pub(crate) async fn check_artifact(
+        &self,
+        caller: &Caller,
+        task_id: TaskId,
+        wanted: Option<&WorkspaceRef>,
+    ) -> Result<(), db::Error> {
+        let Some(WorkspaceRef::Artifact(id)) = wanted else {
+            return Ok(());
+        };
+        let artifact = self.readable_artifact(caller, *id).await?;
+        if caller.kind != TokenKind::User && artifact.task_id != task_id {
+            return Err(Missing::Artifact(*id).into());
+        }
+        Ok(())
+    }
+
+    pub(crate) async fn readable_artifact(
+        &self,
+        caller: &Caller,
+        id: ArtifactId,
+    ) -> Result<Artifact, db::Error> {
+        let artifact = self.db.artifact(id).await?;
+        if !is_visible(self.db.task(&caller.scope, artifact.task_id).await)? {
+            return Err(Missing::Artifact(id).into());
+        }
+        Ok(artifact)
+    }
+}
+
+/// Chooses nodes, by what the database and recent calls say of them. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Placement {
+    pub(crate) db: Db,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) config: Arc<Config>,
+}
+
+impl Placement {
+    /// The node with the most capacity that has the image and the labels. A node that is
+    /// unreachable from here or did not answer recently is chosen only when no other is left. `not`
+    /// lists nodes that had the job before and consider it ended.
     pub(crate) async fn choose_node(
         &self,
         version: ImageVersionId,
         wanted: &NodeRequirements<'_>,
         not: &[NodeId],
-    ) -> Result<NodeRow, ApiError> {
+    ) -> Result<NodeRow, Error> {
         let nodes = self.db.nodes().await?;
         let with_image = self.db.nodes_with(version).await?;
         let given = self.db.load().await?;
@@ -129,39 +258,75 @@ impl Orchestrator {
                 reasons.push((node.name, reason));
                 continue;
             }
-            let is_silent = self.fleet.trouble(node.id).is_some() || self.fleet.is_quiet(node.id);
+            let is_silent =
+                self.fleet.connection_error(node.id).is_some() || self.fleet.is_backed_off(node.id);
             let use_now = (is_silent, load(&node, given.sandboxes));
             if best.as_ref().is_none_or(|(least, _)| use_now < *least) {
                 best = Some((use_now, node));
             }
         }
-        best.map(|(_, node)| node).ok_or_else(|| no_node(&reasons))
+        best.map(|(_, node)| node).ok_or(Error::NoNode(reasons))
+    }
+
+    /// Fails for limits that no node with the labels could ever grant. Without such a node, one may
+    /// still register.
+    pub(crate) async fn check_grantable(&self, wanted: &NodeRequirements<'_>) -> Result<(), Error> {
+        if wanted.limits == LimitsRequest::default() {
+            return Ok(());
+        }
+        refuse_beyond(&self.db.nodes().await?, wanted)
+    }
+
+    /// The node that has the requested workspace.
+    pub(crate) async fn workspace_node(
+        &self,
+        task_id: TaskId,
+        wanted: Option<&WorkspaceRef>,
+    ) -> Result<Option<NodeId>, Error> {
+        let Some(WorkspaceRef::Workspace(id)) = wanted else {
+            return Ok(None);
+        };
+        let node = self.db.workspace_node(task_id, *id.as_uuid()).await?;
+        node.map(Some).ok_or(Error::WorkspaceNotFound(*id))
+    }
+
+    /// The node of a workspace, if it satisfies the requirements too.
+    pub(crate) async fn check_workspace_node(
+        &self,
+        id: NodeId,
+        wanted: &NodeRequirements<'_>,
+    ) -> Result<NodeId, Error> {
+        if wanted.labels.is_empty() && wanted.limits == LimitsRequest::default() {
+            return Ok(id);
+        }
+        let node = self.db.node(id).await?;
+        if let Some(excess) = beyond(&node, wanted.limits) {
+            return Err(Error::WorkspaceNodeLimit {
+                limit: excess.limit,
+                node: node.name,
+                max: excess.max,
+            });
+        }
+        match missing_label(&node, wanted.labels) {
+            Some(reason) => Err(Error::WorkspaceNodeLabel {
+                node: node.name,
+                reason,
+            }),
+            None => Ok(id),
+        }
     }
 }
 
-fn not_allowed(reference: &str) -> ApiError {
-    let remedy = format!(
-        "Choose one that 'cynode image list' shows as allowed, or have an administrator run 'cynode image add --allow {reference}'."
-    );
-    Problem::new(
-        ErrorCode::ImageNotAllowed,
-        format!("no allowed image goes by '{reference}'"),
-    )
-    .with_remedy(remedy)
-    .into()
-}
-
-/// Why a node can't take work.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Unfit {
+pub(crate) enum Unfit {
     HadItBefore,
     NotReady(String),
     Label(String),
     NoImage,
-    /// A limit that is more than it gives.
+    /// A requested limit exceeds the node's maximum.
     Limit(String),
     Full(i64),
-    /// What the memory limits would add up to, and the most that they may.
+    /// The sum of the memory limits with the new sandbox, and the maximum.
     Promised(u64, u64),
 }
 
@@ -200,50 +365,36 @@ impl Unfit {
     }
 }
 
-/// The refusal when no node can take the work, with the remedy for each reason that nodes have.
-fn no_node(reasons: &[(String, Unfit)]) -> ApiError {
-    if reasons.is_empty() {
-        let remedy = "Start a worker: 'cynode up', or on another machine 'cynode up --worker-only' with a key of 'cynode node key create'.";
-        return Problem::new(ErrorCode::NoCapacity, "no node has registered yet")
-            .with_remedy(remedy)
-            .into();
+/// The task of a session or job that was created without one.
+fn implicit_task(id: TaskId, name: String, created_by: &str) -> Task {
+    let now = OffsetDateTime::now_utc();
+    Task {
+        id,
+        project_id: None,
+        name,
+        description: None,
+        requirements: Vec::new(),
+        acceptance_criteria: Vec::new(),
+        status: cynode_api::TaskStatus::Active,
+        profile: None,
+        metadata: serde_json::Map::new(),
+        created_by: created_by.to_owned(),
+        created_at: now,
+        updated_at: now,
     }
-    let detail: Vec<String> = reasons
-        .iter()
-        .map(|(name, reason)| format!("{name}: {reason}"))
-        .collect();
-    let mut remedies: Vec<&str> = reasons.iter().map(|(_, reason)| reason.remedy()).collect();
-    remedies.sort_unstable();
-    remedies.dedup();
-    Problem::new(ErrorCode::NoCapacity, detail.join("; "))
-        .with_remedy(remedies.join(" "))
-        .into()
 }
 
-/// The labels that a request wants of its node.
+/// The labels that a request requires of its node.
 pub(crate) type NodeLabels = BTreeMap<String, String>;
 
-/// What a request wants of its node.
+/// The requirements of a request on its node.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NodeRequirements<'a> {
     pub(crate) labels: &'a NodeLabels,
     pub(crate) limits: LimitsRequest,
 }
 
-impl Orchestrator {
-    /// Refuses limits that no node with the labels could ever give a sandbox. Where no such node is known, one may come.
-    pub(crate) async fn check_largest(
-        &self,
-        wanted: &NodeRequirements<'_>,
-    ) -> Result<(), ApiError> {
-        if wanted.limits == LimitsRequest::default() {
-            return Ok(());
-        }
-        refuse_beyond(&self.db.nodes().await?, wanted)
-    }
-}
-
-fn refuse_beyond(nodes: &[NodeRow], wanted: &NodeRequirements<'_>) -> Result<(), ApiError> {
+fn refuse_beyond(nodes: &[NodeRow], wanted: &NodeRequirements<'_>) -> Result<(), Error> {
     let candidates = nodes
         .iter()
         .filter(|node| !node.is_lost && missing_label(node, wanted.labels).is_none());
@@ -251,45 +402,23 @@ fn refuse_beyond(nodes: &[NodeRow], wanted: &NodeRequirements<'_>) -> Result<(),
         beyond(node, wanted.limits).map(|excess| {
             format!(
                 "limits.{}: {} gives a sandbox at most {}",
-                excess.limit, node.name, excess.most
+                excess.limit, node.name, excess.max
             )
         })
     };
-    // `None` as soon as one node gives enough.
+    // `None` as soon as one node can grant the limits.
     match candidates.map(beyond).collect::<Option<Vec<String>>>() {
-        Some(reasons) if !reasons.is_empty() => Err(ApiError::new(
-            ErrorCode::LimitUnenforceable,
-            reasons.join("; "),
-        )),
+        Some(reasons) if !reasons.is_empty() => Err(Error::LimitUnenforceable(reasons)),
         _ => Ok(()),
     }
 }
 
-/// The limit that is more than a node ever gives.
+/// The first limit that exceeds the node's maximum.
 pub(crate) fn beyond(node: &NodeRow, limits: LimitsRequest) -> Option<Excess> {
-    node.capability.largest?.excess_of(limits)
+    node.capability.largest?.requested_excess(limits)
 }
 
-/// Refuses labels that no node can have.
-pub(crate) fn check_node_labels(labels: &NodeLabels) -> Result<(), ApiError> {
-    use session_limits::{MAX_LABEL_BYTES, MAX_LABELS};
-    if labels.len() > MAX_LABELS {
-        return Err(ApiError::new(
-            ErrorCode::TooLarge,
-            format!("node_labels: more than {MAX_LABELS}"),
-        ));
-    }
-    match labels.iter().find(|(name, value)| {
-        name.is_empty() || name.len() > MAX_LABEL_BYTES || value.len() > MAX_LABEL_BYTES
-    }) {
-        Some((name, _)) => Err(ApiError::invalid(format!(
-            "node_labels: {name:?} is not a label (1 to {MAX_LABEL_BYTES} bytes)"
-        ))),
-        None => Ok(()),
-    }
-}
-
-/// The first label that a node would need and has not.
+/// The first label that the node lacks.
 pub(crate) fn missing_label(node: &NodeRow, labels: &NodeLabels) -> Option<String> {
     let missing = labels
         .iter()
@@ -297,10 +426,10 @@ pub(crate) fn missing_label(node: &NodeRow, labels: &NodeLabels) -> Option<Strin
     missing.map(|(name, value)| format!("does not have the label {name}={value}"))
 }
 
-/// Why a node can't take this work now.
+/// Why a node can't take the work now, if so.
 fn unfit(
     node: &NodeRow,
-    unreachable_after: f64,
+    unreachable_after: Duration,
     has_image: bool,
     given: Load,
     wanted: &NodeRequirements<'_>,
@@ -315,7 +444,7 @@ fn unfit(
         return Some(Unfit::Label(reason));
     }
     if let Some(excess) = beyond(node, wanted.limits) {
-        return Some(Unfit::Limit(excess.most));
+        return Some(Unfit::Limit(excess.max));
     }
     if !has_image {
         return Some(Unfit::NoImage);
@@ -345,14 +474,11 @@ mod tests {
     #[test]
     fn a_remedy_fits_the_reasons_of_the_nodes() {
         let remedy = |reasons: &[Unfit]| {
-            no_node(
-                &reasons
-                    .iter()
-                    .map(|reason| ("n".to_owned(), reason.clone()))
-                    .collect::<Vec<_>>(),
-            )
-            .0
-            .remedy
+            let reasons = reasons
+                .iter()
+                .map(|reason| ("n".to_owned(), reason.clone()))
+                .collect();
+            Error::NoNode(reasons).remedy().unwrap_or_default()
         };
         assert!(remedy(&[Unfit::NoImage, Unfit::NoImage]).starts_with("Load the image on a node"));
         assert!(

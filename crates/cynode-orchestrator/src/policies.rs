@@ -1,47 +1,51 @@
-//! The policies that count now, in memory: compiled once, the same on every orchestrator within a second of a change.
+//! The policies in effect, compiled and in memory. Changes reach every orchestrator within a
+//! second.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use cynode_api::ErrorCode;
-use cynode_policy::{Action, Call, DEFAULTS, Decision, Flaw, Policies as Set, Principal, Resource};
+use cynode_policy::{
+    Action, Call, DEFAULTS, Decision, Flaw, Policies as PolicySet, Principal, Resource,
+};
 use cynode_service::ApiError;
 use parking_lot::{Mutex, RwLock};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::{
-    Orchestrator,
     db::{Db, PolicyRow},
-    known::MOST_GROUPS,
+    identity::MAX_CACHED_GROUPS,
 };
 
-/// The document that comes with the system.
+/// The policy document that ships with the system.
 pub(crate) const DEFAULT: &str = "default";
-/// How often, at the least, it is looked whether something changed.
-const LOOK: Duration = Duration::from_millis(500);
+/// Polls for changes at least this often, because notifications can be lost.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// So many decisions are remembered; then all are forgotten.
-const REMEMBERED: usize = 4_096;
-/// Of calls that name more than so much, none is.
-const LONG: usize = 512;
+/// The decision cache is cleared when it reaches this size.
+const DECISION_CACHE_CAPACITY: usize = 4_096;
+/// Decisions on calls with longer names, in bytes in total, are not cached.
+const MAX_CACHED_NAME_BYTES: usize = 512;
 
-/// All that a decision depends on, beside the rules.
+/// Everything that a decision depends on besides the rules.
 #[derive(Debug, PartialEq, Eq, Hash)]
-struct Question {
+struct DecisionKey {
     principal: Principal,
     action: Action,
     resource: Resource,
     call: Call,
 }
 
-/// A set of rules, and what it was found to say: an agent asks the same again and again.
+/// A compiled policy set with a cache of its decisions: agents repeat the same calls.
 #[derive(Debug)]
-struct Loaded {
+struct LoadedPolicies {
     revision: i64,
-    set: Set,
-    decided: Mutex<HashMap<Question, Decision>>,
+    set: PolicySet,
+    decisions: Mutex<HashMap<DecisionKey, Decision>>,
 }
 
-impl Loaded {
+impl LoadedPolicies {
     fn decide(
         &self,
         principal: &Principal,
@@ -50,30 +54,30 @@ impl Loaded {
         call: &Call,
     ) -> Decision {
         let decide = || self.set.decide(principal, action, resource, call);
-        if !is_worth_it(principal, resource, call) {
+        if !is_cacheable(principal, resource, call) {
             return decide();
         }
-        let question = Question {
+        let key = DecisionKey {
             principal: principal.clone(),
             action,
             resource: resource.clone(),
             call: call.clone(),
         };
-        if let Some(decision) = self.decided.lock().get(&question) {
+        if let Some(decision) = self.decisions.lock().get(&key) {
             return decision.clone();
         }
         let decision = decide();
-        let mut decided = self.decided.lock();
-        if decided.len() >= REMEMBERED {
-            decided.clear();
+        let mut decisions = self.decisions.lock();
+        if decisions.len() >= DECISION_CACHE_CAPACITY {
+            decisions.clear();
         }
-        decided.insert(question, decision.clone());
+        decisions.insert(key, decision.clone());
         decision
     }
 }
 
-/// What people do again and again is in sessions, and not to files by their names. And what is remembered has a size.
-fn is_worth_it(principal: &Principal, resource: &Resource, call: &Call) -> bool {
+/// Caches only users' calls in sessions that name no file: these repeat, and their keys are small.
+fn is_cacheable(principal: &Principal, resource: &Resource, call: &Call) -> bool {
     let Call {
         path,
         program,
@@ -83,33 +87,33 @@ fn is_worth_it(principal: &Principal, resource: &Resource, call: &Call) -> bool 
         pty: _,
         limits: _,
     } = call;
-    let named: usize = [program, image, token_kind, network]
+    let name_bytes: usize = [program, image, token_kind, network]
         .into_iter()
         .flatten()
         .map(String::len)
         .sum();
-    let is_short = |groups: &[String]| groups.len() <= MOST_GROUPS;
+    let is_small = |groups: &[String]| groups.len() <= MAX_CACHED_GROUPS;
     matches!(resource, Resource::Session { .. })
-        && matches!(principal, Principal::User { groups, .. } if is_short(groups))
+        && matches!(principal, Principal::User { groups, .. } if is_small(groups))
         && path.is_none()
-        && named <= LONG
+        && name_bytes <= MAX_CACHED_NAME_BYTES
 }
 
 /// Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Policies {
-    loaded: Arc<RwLock<Arc<Loaded>>>,
-    /// Whoever takes over new ones: an older set never comes after a newer one.
-    turn: Arc<tokio::sync::Mutex<()>>,
+    loaded: Arc<RwLock<Arc<LoadedPolicies>>>,
+    /// Serializes refreshes, so that an older set never replaces a newer one.
+    refresh_lock: Arc<tokio::sync::Mutex<()>>,
 }
 
 impl Policies {
-    /// Reads them; the first time, or after an upgrade, the default ones are put there.
+    /// Loads the policies. The first start, and the first after an upgrade, seed the default ones.
     pub(crate) async fn open(db: &Db) -> Result<Self, ApiError> {
         db.seed_policy(DEFAULT, DEFAULTS).await?;
         Ok(Self {
             loaded: Arc::new(RwLock::new(Arc::new(load(db).await?))),
-            turn: Arc::default(),
+            refresh_lock: Arc::default(),
         })
     }
 
@@ -124,63 +128,70 @@ impl Policies {
         loaded.decide(principal, action, resource, call)
     }
 
-    /// The rules of a document.
     pub(crate) fn revision(&self) -> i64 {
         self.loaded.read().revision
     }
 
-    /// Takes over what is in the database, if that has changed.
+    /// Reloads the policies if the database has another revision.
     pub(crate) async fn refresh(&self, db: &Db) -> Result<(), ApiError> {
-        let _turn = self.turn.lock().await;
+        let _guard = self.refresh_lock.lock().await;
         if db.policy_revision().await? != self.revision() {
             let loaded = load(db).await?;
-            tracing::info!(revision = loaded.revision, "The policies have changed.");
+            tracing::info!(revision = loaded.revision, "Policies reloaded.");
             *self.loaded.write() = Arc::new(loaded);
         }
         Ok(())
     }
 
-    /// Looks for changes until the orchestrator stops.
-    pub(crate) async fn follow(orchestrator: Orchestrator) {
-        let mut news = orchestrator.policy_news.subscribe();
+    /// Follows changes until the orchestrator stops.
+    pub(crate) async fn follow(
+        self,
+        db: Db,
+        mut changes: watch::Receiver<u64>,
+        stop: CancellationToken,
+    ) {
         loop {
-            if let Err(error) = orchestrator.policies.refresh(&orchestrator.db).await {
-                tracing::debug!(error = %error.0, "The policies could not be read; those that are known count on.");
+            if let Err(error) = self.refresh(&db).await {
+                tracing::debug!(
+                    error = %error,
+                    "Reloading the policies failed; the loaded ones stay in effect."
+                );
             }
             tokio::select! {
-                () = orchestrator.stop.cancelled() => return,
-                _ = news.changed() => {}
-                () = tokio::time::sleep(LOOK) => {}
+                () = stop.cancelled() => return,
+                _ = changes.changed() => {}
+                () = tokio::time::sleep(POLL_INTERVAL) => {}
             }
         }
     }
 }
 
-async fn load(db: &Db) -> Result<Loaded, ApiError> {
+async fn load(db: &Db) -> Result<LoadedPolicies, ApiError> {
     let (revision, rows) = db.policies().await?;
     let set = tokio::task::block_in_place(|| parse(&rows)).map_err(|flaws| invalid(&flaws))?;
-    Ok(Loaded {
+    Ok(LoadedPolicies {
         revision,
         set,
-        decided: Mutex::default(),
+        decisions: Mutex::default(),
     })
 }
 
-fn parse(rows: &[PolicyRow]) -> Result<Set, Vec<Flaw>> {
-    Set::parse(rows.iter().map(|row| (row.id.as_str(), row.text.as_str())))
+fn parse(rows: &[PolicyRow]) -> Result<PolicySet, Vec<Flaw>> {
+    PolicySet::parse(rows.iter().map(|row| (row.id.as_str(), row.text.as_str())))
 }
 
 fn invalid(flaws: &[Flaw]) -> ApiError {
-    let said: Vec<String> = flaws
+    let messages: Vec<String> = flaws
         .iter()
         .take(20)
         .map(|flaw| format!("{}: {}", flaw.policy, flaw.message))
         .collect();
-    let error = ApiError::new(ErrorCode::PolicyInvalid, said.join("; "));
-    ApiError(Box::new(error.0.with("flaws", said)))
+    let error = ApiError::new(ErrorCode::PolicyInvalid, messages.join("; "));
+    error.with("flaws", messages)
 }
 
-/// Whether a set of documents can be used: it is valid, and administrators and whoever makes the change can still change it.
+/// Checks that a set of documents is valid, and that administrators and the caller could still
+/// change it.
 pub(crate) fn check(rows: &[PolicyRow], caller: &Principal) -> Result<(), ApiError> {
     let set = parse(rows).map_err(|flaws| invalid(&flaws))?;
     let administrator = Principal::User {
@@ -189,12 +200,15 @@ pub(crate) fn check(rows: &[PolicyRow], caller: &Principal) -> Result<(), ApiErr
         admin: true,
         groups: Vec::new(),
     };
-    let who = [&administrator, caller]
-        .into_iter()
-        .flat_map(|who| [(who, Action::PolicyPut), (who, Action::PolicyDelete)]);
-    for (who, action) in who {
+    let required = [&administrator, caller].into_iter().flat_map(|principal| {
+        [
+            (principal, Action::PolicyPut),
+            (principal, Action::PolicyDelete),
+        ]
+    });
+    for (principal, action) in required {
         let decision = set.decide(
-            who,
+            principal,
             action,
             &Resource::Policy {
                 id: DEFAULT.to_owned(),
@@ -202,13 +216,13 @@ pub(crate) fn check(rows: &[PolicyRow], caller: &Principal) -> Result<(), ApiErr
             &Call::default(),
         );
         if !decision.allowed {
-            let why = if decision.rules.is_empty() {
+            let reason = if decision.rules.is_empty() {
                 "no rule allows it".to_owned()
             } else {
                 decision.rules.join(", ")
             };
             let detail = format!(
-                "with this nobody could change policies any more: {} is refused to an administrator ({why})",
+                "this would lock administrators out of the policies: {} is denied ({reason})",
                 action.as_str()
             );
             return Err(ApiError::new(ErrorCode::PolicyInvalid, detail));

@@ -1,54 +1,58 @@
-//! How shapes of credentials are treated: `orchestrator.secret_shapes`, tightened by the preference `secrets.shapes` of a project.
+//! How content that looks like a credential is treated: `orchestrator.secret_shapes`, tightened by
+//! the preference `secrets.shapes` of a project.
 //!
-//! Kept in memory, because every call that brings something asks. Every orchestrator has a change within about a second.
+//! The settings are cached in memory, because every call with a body needs them. Changes reach
+//! every orchestrator within about a second.
 
 use std::{collections::HashMap, sync::Arc};
 
 use cynode_api::ProjectId;
 use cynode_policy::{ShapePolicy, ShapeSetting};
-use cynode_service::ApiError;
 use parking_lot::RwLock;
 
-use crate::{Orchestrator, db::Db};
+use crate::db::{self, Db};
 
 #[derive(Debug)]
 pub(crate) struct ShapePolicies {
     system: ShapePolicy,
     projects: RwLock<Arc<HashMap<ProjectId, ShapePolicy>>>,
-    /// Held while a change is taken over: an older state never replaces a newer one.
-    turn: tokio::sync::Mutex<()>,
+    /// Serializes refreshes, so that an older state never replaces a newer one.
+    refresh_lock: tokio::sync::Mutex<()>,
 }
 
 impl ShapePolicies {
-    pub(crate) async fn open(db: &Db, setting: &ShapeSetting) -> Result<Self, ApiError> {
+    pub(crate) async fn open(db: &Db, setting: &ShapeSetting) -> Result<Self, db::Error> {
         let policies = Self {
             system: setting.into(),
             projects: RwLock::default(),
-            turn: tokio::sync::Mutex::default(),
+            refresh_lock: tokio::sync::Mutex::default(),
         };
         policies.refresh(db).await?;
         Ok(policies)
     }
 
-    /// What holds for a call in a project, or in none.
-    pub(crate) fn of(&self, project: Option<ProjectId>) -> ShapePolicy {
+    /// The policy for calls in a project, or outside of any.
+    pub(crate) fn for_project(&self, project: Option<ProjectId>) -> ShapePolicy {
         project
             .and_then(|project| self.projects.read().get(&project).copied())
             .unwrap_or(self.system)
     }
 
-    /// Whether records may hold shapes: only where an operator has turned all of it off.
+    /// Whether the operator has turned detection off entirely, so that records may contain shapes.
     pub(crate) fn is_off(&self) -> bool {
         self.system.is_off()
     }
 
-    pub(crate) async fn refresh(&self, db: &Db) -> Result<(), ApiError> {
-        let _turn = self.turn.lock().await;
+    pub(crate) async fn refresh(&self, db: &Db) -> Result<(), db::Error> {
+        let _guard = self.refresh_lock.lock().await;
         let settings = db.shape_settings().await?;
         let tightened = settings.iter().filter_map(|(project, value)| {
             let setting = serde_json::from_value::<ShapeSetting>(value.clone());
             if let Err(error) = &setting {
-                tracing::warn!(%project, %error, "A project's secrets.shapes can't be read; the system's setting holds there.");
+                tracing::warn!(
+                    %project, %error,
+                    "The project's secrets.shapes is invalid; the system's setting applies."
+                );
             }
             Some((*project, self.system.tightened(&setting.ok()?)))
         });
@@ -56,9 +60,4 @@ impl ShapePolicies {
         *self.projects.write() = tightened;
         Ok(())
     }
-}
-
-/// A reconciler's round: takes over what other orchestrators have written.
-pub(crate) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
-    orchestrator.shapes.refresh(&orchestrator.db).await
 }

@@ -1,21 +1,22 @@
-//! What must hold for any diff; run by the fuzz targets of the agent and by tests.
+//! Properties that hold for any diff; checked by the agent's fuzz targets and by tests.
 #![allow(
     clippy::expect_used,
     clippy::panic,
     clippy::missing_panics_doc,
-    reason = "a panic is how a target tells what it found"
+    reason = "a panic is how a fuzz target reports a failure"
 )]
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{
-    Before, Effort, File, Found, Hunk, Line, Location, Patch, Problem, Side, Tree, apply, plan,
+    File, Hunk, Line, Location, Patch, PriorState, Problem, SearchBudget, Side, Tree, TreeNode,
+    apply, plan,
 };
 
-/// A file laid out as hunks describe it gets longer than its diff by this at most.
+/// The number of filler lines between two hunks of a reconstructed file.
 const MAX_GAP: usize = 2_000;
 
-/// Files in memory. A link is never followed.
+/// A tree in memory. Links are never followed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Memory(pub BTreeMap<Location, File>);
 
@@ -24,7 +25,8 @@ impl Memory {
         self.0.keys().any(|other| location.is_above(other))
     }
 
-    /// Applies a diff; false when it is rejected. Panics when it touches a path that the diff does not name.
+    /// Applies a diff; returns false if it is rejected. Panics if it touches a path that the diff
+    /// does not name.
     pub fn patch(&mut self, diff: &[u8], strip: u32) -> bool {
         let Ok(patch) = Patch::parse(diff, strip) else {
             return false;
@@ -44,12 +46,12 @@ impl Memory {
         for (location, entry) in plan.entries {
             assert!(
                 named.contains(&location),
-                "{location:?} was looked at and is not named"
+                "{location:?} was loaded but is not named"
             );
             if !entry.changed {
                 continue;
             }
-            if let Before::Directory(()) = entry.before {
+            if let PriorState::Directory(()) = entry.before {
                 self.0.retain(|other, _| !location.is_above(other));
             }
             match entry.now {
@@ -65,13 +67,13 @@ impl Memory {
         {
             assert!(
                 named.contains(location),
-                "{location:?} changed and is not named"
+                "{location:?} changed but is not named"
             );
         }
-        for touched in &plan.touched {
+        for effect in &plan.effects {
             assert!(
-                patch.paths().contains(touched.path.as_slice())
-                    && touched
+                patch.paths().contains(effect.path.as_slice())
+                    && effect
                         .from
                         .as_ref()
                         .is_none_or(|from| patch.paths().contains(from.as_slice()))
@@ -82,7 +84,7 @@ impl Memory {
             .keys()
             .zip(self.0.keys().skip(1))
             .find(|(one, next)| one.is_above(next));
-        assert!(below.is_none(), "{below:?} lie one below the other");
+        assert!(below.is_none(), "{below:?}: one is below the other");
         true
     }
 }
@@ -100,11 +102,11 @@ impl Tree for Memory {
         Ok(path.clone())
     }
 
-    fn load(&self, location: &Location) -> Result<Found<()>, Problem<Self::Failure>> {
+    fn load(&self, location: &Location) -> Result<TreeNode<()>, Problem<Self::Failure>> {
         Ok(match self.0.get(location) {
-            Some(file) => Found::File((), file.clone()),
-            None if self.has_below(location) => Found::Directory(()),
-            None => Found::Nothing,
+            Some(file) => TreeNode::File((), file.clone()),
+            None if self.has_below(location) => TreeNode::Directory(()),
+            None => TreeNode::Nothing,
         })
     }
 
@@ -126,10 +128,10 @@ impl Tree for Memory {
     }
 }
 
-/// The diff of two contents leads from the one to the other, and turned around, back.
+/// The diff of two contents turns the first into the second, and its reverse undoes that.
 pub fn there_and_back(old: &[u8], new: &[u8], context: usize) {
-    let diff = written(old, new, context, false);
-    let back = written(old, new, context, true);
+    let diff = unified_diff(old, new, context, false);
+    let back = unified_diff(old, new, context, true);
     if old == new {
         assert!(diff.is_none());
         return;
@@ -139,51 +141,53 @@ pub fn there_and_back(old: &[u8], new: &[u8], context: usize) {
         back.expect("contents that differ"),
     );
     assert!(
-        applied(old, &diff).expect("it applies to its old side") == new,
+        apply_diff(old, &diff).expect("it applies to its old side") == new,
         "a diff gives its new side"
     );
     assert!(
-        applied(new, &back).expect("it applies to its new side") == old,
-        "a diff that is turned around gives its old side"
+        apply_diff(new, &back).expect("it applies to its new side") == old,
+        "a reversed diff gives its old side"
     );
 }
 
-/// A diff applied to something else either fails or does what it says: as many lines go and come as it has.
+/// A diff applied to another content either fails or removes and adds exactly the lines that it
+/// has.
 pub fn anywhere(old: &[u8], new: &[u8], other: &[u8]) {
-    let Some(diff) = written(old, new, 1, false) else {
+    let Some(diff) = unified_diff(old, new, 1, false) else {
         return;
     };
-    let Ok(result) = applied(other, &diff) else {
+    let Ok(result) = apply_diff(other, &diff) else {
         return;
     };
     let count = |content: &[u8]| content.split_inclusive(|byte| *byte == b'\n').count();
     assert_eq!(
         count(other) + count(new),
         count(result.as_slice()) + count(old),
-        "lines that go and come"
+        "removed and added lines"
     );
 }
 
-fn applied(content: &[u8], diff: &[u8]) -> Result<Vec<u8>, String> {
+fn apply_diff(content: &[u8], diff: &[u8]) -> Result<Vec<u8>, String> {
     let patch = Patch::parse(diff, 1).map_err(|error| error.to_string())?;
     assert_eq!(patch.sections().len(), 1, "one file, one section");
     apply(
         content,
         &patch.sections()[0].hunks,
         false,
-        &mut Effort::default(),
+        &mut SearchBudget::default(),
     )
     .map_err(|misses| format!("{misses:?}"))
 }
 
-/// The diff of two contents as another library works it out; `None` when they are the same. `turned` swaps its sides.
-fn written(old: &[u8], new: &[u8], context: usize, turned: bool) -> Option<Vec<u8>> {
+/// The diff of two contents as another library computes it; `None` if they are equal. `reversed`
+/// swaps its sides.
+fn unified_diff(old: &[u8], new: &[u8], context: usize, reversed: bool) -> Option<Vec<u8>> {
     let patch = diffy::DiffOptions::new()
         .set_context_len(context)
         .create_patch_bytes(old, new);
     let mut diff = b"--- a/x\n+++ b/x\n".to_vec();
     for hunk in patch.hunks() {
-        let (from, to) = if turned {
+        let (from, to) = if reversed {
             (hunk.new_range(), hunk.old_range())
         } else {
             (hunk.old_range(), hunk.new_range())
@@ -192,8 +196,8 @@ fn written(old: &[u8], new: &[u8], context: usize, turned: bool) -> Option<Vec<u
         for line in hunk.lines() {
             let (mark, text) = match line {
                 diffy::Line::Context(text) => (b' ', text),
-                diffy::Line::Delete(text) => (if turned { b'+' } else { b'-' }, text),
-                diffy::Line::Insert(text) => (if turned { b'-' } else { b'+' }, text),
+                diffy::Line::Delete(text) => (if reversed { b'+' } else { b'-' }, text),
+                diffy::Line::Insert(text) => (if reversed { b'-' } else { b'+' }, text),
             };
             diff.push(mark);
             diff.extend_from_slice(text);
@@ -205,27 +209,27 @@ fn written(old: &[u8], new: &[u8], context: usize, turned: bool) -> Option<Vec<u
     (!patch.hunks().is_empty()).then_some(diff)
 }
 
-/// Whatever can be read as a diff leads a file that is as its hunks describe it to the file that they describe.
+/// A parsed diff turns the old file that its hunks describe into the new one.
 pub fn parsed(diff: &[u8], strip: u32) {
     let Ok(patch) = Patch::parse(diff, strip) else {
         return;
     };
     for section in patch.sections() {
         for strip_cr in [false, true] {
-            if let Some((old, new)) = laid_out(&section.hunks, strip_cr) {
-                let result = apply(&old, &section.hunks, strip_cr, &mut Effort::default());
+            if let Some((old, new)) = reconstruct(&section.hunks, strip_cr) {
+                let result = apply(&old, &section.hunks, strip_cr, &mut SearchBudget::default());
                 assert!(
-                    result.expect("hunks that stand where they say") == new,
-                    "hunks do what they say"
+                    result.expect("hunks at their line numbers") == new,
+                    "hunks give the file that they describe"
                 );
             }
         }
     }
 }
 
-/// The old and the new file that hunks speak of, with lines of our own where they say nothing; `None` when they contradict
-/// themselves.
-fn laid_out(hunks: &[Hunk<'_>], strip_cr: bool) -> Option<(Vec<u8>, Vec<u8>)> {
+/// The old and new file that hunks describe, with filler lines between them; `None` if the hunks
+/// contradict each other.
+fn reconstruct(hunks: &[Hunk<'_>], strip_cr: bool) -> Option<(Vec<u8>, Vec<u8>)> {
     let (mut old, mut new) = (Vec::new(), Vec::new());
     let mut line_number = 0;
     let mut closed = (true, true);
@@ -240,12 +244,13 @@ fn laid_out(hunks: &[Hunk<'_>], strip_cr: bool) -> Option<(Vec<u8>, Vec<u8>)> {
             .checked_sub(line_number)
             .filter(|gap| *gap <= MAX_GAP)?;
         for filler in 0..gap {
-            // No line of a diff is likely to be this one, and each is there once.
+            // Unique, and unlikely to equal a line of the diff.
             let filler = format!("filler {}\n", line_number + filler);
             old.extend_from_slice(filler.as_bytes());
             new.extend_from_slice(filler.as_bytes());
         }
-        // Once a side has ended without a newline nothing may follow on it, also no hunk that would take away what follows.
+        // After a line without a newline nothing may follow on that side, not even a hunk that
+        // would remove what follows.
         if closed != (true, true) {
             return None;
         }

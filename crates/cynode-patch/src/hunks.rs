@@ -1,8 +1,9 @@
-//! Applying hunks to a content.
+//! Applies hunks to file content.
 //!
-//! What must stay true: context and deleted lines must be there byte for byte; a hunk may only have moved, and is looked
-//! for nearest to where it should be, after the hunk before it. Every hunk that fails is reported. The search is bounded:
-//! when a diff has used up its [`Effort`], hunks are only tried at their place.
+//! Invariants: context and deleted lines must match byte for byte; a hunk may only have moved, and
+//! the match nearest to its expected position, after the previous hunk, wins. Every failing hunk is
+//! reported. The search is bounded: once a diff has used up its [`SearchBudget`], hunks are only
+//! tried at their expected position.
 
 use crate::{
     excerpt,
@@ -11,27 +12,27 @@ use crate::{
 
 /// A hunk that does not apply.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Miss {
+pub struct HunkFailure {
     /// From 1.
     pub hunk: u32,
-    /// Of the old file, from 1.
+    /// Line of the old file, from 1.
     pub line: u64,
     pub reason: String,
 }
 
-/// How much is still compared in search of hunks that moved, over a whole diff.
+/// The remaining cost of searching for moved hunks, over a whole diff.
 ///
-/// A comparison of two lines costs one, and one more for each 64 bytes of the line.
+/// Comparing two lines costs one, plus one for each 64 bytes of the line.
 #[derive(Debug)]
-pub struct Effort(u64);
+pub struct SearchBudget(u64);
 
-impl Default for Effort {
+impl Default for SearchBudget {
     fn default() -> Self {
         Self(50_000_000)
     }
 }
 
-impl Effort {
+impl SearchBudget {
     fn is_left(&self) -> bool {
         self.0 > 0
     }
@@ -41,10 +42,10 @@ impl Effort {
     }
 }
 
-/// The lines of a content by number, without copying it.
+/// Indexes the lines of a content without copying it.
 struct Content<'a> {
     bytes: &'a [u8],
-    /// Where each line starts. Contents are far below 4 GiB.
+    /// Offsets of the lines. Contents are far below 4 GiB.
     starts: Vec<u32>,
 }
 
@@ -63,7 +64,7 @@ impl<'a> Content<'a> {
         self.starts.len()
     }
 
-    /// From line `from` up to, without, line `to`.
+    /// Lines `from` (inclusive) to `to` (exclusive).
     fn range(&self, from: usize, to: usize) -> &'a [u8] {
         let offset = |line: usize| {
             self.starts
@@ -73,8 +74,8 @@ impl<'a> Content<'a> {
         &self.bytes[offset(from)..offset(to)]
     }
 
-    /// Whether the line is the one that the hunk expects.
-    fn is(&self, index: usize, line: &Line<'_>) -> bool {
+    /// Whether the line equals the one that the hunk expects.
+    fn matches(&self, index: usize, line: &Line<'_>) -> bool {
         let found = self.range(index, index + 1);
         match found.strip_suffix(b"\n") {
             Some(text) => line.newline && text == line.text,
@@ -87,37 +88,37 @@ pub fn apply(
     old: &[u8],
     hunks: &[Hunk<'_>],
     strip_cr: bool,
-    effort: &mut Effort,
-) -> Result<Vec<u8>, Vec<Miss>> {
+    budget: &mut SearchBudget,
+) -> Result<Vec<u8>, Vec<HunkFailure>> {
     let content = Content::new(old);
     let mut out = Vec::with_capacity(old.len());
-    let mut misses = Vec::new();
-    let mut done = 0;
+    let mut failures = Vec::new();
+    let mut consumed = 0;
     let mut offset = 0_isize;
     for (number, hunk) in (1..).zip(hunks) {
         let lines: Vec<Line<'_>> = hunk.lines(strip_cr).collect();
         let expected: Vec<&Line<'_>> = lines.iter().filter(|line| line.side != Side::New).collect();
-        // A hunk without old lines stands behind the line that it names.
+        // A hunk without old lines inserts after the line that it names.
         let wanted = if expected.is_empty() {
             hunk.old_start
         } else {
             hunk.old_start.saturating_sub(1)
         };
-        let guess = wanted.saturating_add_signed(offset);
-        let mut miss = |reason: String| {
-            misses.push(Miss {
+        let estimate = wanted.saturating_add_signed(offset);
+        let mut failure = |reason: String| {
+            failures.push(HunkFailure {
                 hunk: number,
                 line: hunk.old_start as u64,
                 reason,
-            })
+            });
         };
-        let Some(position) = find(&content, &expected, guess, done, effort) else {
-            miss(mismatch(&content, &expected, guess, done));
+        let Some(position) = find(&content, &expected, estimate, consumed, budget) else {
+            failure(mismatch(&content, &expected, estimate, consumed));
             continue;
         };
         let length = out.len();
         let end = position + expected.len();
-        let mut whole = push(&mut out, content.range(done, position));
+        let mut whole = push(&mut out, content.range(consumed, position));
         for line in lines.iter().filter(|line| line.side != Side::Old) {
             whole &= push(&mut out, line.text);
             if line.newline {
@@ -126,20 +127,20 @@ pub fn apply(
         }
         if !whole || (end < content.len() && ends_open(&out)) {
             out.truncate(length);
-            miss("a line without a newline would stand before another one".to_owned());
+            failure("a line without a newline would precede another line".to_owned());
             continue;
         }
         offset = position.cast_signed() - wanted.cast_signed();
-        done = end;
+        consumed = end;
     }
-    if !misses.is_empty() {
-        return Err(misses);
+    if !failures.is_empty() {
+        return Err(failures);
     }
-    out.extend_from_slice(content.range(done, content.len()));
+    out.extend_from_slice(content.range(consumed, content.len()));
     Ok(out)
 }
 
-/// Appends unless the last line is still open; an empty piece is always fine.
+/// Appends bytes. Returns false if the last line had no newline; an empty slice is always fine.
 fn push(out: &mut Vec<u8>, bytes: &[u8]) -> bool {
     let fits = bytes.is_empty() || !ends_open(out);
     out.extend_from_slice(bytes);
@@ -150,56 +151,63 @@ fn ends_open(out: &[u8]) -> bool {
     out.last().is_some_and(|byte| *byte != b'\n')
 }
 
-/// Where the expected lines are: nearest to `guess`, not before `done`.
+/// The position of the expected lines nearest to `estimate`, not before `consumed`.
 fn find(
     content: &Content<'_>,
     expected: &[&Line<'_>],
-    guess: usize,
-    done: usize,
-    effort: &mut Effort,
+    estimate: usize,
+    consumed: usize,
+    budget: &mut SearchBudget,
 ) -> Option<usize> {
     let last = content.len().checked_sub(expected.len())?;
     if expected.is_empty() {
-        return (done..=last).contains(&guess).then_some(guess);
+        return (consumed..=last).contains(&estimate).then_some(estimate);
     }
-    if last < done {
+    if last < consumed {
         return None;
     }
-    let fits = |position: usize, effort: &mut Effort| {
+    let fits = |position: usize, budget: &mut SearchBudget| {
         expected.iter().enumerate().all(|(index, line)| {
-            effort.spend(line);
-            content.is(position + index, line)
+            budget.spend(line);
+            content.matches(position + index, line)
         })
     };
-    let guess = guess.clamp(done, last);
-    if fits(guess, effort) {
-        return Some(guess);
+    let estimate = estimate.clamp(consumed, last);
+    if fits(estimate, budget) {
+        return Some(estimate);
     }
-    let farthest = (guess - done).max(last - guess);
+    let farthest = (estimate - consumed).max(last - estimate);
     for distance in 1..=farthest {
-        if !effort.is_left() {
+        if !budget.is_left() {
             return None;
         }
-        let after = guess + distance;
-        if after <= last && fits(after, effort) {
+        let after = estimate + distance;
+        if after <= last && fits(after, budget) {
             return Some(after);
         }
-        let before = guess.checked_sub(distance).filter(|before| *before >= done);
-        if before.is_some_and(|before| fits(before, effort)) {
+        let before = estimate
+            .checked_sub(distance)
+            .filter(|before| *before >= consumed);
+        if before.is_some_and(|before| fits(before, budget)) {
             return before;
         }
     }
     None
 }
 
-/// What stands in the way at the place where the hunk should be.
-fn mismatch(content: &Content<'_>, expected: &[&Line<'_>], guess: usize, done: usize) -> String {
+/// Describes the mismatch at the position where the hunk should be.
+fn mismatch(
+    content: &Content<'_>,
+    expected: &[&Line<'_>],
+    estimate: usize,
+    consumed: usize,
+) -> String {
     for (index, line) in expected.iter().enumerate() {
-        let at = guess.saturating_add(index);
+        let at = estimate.saturating_add(index);
         if at >= content.len() {
             return format!("the file has only {} lines", content.len());
         }
-        if !content.is(at, line) {
+        if !content.matches(at, line) {
             let found = content.range(at, at + 1);
             let newline = |has: bool| if has { "" } else { " without a newline" };
             return format!(
@@ -212,8 +220,8 @@ fn mismatch(content: &Content<'_>, expected: &[&Line<'_>], guess: usize, done: u
             );
         }
     }
-    if guess < done {
-        "it overlaps the hunk before it".to_owned()
+    if estimate < consumed {
+        "it overlaps the previous hunk".to_owned()
     } else {
         format!("the file has only {} lines", content.len())
     }
@@ -226,14 +234,14 @@ mod tests {
     use super::*;
     use crate::Patch;
 
-    fn applied(old: &[u8], hunks: &str) -> Result<Vec<u8>, Vec<Miss>> {
+    fn applied(old: &[u8], hunks: &str) -> Result<Vec<u8>, Vec<HunkFailure>> {
         let diff = format!("--- a/x\n+++ b/x\n{hunks}");
         let patch = Patch::parse(diff.as_bytes(), 1).expect("parsed");
         apply(
             old,
             &patch.sections()[0].hunks,
             false,
-            &mut Effort::default(),
+            &mut SearchBudget::default(),
         )
     }
 
@@ -262,12 +270,12 @@ mod tests {
     }
 
     #[test]
-    fn every_failing_hunk_is_reported_with_what_stands_there() {
-        let misses =
+    fn every_failing_hunk_is_reported_with_the_mismatch() {
+        let failures =
             applied(b"a\nb\nc\n", "@@ -1 +1 @@\n-x\n+y\n@@ -2 +2 @@\n-b\n+B\n@@ -3 +3,2 @@\n-z\u{7}\n+y\n+w\n@@ -9 +10 @@\n-q\n+r\n").expect_err("rejected");
-        let summary: Vec<_> = misses
+        let summary: Vec<_> = failures
             .iter()
-            .map(|miss| (miss.hunk, miss.line, miss.reason.as_str()))
+            .map(|failure| (failure.hunk, failure.line, failure.reason.as_str()))
             .collect();
         assert_eq!(
             summary,
@@ -330,32 +338,32 @@ mod tests {
     }
 
     #[test]
-    fn a_spent_effort_still_finds_hunks_at_their_place() {
+    fn without_budget_hunks_still_apply_at_their_place() {
         let patch = Patch::parse(b"--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", 1).expect("parsed");
         let sections = patch.sections();
         assert_eq!(
-            apply(b"a\n", &sections[0].hunks, false, &mut Effort(0)).expect("at its place"),
+            apply(b"a\n", &sections[0].hunks, false, &mut SearchBudget(0)).expect("at its place"),
             b"b\n"
         );
-        assert!(apply(b"x\na\n", &sections[0].hunks, false, &mut Effort(0)).is_err());
-        let mut effort = Effort(5);
-        assert!(apply(&b"x\n".repeat(100), &sections[0].hunks, false, &mut effort).is_err());
-        assert_eq!(effort.0, 0);
-        // A long hunk that nearly fits everywhere costs no more than the effort.
+        assert!(apply(b"x\na\n", &sections[0].hunks, false, &mut SearchBudget(0)).is_err());
+        let mut budget = SearchBudget(5);
+        assert!(apply(&b"x\n".repeat(100), &sections[0].hunks, false, &mut budget).is_err());
+        assert_eq!(budget.0, 0);
+        // A long hunk that nearly matches everywhere costs no more than the budget.
         let hunk = format!("@@ -1,1001 +1,1000 @@\n{}-b\n", " x\n".repeat(1_000));
         let diff = format!("--- a/x\n+++ b/x\n{hunk}");
         let patch = Patch::parse(diff.as_bytes(), 1).expect("parsed");
-        let mut effort = Effort(100_000);
+        let mut budget = SearchBudget(100_000);
         assert!(
             apply(
                 &b"x\n".repeat(20_000),
                 &patch.sections()[0].hunks,
                 false,
-                &mut effort
+                &mut budget
             )
             .is_err()
         );
-        assert_eq!(effort.0, 0);
+        assert_eq!(budget.0, 0);
     }
 
     #[test]
@@ -364,12 +372,32 @@ mod tests {
         let patch = Patch::parse(diff, 1).expect("parsed");
         let sections = patch.sections();
         assert_eq!(
-            apply(b"a\r\n", &sections[0].hunks, false, &mut Effort::default()).expect("applied"),
+            apply(
+                b"a\r\n",
+                &sections[0].hunks,
+                false,
+                &mut SearchBudget::default()
+            )
+            .expect("applied"),
             b"b\r\n"
         );
-        assert!(apply(b"a\n", &sections[0].hunks, false, &mut Effort::default()).is_err());
+        assert!(
+            apply(
+                b"a\n",
+                &sections[0].hunks,
+                false,
+                &mut SearchBudget::default()
+            )
+            .is_err()
+        );
         assert_eq!(
-            apply(b"a\n", &sections[0].hunks, true, &mut Effort::default()).expect("applied"),
+            apply(
+                b"a\n",
+                &sections[0].hunks,
+                true,
+                &mut SearchBudget::default()
+            )
+            .expect("applied"),
             b"b\n"
         );
     }
@@ -397,20 +425,38 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_diff_leads_from_its_old_side_to_its_new_side_and_turned_around_back(old in content(), new in content(), context in 0_usize..4) {
+        fn a_diff_gives_its_new_side_and_reversed_its_old_side(
+            old in content(),
+            new in content(),
+            context in 0_usize..4,
+        ) {
             crate::fuzz::there_and_back(&old, &new, context);
         }
 
         #[test]
-        fn applying_to_anything_never_panics(old in content(), one in content(), two in content(), strip_cr in any::<bool>()) {
+        fn applying_to_anything_never_panics(
+            old in content(),
+            one in content(),
+            two in content(),
+            strip_cr in any::<bool>(),
+        ) {
             let diff = format!("--- a/x\n+++ b/x\n{}", {
                 let patch = diffy::create_patch_bytes(&one, &two);
                 let mut text = Vec::new();
-                patch.to_bytes().split_inclusive(|byte| *byte == b'\n').skip(2).for_each(|line| text.extend_from_slice(line));
+                patch
+                    .to_bytes()
+                    .split_inclusive(|byte| *byte == b'\n')
+                    .skip(2)
+                    .for_each(|line| text.extend_from_slice(line));
                 String::from_utf8_lossy(&text).into_owned()
             });
             if let Ok(patch) = Patch::parse(diff.as_bytes(), 1) {
-                let _result = apply(&old, &patch.sections()[0].hunks, strip_cr, &mut Effort::default());
+                let _result = apply(
+                    &old,
+                    &patch.sections()[0].hunks,
+                    strip_cr,
+                    &mut SearchBudget::default(),
+                );
             }
         }
     }

@@ -1,10 +1,10 @@
-//! Unified diffs: parsing, the paths that one touches, and its application.
+//! Unified diffs: parsing, touched paths, and application.
 //!
-//! The gate asks rules about [`Patch::paths`]; the agent applies the same [`Patch`] with [`plan`]. Nothing else reads
-//! diffs, so neither side can see a path that the other does not.
+//! The gate checks [`Patch::paths`] against rules; the agent applies the same [`Patch`] with
+//! [`plan`]. Nothing else parses diffs, so the two can't disagree about a path.
 //!
-//! Invariants: a plan touches only paths that `Patch::paths` names; what two readers could understand differently is an
-//! error, never a guess; parsing takes time and memory linear in the diff; nothing here does I/O ([`Tree`] does).
+//! Invariants: a plan touches only paths in `Patch::paths`; ambiguous input is an error, never a
+//! guess; parsing takes time and memory linear in the diff; nothing here does I/O ([`Tree`] does).
 #![forbid(unsafe_code)]
 
 #[cfg(any(test, feature = "fuzzing"))]
@@ -17,12 +17,12 @@ mod plan;
 use std::fmt::Write as _;
 
 pub use self::{
-    hunks::{Effort, Miss, apply},
+    hunks::{HunkFailure, SearchBudget, apply},
     name::Location,
     parse::{Change, Error, Hunk, Line, MAX_HEADER_BYTES, Patch, Section, Side},
     plan::{
-        Before, Entry, File, Found, Kind, MAX_FILE_BYTES, Operation, Plan, PlanError, Problem,
-        Reject, Touched, Tree, plan,
+        Entry, File, FileEffect, Kind, MAX_FILE_BYTES, Operation, Plan, PlanError, PriorState,
+        Problem, Reject, Tree, TreeNode, plan,
     },
 };
 
@@ -48,7 +48,7 @@ pub fn escaped(bytes: &[u8]) -> String {
     out
 }
 
-/// The beginning of a text, for people.
+/// A quoted and truncated text, for messages.
 fn excerpt(text: &[u8]) -> String {
     const LENGTH: usize = 80;
     if text.len() <= LENGTH {

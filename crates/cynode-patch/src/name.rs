@@ -1,17 +1,18 @@
-//! File names: how diffs write them, and what they mean.
+//! File names: their syntax in diffs, and locations in a tree.
 
 use std::cmp::Ordering;
 
 use crate::MAX_PATH_BYTES;
 
-/// A path below the root of a tree: components joined by single slashes, none of them empty, `.` or `..`.
+/// A path below the root of a tree: components joined by single slashes, none of them empty, `.` or
+/// `..`.
 ///
 /// Ordered by components, so that everything below a location follows it immediately.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Location(Vec<u8>);
 
 impl Location {
-    /// Reads a name, or says why it names nothing below a root.
+    /// Parses a name, or returns the reason why it names nothing below a root.
     pub fn parse(name: &[u8]) -> Result<Self, &'static str> {
         if name.starts_with(b"/") {
             return Err("the path is absolute");
@@ -31,7 +32,7 @@ impl Location {
                 b"" | b"." => {}
                 b".." => return Err("the path contains '..'"),
                 part if part.eq_ignore_ascii_case(b".git") => {
-                    return Err("the path lies in a .git directory");
+                    return Err("the path is in a .git directory");
                 }
                 part => {
                     if !joined.is_empty() {
@@ -48,7 +49,7 @@ impl Location {
         }
     }
 
-    /// A location from components that were checked.
+    /// Builds a location from validated components.
     pub fn from_parts<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Self {
         Self(parts.into_iter().collect::<Vec<_>>().join(&b'/'))
     }
@@ -66,8 +67,8 @@ impl Location {
         other.0.get(self.0.len()) == Some(&b'/') && other.0.starts_with(&self.0)
     }
 
-    /// The same place below another location of `above`.
-    pub(crate) fn moved(&self, above: &Self, to: &Self) -> Self {
+    /// The same path with its prefix `above` replaced by `to`.
+    pub(crate) fn rebased(&self, above: &Self, to: &Self) -> Self {
         Self([to.as_bytes(), &self.0[above.0.len()..]].concat())
     }
 }
@@ -91,7 +92,7 @@ impl PartialOrd for Location {
     }
 }
 
-/// A sorted set of locations that is asked for what lies above a path.
+/// A sorted set of locations that supports queries for ancestors and descendants.
 #[derive(Debug, Default)]
 pub(crate) struct Locations(Vec<Location>);
 
@@ -109,7 +110,7 @@ impl Locations {
         self.0.binary_search(location).is_ok()
     }
 
-    /// Whether something of the set lies below a location.
+    /// Whether the set contains a location below this one.
     pub(crate) fn has_below(&self, location: &Location) -> bool {
         let next = self.0.partition_point(|other| other <= location);
         self.0
@@ -117,7 +118,8 @@ impl Locations {
             .is_some_and(|other| location.is_above(other))
     }
 
-    /// The location of the set that is highest above a path, in time that grows with the path's length and the set's logarithm.
+    /// The topmost ancestor of a path in the set, in time proportional to the path's length and the
+    /// logarithm of the set's size.
     pub(crate) fn above(&self, path: &Location) -> Option<&Location> {
         let mut range = self.0.as_slice();
         let mut start = 0;
@@ -129,7 +131,8 @@ impl Locations {
             .map(|(index, _)| index)
         {
             let part = &path.0[start..end];
-            // All in the range begin with the same components, so each has this component at the same offset.
+            // All locations in the range share the components so far, so each has this component at
+            // the same offset.
             let part_of = |other: &Location| {
                 other.0[start..]
                     .split(|byte| *byte == b'/')
@@ -150,7 +153,8 @@ impl Locations {
     }
 }
 
-/// Drops leading components, but never the last one. Slashes that follow each other count as one; an absolute name keeps all.
+/// Drops leading components, but never the last one. Consecutive slashes count as one; an absolute
+/// name stays unchanged.
 pub(crate) fn strip_components(name: &[u8], count: usize) -> Vec<u8> {
     let mut rest = name;
     if rest.starts_with(b"/") {
@@ -170,7 +174,7 @@ pub(crate) fn strip_components(name: &[u8], count: usize) -> Vec<u8> {
     rest.to_vec()
 }
 
-/// A name in double quotes with C's escapes, and what follows it.
+/// Unquotes a name in double quotes with C escapes, and returns the rest.
 pub(crate) fn unquote(text: &[u8]) -> Option<(Vec<u8>, &[u8])> {
     let mut rest = text.strip_prefix(b"\"")?;
     let mut name = Vec::new();
@@ -237,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_location_is_below_its_root_and_spelt_in_one_way() {
+    fn a_location_is_below_its_root_and_has_one_spelling() {
         for (name, expected) in [
             ("/a", "absolute"),
             ("..", "'..'"),
@@ -266,13 +270,22 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_lies_above_and_below_is_found(paths in proptest::collection::vec("[ab](/[ab-]){0,4}", 0..8), path in "[ab](/[ab-]){0,4}") {
+        fn ancestors_and_descendants_are_found(
+            paths in proptest::collection::vec("[ab](/[ab-]){0,4}", 0..8),
+            path in "[ab](/[ab-]){0,4}",
+        ) {
             let all: Vec<Location> = paths.iter().map(|path| location(path)).collect();
             let path = location(&path);
             let set: Locations = all.iter().cloned().collect();
-            let above = all.iter().filter(|other| other.is_above(&path)).min_by_key(|other| other.as_bytes().len());
+            let above = all
+                .iter()
+                .filter(|other| other.is_above(&path))
+                .min_by_key(|other| other.as_bytes().len());
             prop_assert_eq!(set.above(&path), above);
-            prop_assert_eq!(set.has_below(&path), all.iter().any(|other| path.is_above(other)));
+            prop_assert_eq!(
+                set.has_below(&path),
+                all.iter().any(|other| path.is_above(other))
+            );
             prop_assert_eq!(set.contains(&path), all.contains(&path));
         }
     }

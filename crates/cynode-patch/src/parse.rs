@@ -1,17 +1,18 @@
-//! Parsing unified diffs, plain ones and git's.
+//! Parses unified diffs, plain ones and git's.
 //!
-//! Strict where leniency would lose a change or let two readers disagree: a hunk whose line counts are wrong, a hunk without
-//! a file, a section that changes nothing, headers that contradict each other, and a text without any section are errors
-//! that name the line. Text around sections (mail headers, commit messages, signatures) is skipped.
+//! Strict where leniency would lose a change or let two readers disagree: a hunk whose line counts
+//! are wrong, a hunk without a file, a section that changes nothing, headers that contradict each
+//! other, and a text without any section are errors that name the line. Text around sections (mail
+//! headers, commit messages, signatures) is skipped.
 
 use std::{borrow::Cow, collections::BTreeSet, fmt};
 
 use crate::name::{strip_components, unquote};
 
-/// Longest line of a file header. Two names of 4,095 bytes, every byte escaped, fit.
+/// Longest line of a file header. Two fully escaped names of 4,095 bytes fit.
 pub const MAX_HEADER_BYTES: usize = 64 * 1024;
 
-/// Why a text can't be read as a diff.
+/// The reason why a text is not a valid diff.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error(String);
 
@@ -58,7 +59,7 @@ impl<'a> Patch<'a> {
         }
         if sections.is_empty() {
             return Err(Error(
-                "it has no file header ('--- a/name', '+++ b/name', or 'diff --git')".to_owned(),
+                "there is no file header ('--- a/name', '+++ b/name', or 'diff --git')".to_owned(),
             ));
         }
         Ok(Self { sections })
@@ -88,7 +89,7 @@ pub enum Change {
     Copy,
 }
 
-/// What a diff says about one file. Names have lost their leading components.
+/// The part of a diff about one file. Leading components are stripped from its names.
 #[derive(Debug)]
 pub struct Section<'a> {
     pub change: Change,
@@ -99,7 +100,7 @@ pub struct Section<'a> {
     pub old_mode: Option<u32>,
     pub new_mode: Option<u32>,
     pub binary: bool,
-    /// The header's own lines end in CRLF, so the diff may have been converted on its way.
+    /// The header's lines end in CRLF, so the diff may have been converted in transit.
     pub crlf: bool,
     pub hunks: Vec<Hunk<'a>>,
 }
@@ -118,17 +119,17 @@ pub enum Side {
     New,
 }
 
-/// A line of a hunk, without its mark and its end.
+/// A line of a hunk, without its prefix and its newline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Line<'a> {
     pub side: Side,
     pub text: &'a [u8],
-    /// Whether the line ends in a newline; only the last one of a file may not.
+    /// Whether the line ends in a newline; only the last line of a file may not.
     pub newline: bool,
 }
 
 impl<'a> Hunk<'a> {
-    /// With `strip_cr` a carriage return before the newline is the diff's, not the line's.
+    /// With `strip_cr`, a carriage return before the newline belongs to the diff, not to the line.
     pub fn lines(&self, strip_cr: bool) -> impl Iterator<Item = Line<'a>> + use<'a> {
         let mut lines = Lines {
             rest: self.body,
@@ -140,7 +141,7 @@ impl<'a> Hunk<'a> {
                 Some(b'-') => (Side::Old, &line[1..]),
                 Some(b'+') => (Side::New, &line[1..]),
                 Some(b' ') => (Side::Both, &line[1..]),
-                // An empty context line whose blank was lost.
+                // An empty context line that lost its leading space.
                 _ => (Side::Both, line),
             };
             let newline = !lines.peek().is_some_and(is_no_newline_marker);
@@ -165,7 +166,7 @@ impl<'a> Hunk<'a> {
 #[derive(Clone, Copy)]
 struct Lines<'a> {
     rest: &'a [u8],
-    /// Of the line that was taken last.
+    /// The number of the last line returned.
     number: usize,
 }
 
@@ -216,7 +217,7 @@ fn header_line<'a>(lines: &mut Lines<'a>) -> Result<&'a [u8], Error> {
     Ok(line)
 }
 
-/// A name from a `---` or `+++` line; `None` when there is no file on that side.
+/// A name from a `---` or `+++` line; `None` if the file is absent on that side.
 fn header_name(
     line: &[u8],
     number: usize,
@@ -230,7 +231,7 @@ fn header_name(
             {
                 (Cow::Owned(name), rest)
             }
-            _ => return error(number, "the quoted name is not valid"),
+            _ => return error(number, "the quoted name is invalid"),
         },
         None => match text.iter().position(|byte| *byte == b'\t') {
             Some(tab) => (Cow::Borrowed(&text[..tab]), &text[tab..]),
@@ -238,7 +239,7 @@ fn header_name(
         },
     };
     let time = time.trim_ascii_start();
-    // How diff -N marks a file that is absent.
+    // `diff -N` marks an absent file this way.
     let is_epoch = time.starts_with(b"1970-01-01 00:00:00") || time.starts_with(b"1969-12-31 ");
     if *name == *b"/dev/null" || (epoch_is_absent && is_epoch) {
         return Ok(None);
@@ -251,7 +252,7 @@ fn plain_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>,
     let (old_line, new_line) = (header_line(lines)?, header_line(lines)?);
     let crlf = old_line.ends_with(b"\r\n") && new_line.ends_with(b"\r\n");
     let hunks = hunks(lines)?;
-    // A time of 1970 means an absent file only when the hunks agree.
+    // A time in 1970 means an absent file only if the hunks agree.
     let empty_old = hunks.iter().all(|hunk| hunk.old_count == 0);
     let empty_new = hunks
         .iter()
@@ -282,7 +283,7 @@ fn plain_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>,
 
 const NO_HUNK: &str = "the file header has no hunk ('@@ -1,2 +1,3 @@') after it";
 
-/// git's own header lines, as far as they matter.
+/// The relevant header lines of git.
 #[derive(Default)]
 struct GitHeader {
     old_mode: Option<u32>,
@@ -303,7 +304,7 @@ impl GitHeader {
             if !is_octal {
                 return error(
                     number,
-                    "the mode is not valid; it has six octal digits, such as 100644",
+                    "the mode is invalid; it has six octal digits, such as 100644",
                 );
             }
             once(
@@ -319,7 +320,7 @@ impl GitHeader {
             }
             match unquote(text) {
                 Some((name, b"")) => once(field, name, number),
-                _ => error(number, "the quoted name is not valid"),
+                _ => error(number, "the quoted name is invalid"),
             }
         };
         if let Some(rest) = line.strip_prefix(b"old mode ") {
@@ -339,7 +340,7 @@ impl GitHeader {
         } else if let Some(rest) = line.strip_prefix(b"copy to ") {
             name(&mut self.copied.1, rest)?;
         } else if let Some(rest) = line.strip_prefix(b"index ") {
-            // The mode stands here when it does not change: links and submodules are known by it.
+            // An unchanged mode appears here. It identifies links and submodules.
             if let Some(space) = rest.iter().position(|byte| *byte == b' ') {
                 mode(&mut self.index_mode, &rest[space + 1..])?;
             }
@@ -376,7 +377,7 @@ impl GitHeader {
 }
 
 fn is_git_header(line: &[u8]) -> bool {
-    const BEGINNINGS: [&[u8]; 13] = [
+    const PREFIXES: [&[u8]; 13] = [
         b"old mode ",
         b"new mode ",
         b"new file mode ",
@@ -391,15 +392,13 @@ fn is_git_header(line: &[u8]) -> bool {
         b"Binary files ",
         b"GIT binary patch",
     ];
-    BEGINNINGS
-        .iter()
-        .any(|beginning| line.starts_with(beginning))
+    PREFIXES.iter().any(|prefix| line.starts_with(prefix))
 }
 
-/// Sets what a header may say once only.
+/// Sets a field that a header may have only once.
 fn once<T>(field: &mut Option<T>, value: T, number: usize) -> Result<(), Error> {
     if field.replace(value).is_some() {
-        error(number, "the file header says this twice")
+        error(number, "the file header repeats a field")
     } else {
         Ok(())
     }
@@ -455,7 +454,7 @@ fn git_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>, E
             (Some(from), Some(to)) => (from, to),
             _ => return error(number, "the header names only one side of a rename or copy"),
         };
-        // These names have no 'a/' and 'b/' in front.
+        // These names have no 'a/' and 'b/' prefixes.
         let (from, to) = (
             stripped(Some(from), strip.saturating_sub(1)),
             stripped(Some(to), strip.saturating_sub(1)),
@@ -463,7 +462,7 @@ fn git_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>, E
         if names.is_some_and(|(old, new)| old != from || new != to) {
             return error(
                 number,
-                "the names of the rename or copy are not those of the '---' and '+++' lines",
+                "the names of the rename or copy differ from those in the '---' and '+++' lines",
             );
         }
         return Ok(build(change, from, to));
@@ -477,7 +476,8 @@ fn git_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>, E
             if line_names.is_some_and(|line| differs(&old, &line) || differs(&new, &line)) {
                 return error(
                     number,
-                    "the names in the 'diff --git' line are not those of the '---' and '+++' lines",
+                    "the names in the 'diff --git' line differ from those in the '---' and '+++' \
+                     lines",
                 );
             }
             (old, new)
@@ -485,18 +485,12 @@ fn git_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>, E
         None => match line_names {
             Some(name) => (Some(name.clone()), Some(name)),
             None => {
-                return error(
-                    number,
-                    "the names in the 'diff --git' line can't be told apart",
-                );
+                return error(number, "the names in the 'diff --git' line are ambiguous");
             }
         },
     };
     if header.created.is_some() && new.is_none() || header.deleted.is_some() && old.is_none() {
-        return error(
-            number,
-            "the header says that the file is created and that it is deleted",
-        );
+        return error(number, "the header both creates and deletes the file");
     }
     if header.created.is_some() || header.deleted.is_some() {
         if old.is_some() && new.is_some() && old != new {
@@ -523,8 +517,9 @@ fn git_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>, E
     Ok(build(Change::Modify, old, new))
 }
 
-/// The name in a `diff --git` line without its leading components, when the line says it without doubt: both names are the
-/// same but for those components, so the length of the line tells where unquoted ones end.
+/// The name in a `diff --git` line without its leading components, if it is unambiguous: both names
+/// are equal except for those components, so the length of the line determines where unquoted names
+/// end.
 fn git_line_names(text: &[u8], strip: usize) -> Option<Vec<u8>> {
     let (old, new) = if text.starts_with(b"\"") {
         let (old, rest) = unquote(text)?;
@@ -567,7 +562,7 @@ fn hunk<'a>(lines: &mut Lines<'a>) -> Result<Hunk<'a>, Error> {
     let Some(((old_start, old_count), (_, new_count))) = ranges(header) else {
         return error(
             number,
-            "the hunk header is not valid; it looks like '@@ -1,2 +1,3 @@'",
+            "the hunk header is invalid; it looks like '@@ -1,2 +1,3 @@'",
         );
     };
     let (mut old_left, mut new_left) = (old_count, new_count);
@@ -575,27 +570,28 @@ fn hunk<'a>(lines: &mut Lines<'a>) -> Result<Hunk<'a>, Error> {
         return error(number, "the hunk is empty");
     }
     let body = lines.rest;
-    let wrong = |at: usize, what: &str| {
+    let wrong_count = |at: usize, problem: &str| {
         error(
             at,
             &format!(
-                "{what} than the hunk header in line {number} says (-{old_count} +{new_count} lines)"
+                "{problem} than the hunk header in line {number} says (-{old_count} +{new_count} \
+                 lines)"
             ),
         )
     };
     while old_left > 0 || new_left > 0 {
         let at = lines.number + 1;
         let Some(line) = lines.next() else {
-            return wrong(at, "the diff ends with fewer lines");
+            return wrong_count(at, "the diff ends with fewer lines");
         };
         let (old, new) = match line {
             [b'-', ..] => (1, 0),
             [b'+', ..] => (0, 1),
             [b' ', ..] | b"\n" | b"\r\n" => (1, 1),
-            _ => return wrong(at, "the hunk has fewer lines"),
+            _ => return wrong_count(at, "the hunk has fewer lines"),
         };
         if old > old_left || new > new_left {
-            return wrong(at, "the hunk has other lines");
+            return wrong_count(at, "the hunk has other lines");
         }
         old_left -= old;
         new_left -= new;
@@ -613,7 +609,7 @@ fn hunk<'a>(lines: &mut Lines<'a>) -> Result<Hunk<'a>, Error> {
             _ => false,
         };
         if stray {
-            return wrong(lines.number + 1, "the hunk has more lines");
+            return wrong_count(lines.number + 1, "the hunk has more lines");
         }
     }
     Ok(Hunk {
@@ -719,7 +715,7 @@ mod tests {
     }
 
     #[test]
-    fn git_headers_tell_modes_renames_and_empty_files() {
+    fn git_headers_carry_modes_renames_and_empty_files() {
         let section = one("diff --git a/x b/x\nold mode 100644\nnew mode 100755\n");
         assert_eq!(
             (section.change, section.old_mode, section.new_mode),
@@ -833,13 +829,13 @@ mod tests {
     fn headers_that_contradict_each_other_are_refused() {
         for (diff, expected) in [
             (format!("diff --git a/x b/y\nrename from x\nrename to y\n--- a/x\n+++ b/z\n{HUNK}"), "'---' and '+++'"),
-            (format!("diff --git a/ok b/ok\n--- a/protected/x\n+++ b/protected/x\n{HUNK}"), "'diff --git' line are not"),
-            ("diff --git a/x b/y\nrename from x\nrename to y\nrename to z\n".to_owned(), "line 4: the file header says this twice"),
+            (format!("diff --git a/ok b/ok\n--- a/protected/x\n+++ b/protected/x\n{HUNK}"), "'diff --git' line differ"),
+            ("diff --git a/x b/y\nrename from x\nrename to y\nrename to z\n".to_owned(), "line 4: the file header repeats a field"),
             ("diff --git a/x b/y\nrename from x\nrename to y\ncopy from x\ncopy to z\n".to_owned(), "more than one of"),
             ("diff --git a/x b/x\nnew file mode 100644\ndeleted file mode 100644\n".to_owned(), "more than one of"),
             ("diff --git a/x b/x\nnew file mode 100644\nnew mode 100755\n".to_owned(), "changes its mode"),
-            ("diff --git a/x b/x\nnew file mode +10644\n".to_owned(), "the mode is not valid"),
-            ("diff --git a/x b/x\nnew file mode 100644\n--- a/x\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n".to_owned(), "created and that it is deleted"),
+            ("diff --git a/x b/x\nnew file mode +10644\n".to_owned(), "the mode is invalid"),
+            ("diff --git a/x b/x\nnew file mode 100644\n--- a/x\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n".to_owned(), "both creates and deletes"),
             ("diff --git a/x b/y\nnew file mode 100644\n--- a/x\n+++ b/y\n@@ -0,0 +1 @@\n+a\n".to_owned(), "two names"),
             ("diff --git a/x b/y\nrename from x\n".to_owned(), "only one side"),
             ("diff --git a/x b/y\nrename from \"x\" z\nrename to y\n".to_owned(), "quoted name"),
@@ -899,7 +895,7 @@ mod tests {
             1,
         )
         .expect_err("refused");
-        assert!(error.to_string().contains("can't be told apart"));
+        assert!(error.to_string().contains("ambiguous"));
     }
 
     #[test]

@@ -1,31 +1,33 @@
-//! The effect of a diff on a tree, worked out without changing the tree.
+//! Computes the effect of a diff on a tree, without changing the tree.
 //!
-//! Sections apply in order to a picture of the files, which is loaded from the tree as needed. Renames and copies take what
-//! was in the tree, as git means them: other sections of the same diff may change their sources.
+//! Sections apply in order to an in-memory view of the files, loaded from the tree on demand.
+//! Renames and copies read the original files, as in git: other sections of the same diff may
+//! change their sources.
 //!
-//! Invariants: no symbolic link is followed that the diff creates, changes or deletes; a link's content is its target.
+//! Invariants: links that the diff creates, changes or deletes are never followed; a link's content
+//! is its target.
 
 use std::collections::BTreeMap;
 
 use crate::{
     MAX_PATH_BYTES,
-    hunks::{Effort, apply},
+    hunks::{SearchBudget, apply},
     name::{Location, Locations},
     parse::{Change, Hunk, Patch, Section},
 };
 
 /// Largest file that a diff may touch.
 pub const MAX_FILE_BYTES: u64 = 32 * 1024 * 1024;
-/// All contents that a diff makes, together.
+/// Total size of the files that a diff touches.
 const MAX_TOTAL_BYTES: usize = 128 * 1024 * 1024;
-/// All contents that sections are applied to, one after the other.
+/// Total size of the inputs of all sections.
 const MAX_WORKED_BYTES: u64 = 1024 * 1024 * 1024;
-/// Rejects are cut beyond this, so that an answer stays small.
+/// Rejects are truncated at this size, so that a response stays small.
 const MAX_REJECT_BYTES: usize = 256 * 1024;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// With its permission bits.
+    /// A regular file with its permission bits.
     Regular(u32),
     Symlink,
 }
@@ -37,15 +39,15 @@ pub struct File {
     pub bytes: Vec<u8>,
 }
 
-/// What a tree has at a location. `S` tells one version of a file from another.
+/// The content of a tree at a location. `S` identifies a version of a file.
 #[derive(Clone, Debug)]
-pub enum Found<S> {
+pub enum TreeNode<S> {
     Nothing,
     Directory(S),
     File(S, File),
 }
 
-/// Why a tree does not give what it is asked for.
+/// The reason why a tree can't answer a query.
 #[derive(Debug)]
 pub enum Problem<F> {
     /// The diff can't be applied there.
@@ -59,40 +61,41 @@ pub trait Tree {
     type Stamp: Clone;
     type Failure;
 
-    /// Where a path leads when links above its last component are followed. They may lead only to other places in the tree.
+    /// Resolves links above the last component of a path. They may only lead to other locations in
+    /// the tree.
     fn locate(&self, path: &Location) -> Result<Location, Problem<Self::Failure>>;
 
-    /// What is at a location. No link is followed, also none above the last component.
-    fn load(&self, location: &Location) -> Result<Found<Self::Stamp>, Problem<Self::Failure>>;
+    /// Loads the file at a location. Follows no links, not even above the last component.
+    fn load(&self, location: &Location) -> Result<TreeNode<Self::Stamp>, Problem<Self::Failure>>;
 
-    /// Everything below a directory that is no directory itself, at most `limit` and one more.
+    /// All non-directories below a directory, at most `limit` plus one.
     fn files_below(
         &self,
         directory: &Location,
         limit: usize,
     ) -> Result<Vec<Location>, Problem<Self::Failure>>;
 
-    /// A hash of a content, for people and records.
+    /// A hash of a content, for reports and audit records.
     fn digest(&self, bytes: &[u8]) -> String;
 }
 
-/// What the tree had at a location before the diff.
+/// The content of the tree at a location before the diff.
 #[derive(Clone, Debug)]
-pub enum Before<S> {
+pub enum PriorState<S> {
     Nothing,
     File(S),
     /// A directory that the diff empties and replaces.
     Directory(S),
 }
 
-/// A location in the picture.
+/// A location in the view.
 #[derive(Debug)]
 pub struct Entry<S> {
-    pub before: Before<S>,
+    pub before: PriorState<S>,
     pub now: Option<File>,
-    /// Something about it differs from the tree.
+    /// The entry differs from the tree.
     pub changed: bool,
-    /// The diff has given it a content.
+    /// The diff wrote content to it.
     written: bool,
 }
 
@@ -105,9 +108,9 @@ pub enum Operation {
     Copy,
 }
 
-/// What a section did.
+/// The effect of one section.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Touched {
+pub struct FileEffect {
     pub path: Vec<u8>,
     pub operation: Operation,
     pub digest_before: Option<String>,
@@ -115,25 +118,25 @@ pub struct Touched {
     pub from: Option<Vec<u8>>,
 }
 
-/// Why a part of a diff can't be applied.
+/// The reason why a part of a diff can't be applied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reject {
     pub path: Vec<u8>,
-    /// From 1; absent when the whole file is refused.
+    /// From 1; absent if the whole file is rejected.
     pub hunk: Option<u32>,
-    /// Of the old file, from 1.
+    /// Line of the old file, from 1.
     pub line: Option<u64>,
     pub reason: String,
 }
 
-/// What a diff makes of a tree.
+/// The effect of a diff on a tree.
 #[derive(Debug)]
 pub struct Plan<S> {
     pub entries: BTreeMap<Location, Entry<S>>,
-    pub touched: Vec<Touched>,
-    /// Empty when the diff applies.
+    pub effects: Vec<FileEffect>,
+    /// Empty if the diff applies.
     pub rejects: Vec<Reject>,
-    /// There may be more rejects than are listed.
+    /// The list of rejects is truncated.
     pub rejects_cut: bool,
 }
 
@@ -143,7 +146,7 @@ pub enum PlanError<F> {
     Tree(F),
 }
 
-/// Works out what a diff makes of a tree. Everything is rejected or nothing.
+/// Computes the effect of a diff on a tree. A diff applies as a whole or not at all.
 pub fn plan<T: Tree>(tree: &T, patch: &Patch<'_>) -> Result<Plan<T::Stamp>, PlanError<T::Failure>> {
     let mut planner = Planner::new(tree, patch.sections());
     for section in patch.sections() {
@@ -154,80 +157,80 @@ pub fn plan<T: Tree>(tree: &T, patch: &Patch<'_>) -> Result<Plan<T::Stamp>, Plan
         }
     }
     if planner.rejects.is_empty() {
-        planner.check_places()?;
+        planner.check_placement()?;
     }
     let rejects_cut = planner.rejects_cut();
     Ok(Plan {
         entries: planner.entries,
-        touched: planner.touched,
+        effects: planner.effects,
         rejects: planner.rejects,
         rejects_cut,
     })
 }
 
-enum Stop<F> {
+enum StepError<F> {
     /// Path and reason.
     Reject(Vec<u8>, String),
     TooLarge(String),
     Tree(F),
 }
 
-type Step<T, F> = Result<T, Stop<F>>;
+type Step<T, F> = Result<T, StepError<F>>;
 
 fn reject<T, F>(path: &[u8], reason: impl Into<String>) -> Step<T, F> {
-    Err(Stop::Reject(path.to_vec(), reason.into()))
+    Err(StepError::Reject(path.to_vec(), reason.into()))
 }
 
-fn of_tree<T, F>(result: Result<T, Problem<F>>, path: &[u8]) -> Step<T, F> {
+fn tree_result<T, F>(result: Result<T, Problem<F>>, path: &[u8]) -> Step<T, F> {
     result.map_err(|problem| match problem {
-        Problem::Reject(reason) => Stop::Reject(path.to_vec(), reason),
-        Problem::Failure(failure) => Stop::Tree(failure),
+        Problem::Reject(reason) => StepError::Reject(path.to_vec(), reason),
+        Problem::Failure(failure) => StepError::Tree(failure),
     })
 }
 
 struct Planner<'a, T: Tree> {
     tree: &'a T,
     entries: BTreeMap<Location, Entry<T::Stamp>>,
-    touched: Vec<Touched>,
+    effects: Vec<FileEffect>,
     rejects: Vec<Reject>,
     reject_bytes: usize,
-    /// Sources of renames: others may take their names.
+    /// Sources of renames: other sections may reuse their names.
     renamed: Locations,
-    /// Sources of renames, and what is deleted.
+    /// Sources of renames, and deleted files.
     leaving: Locations,
     /// Links that the diff creates, and links that it changes.
     new_links: Locations,
     changed_links: Locations,
     bytes: usize,
     worked: u64,
-    effort: Effort,
+    budget: SearchBudget,
 }
 
-/// What the modes of a section say about the type of its file.
+/// The type of a file according to a section's modes.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Type {
+enum FileType {
     Regular,
     Symlink,
 }
 
-fn type_of(mode: u32) -> Result<Type, String> {
+fn type_of(mode: u32) -> Result<FileType, String> {
     match mode & 0o170_000 {
-        0o100_000 => Ok(Type::Regular),
-        0o120_000 => Ok(Type::Symlink),
-        0o160_000 => Err("submodules (mode 160000) are not changed by patches".to_owned()),
+        0o100_000 => Ok(FileType::Regular),
+        0o120_000 => Ok(FileType::Symlink),
+        0o160_000 => Err("patches can't change submodules (mode 160000)".to_owned()),
         _ => Err(format!(
-            "the mode {mode:o} is not one of a regular file or a symbolic link"
+            "the mode {mode:o} is not that of a regular file or a symbolic link"
         )),
     }
 }
 
 fn is_link(mode: Option<u32>) -> bool {
-    mode.is_some_and(|mode| type_of(mode) == Ok(Type::Symlink))
+    mode.is_some_and(|mode| type_of(mode) == Ok(FileType::Symlink))
 }
 
 impl<'a, T: Tree> Planner<'a, T> {
     fn new(tree: &'a T, sections: &[Section<'_>]) -> Self {
-        // A name that is no location is rejected with its section.
+        // Names that are not locations are rejected with their section.
         let old = |section: &Section<'_>| {
             section
                 .old
@@ -240,7 +243,7 @@ impl<'a, T: Tree> Planner<'a, T> {
                 .as_deref()
                 .and_then(|name| Location::parse(name).ok())
         };
-        let of = |changes: &[Change]| {
+        let sections_with = |changes: &[Change]| {
             sections
                 .iter()
                 .filter(|section| changes.contains(&section.change))
@@ -249,34 +252,37 @@ impl<'a, T: Tree> Planner<'a, T> {
         Self {
             tree,
             entries: BTreeMap::new(),
-            touched: Vec::new(),
+            effects: Vec::new(),
             rejects: Vec::new(),
             reject_bytes: 0,
-            renamed: of(&[Change::Rename]).into_iter().filter_map(old).collect(),
-            leaving: of(&[Change::Rename, Change::Delete])
+            renamed: sections_with(&[Change::Rename])
                 .into_iter()
                 .filter_map(old)
                 .collect(),
-            new_links: of(&[Change::Create])
+            leaving: sections_with(&[Change::Rename, Change::Delete])
+                .into_iter()
+                .filter_map(old)
+                .collect(),
+            new_links: sections_with(&[Change::Create])
                 .into_iter()
                 .filter(|section| is_link(section.new_mode))
                 .filter_map(new)
                 .collect(),
-            changed_links: of(&[Change::Modify])
+            changed_links: sections_with(&[Change::Modify])
                 .into_iter()
                 .filter(|section| is_link(section.old_mode))
                 .filter_map(new)
                 .collect(),
             bytes: 0,
             worked: 0,
-            effort: Effort::default(),
+            budget: SearchBudget::default(),
         }
     }
 
     fn settle(&mut self, step: Step<(), T::Failure>) -> Result<(), PlanError<T::Failure>> {
         match step {
             Ok(()) => Ok(()),
-            Err(Stop::Reject(path, reason)) => {
+            Err(StepError::Reject(path, reason)) => {
                 self.reject(Reject {
                     path,
                     hunk: None,
@@ -285,8 +291,8 @@ impl<'a, T: Tree> Planner<'a, T> {
                 });
                 Ok(())
             }
-            Err(Stop::TooLarge(message)) => Err(PlanError::TooLarge(message)),
-            Err(Stop::Tree(failure)) => Err(PlanError::Tree(failure)),
+            Err(StepError::TooLarge(message)) => Err(PlanError::TooLarge(message)),
+            Err(StepError::Tree(failure)) => Err(PlanError::Tree(failure)),
         }
     }
 
@@ -319,7 +325,8 @@ impl<'a, T: Tree> Planner<'a, T> {
         {
             return reject(
                 named,
-                "a file that becomes a symbolic link, or the reverse, is written as a deletion and a creation",
+                "a change between a file and a symbolic link must be written as a deletion and a \
+                 creation",
             );
         }
         let wanted = types[0].or(types[1]);
@@ -330,33 +337,38 @@ impl<'a, T: Tree> Planner<'a, T> {
             );
         }
         match section.change {
-            Change::Create => self.create(section, named, wanted.unwrap_or(Type::Regular)),
+            Change::Create => self.create(section, named, wanted.unwrap_or(FileType::Regular)),
             Change::Modify => self.modify(section, wanted),
             Change::Delete => self.delete(section, named, wanted),
-            Change::Rename | Change::Copy => self.carry(section, wanted),
+            Change::Rename | Change::Copy => self.rename_or_copy(section, wanted),
         }
     }
 
-    fn create(&mut self, section: &Section<'_>, name: &[u8], wanted: Type) -> Step<(), T::Failure> {
+    fn create(
+        &mut self,
+        section: &Section<'_>,
+        name: &[u8],
+        wanted: FileType,
+    ) -> Step<(), T::Failure> {
         let target = self.target(name)?;
         if self.is_taken(&target, name) {
             return reject(name, "the file already exists");
         }
-        let Some(bytes) = self.changed(name, b"", &section.hunks, section.crlf)? else {
+        let Some(bytes) = self.apply_hunks(name, b"", &section.hunks, section.crlf)? else {
             return Ok(());
         };
         let after = self.tree.digest(&bytes);
         let executable = section.new_mode.is_some_and(|mode| mode & 0o111 != 0);
         let kind = match wanted {
-            Type::Symlink => Kind::Symlink,
-            Type::Regular => Kind::Regular(if executable { 0o755 } else { 0o644 }),
+            FileType::Symlink => Kind::Symlink,
+            FileType::Regular => Kind::Regular(if executable { 0o755 } else { 0o644 }),
         };
         self.set(name, &target, Some(File { kind, bytes }))?;
         self.touch(name, Operation::Create, None, Some(after), None);
         Ok(())
     }
 
-    fn modify(&mut self, section: &Section<'_>, wanted: Option<Type>) -> Step<(), T::Failure> {
+    fn modify(&mut self, section: &Section<'_>, wanted: Option<FileType>) -> Step<(), T::Failure> {
         let mut candidates: Vec<&[u8]> = section
             .new
             .iter()
@@ -366,7 +378,7 @@ impl<'a, T: Tree> Planner<'a, T> {
         candidates.dedup();
         let mut present = None;
         for candidate in &candidates {
-            // The result lies where the file is.
+            // The result replaces the file where it is.
             self.check_above(candidate, &parse(candidate)?)?;
             let location = self.source(candidate)?;
             if let Some(file) = self.now(&location) {
@@ -376,15 +388,15 @@ impl<'a, T: Tree> Planner<'a, T> {
         }
         let name = candidates.first().copied().unwrap_or_default();
         let Some((name, location, old)) = present else {
-            // Many write a creation without naming /dev/null.
+            // Many tools write a creation without naming /dev/null.
             if matches!(section.hunks.as_slice(), [hunk] if hunk.old_start == 0 && hunk.old_count == 0)
             {
-                return self.create(section, name, wanted.unwrap_or(Type::Regular));
+                return self.create(section, name, wanted.unwrap_or(FileType::Regular));
             }
             return reject(name, "no such file");
         };
-        check_type(name, &old, Some(wanted.unwrap_or(Type::Regular)))?;
-        let Some(bytes) = self.changed(name, &old.bytes, &section.hunks, section.crlf)? else {
+        check_type(name, &old, Some(wanted.unwrap_or(FileType::Regular)))?;
+        let Some(bytes) = self.apply_hunks(name, &old.bytes, &section.hunks, section.crlf)? else {
             return Ok(());
         };
         let (before, after) = (self.tree.digest(&old.bytes), self.tree.digest(&bytes));
@@ -404,14 +416,14 @@ impl<'a, T: Tree> Planner<'a, T> {
         &mut self,
         section: &Section<'_>,
         name: &[u8],
-        wanted: Option<Type>,
+        wanted: Option<FileType>,
     ) -> Step<(), T::Failure> {
         let location = self.source(name)?;
         let Some(old) = self.now(&location).cloned() else {
             return reject(name, "no such file");
         };
-        check_type(name, &old, Some(wanted.unwrap_or(Type::Regular)))?;
-        let Some(left) = self.changed(name, &old.bytes, &section.hunks, section.crlf)? else {
+        check_type(name, &old, Some(wanted.unwrap_or(FileType::Regular)))?;
+        let Some(left) = self.apply_hunks(name, &old.bytes, &section.hunks, section.crlf)? else {
             return Ok(());
         };
         if !left.is_empty() {
@@ -429,7 +441,11 @@ impl<'a, T: Tree> Planner<'a, T> {
     }
 
     /// A rename or a copy.
-    fn carry(&mut self, section: &Section<'_>, wanted: Option<Type>) -> Step<(), T::Failure> {
+    fn rename_or_copy(
+        &mut self,
+        section: &Section<'_>,
+        wanted: Option<FileType>,
+    ) -> Step<(), T::Failure> {
         let (from, to) = (
             section.old.as_deref().unwrap_or_default(),
             section.new.as_deref().unwrap_or_default(),
@@ -438,17 +454,17 @@ impl<'a, T: Tree> Planner<'a, T> {
         let Some(old) = self.in_tree(&source, from)? else {
             return reject(from, "no such file");
         };
-        // A file that only changes its name says nothing of its type.
+        // A pure rename has no mode, so any type is fine.
         let wanted = if section.hunks.is_empty() {
             wanted
         } else {
-            Some(wanted.unwrap_or(Type::Regular))
+            Some(wanted.unwrap_or(FileType::Regular))
         };
         check_type(from, &old, wanted)?;
         if source != target && self.is_taken(&target, to) {
             return reject(to, "the file already exists");
         }
-        let Some(bytes) = self.changed(to, &old.bytes, &section.hunks, section.crlf)? else {
+        let Some(bytes) = self.apply_hunks(to, &old.bytes, &section.hunks, section.crlf)? else {
             return Ok(());
         };
         let (before, after) = (self.tree.digest(&old.bytes), self.tree.digest(&bytes));
@@ -484,7 +500,7 @@ impl<'a, T: Tree> Planner<'a, T> {
         Ok(())
     }
 
-    /// Whether a file is at a location that no section of the diff takes away.
+    /// Whether the location holds a file that no section of the diff removes.
     fn is_taken(&self, target: &Location, name: &[u8]) -> bool {
         let goes = || Location::parse(name).is_ok_and(|name| self.renamed.contains(&name));
         self.entries
@@ -492,8 +508,8 @@ impl<'a, T: Tree> Planner<'a, T> {
             .is_some_and(|entry| entry.now.is_some() && (entry.written || !goes()))
     }
 
-    /// The content after the hunks; `None` when some were rejected.
-    fn changed(
+    /// The content after the hunks; `None` if some were rejected.
+    fn apply_hunks(
         &mut self,
         name: &[u8],
         old: &[u8],
@@ -502,26 +518,27 @@ impl<'a, T: Tree> Planner<'a, T> {
     ) -> Step<Option<Vec<u8>>, T::Failure> {
         self.worked += old.len() as u64;
         if self.worked > MAX_WORKED_BYTES {
-            return Err(Stop::TooLarge(
+            return Err(StepError::TooLarge(
                 "the diff changes large files too often; split it. Nothing was changed".to_owned(),
             ));
         }
-        // In a converted diff a new file has no carriage returns of its own; an old file shows whether it has.
-        let first = apply(old, hunks, crlf && old.is_empty(), &mut self.effort);
+        // In a converted diff the carriage returns of a new file are not its own; an old file shows
+        // whether it has any.
+        let first = apply(old, hunks, crlf && old.is_empty(), &mut self.budget);
         let result = if crlf && first.is_err() {
-            apply(old, hunks, true, &mut self.effort).or(first)
+            apply(old, hunks, true, &mut self.budget).or(first)
         } else {
             first
         };
         match result {
             Ok(bytes) => Ok(Some(bytes)),
-            Err(misses) => {
-                for miss in misses {
+            Err(failures) => {
+                for failure in failures {
                     self.reject(Reject {
                         path: name.to_vec(),
-                        hunk: Some(miss.hunk),
-                        line: Some(miss.line),
-                        reason: miss.reason,
+                        hunk: Some(failure.hunk),
+                        line: Some(failure.line),
+                        reason: failure.reason,
                     });
                 }
                 Ok(None)
@@ -557,8 +574,9 @@ impl<'a, T: Tree> Planner<'a, T> {
         if self.bytes <= MAX_TOTAL_BYTES {
             return Ok(());
         }
-        Err(Stop::TooLarge(format!(
-            "the files that the diff touches have more than {MAX_TOTAL_BYTES} bytes together; nothing was changed"
+        Err(StepError::TooLarge(format!(
+            "the files that the diff touches have more than {MAX_TOTAL_BYTES} bytes in total; \
+             nothing was changed"
         )))
     }
 
@@ -570,7 +588,7 @@ impl<'a, T: Tree> Planner<'a, T> {
         digest_after: Option<String>,
         from: Option<&[u8]>,
     ) {
-        self.touched.push(Touched {
+        self.effects.push(FileEffect {
             path: path.to_vec(),
             operation,
             digest_before,
@@ -585,7 +603,7 @@ impl<'a, T: Tree> Planner<'a, T> {
             .and_then(|entry| entry.now.as_ref())
     }
 
-    /// The location of a file that a section reads or takes away.
+    /// The location of a file that a section reads or removes.
     fn source(&mut self, name: &[u8]) -> Step<Location, T::Failure> {
         let path = parse(name)?;
         if let Some(link) = self.changed_links.above(&path) {
@@ -593,14 +611,14 @@ impl<'a, T: Tree> Planner<'a, T> {
         }
         let location = self.look_up(name, &path)?;
         if self.entries.get(&location).is_some_and(|entry| {
-            matches!(entry.before, Before::Directory(_)) && entry.now.is_none()
+            matches!(entry.before, PriorState::Directory(_)) && entry.now.is_none()
         }) {
-            return reject(name, "it is a directory");
+            return reject(name, "the path is a directory");
         }
         Ok(location)
     }
 
-    /// The location that a section puts a file at.
+    /// The location that a section writes a file to.
     fn target(&mut self, name: &[u8]) -> Step<Location, T::Failure> {
         let path = parse(name)?;
         self.check_above(name, &path)?;
@@ -608,9 +626,9 @@ impl<'a, T: Tree> Planner<'a, T> {
         let is_directory = self
             .entries
             .get(&location)
-            .is_some_and(|entry| matches!(entry.before, Before::Directory(_)));
+            .is_some_and(|entry| matches!(entry.before, PriorState::Directory(_)));
         if is_directory && !self.leaving.has_below(&path) {
-            return reject(name, "it is a directory");
+            return reject(name, "the path is a directory");
         }
         Ok(location)
     }
@@ -626,14 +644,14 @@ impl<'a, T: Tree> Planner<'a, T> {
         }
     }
 
-    /// Brings what is at a path into the picture.
+    /// Loads the file at a path into the view.
     fn look_up(&mut self, name: &[u8], path: &Location) -> Step<Location, T::Failure> {
         let location = self.locate(name, path)?;
         if !self.entries.contains_key(&location) {
-            let (before, now) = match of_tree(self.tree.load(&location), name)? {
-                Found::Nothing => (Before::Nothing, None),
-                Found::Directory(stamp) => (Before::Directory(stamp), None),
-                Found::File(stamp, file) => (Before::File(stamp), Some(file)),
+            let (before, now) = match tree_result(self.tree.load(&location), name)? {
+                TreeNode::Nothing => (PriorState::Nothing, None),
+                TreeNode::Directory(stamp) => (PriorState::Directory(stamp), None),
+                TreeNode::File(stamp, file) => (PriorState::File(stamp), Some(file)),
             };
             self.bytes += now.as_ref().map_or(0, |file| file.bytes.len());
             self.entries.insert(
@@ -651,30 +669,31 @@ impl<'a, T: Tree> Planner<'a, T> {
     }
 
     fn locate(&self, name: &[u8], path: &Location) -> Step<Location, T::Failure> {
-        // Below a file or link that the diff takes away there is nothing yet, whatever a link leads to.
+        // Below a file or link that the diff removes there is nothing yet, wherever the link
+        // points.
         if let Some(above) = self.leaving.above(path) {
-            let place = of_tree(self.tree.locate(above), name)?;
-            return Ok(path.moved(above, &place));
+            let place = tree_result(self.tree.locate(above), name)?;
+            return Ok(path.rebased(above, &place));
         }
-        of_tree(self.tree.locate(path), name)
+        tree_result(self.tree.locate(path), name)
     }
 
-    /// The content before the diff, which the picture may have lost by now.
+    /// The file before the diff, even if the view has changed since.
     fn in_tree(&self, location: &Location, name: &[u8]) -> Step<Option<File>, T::Failure> {
         let Some(entry) = self.entries.get(location) else {
             return Ok(None);
         };
-        if !entry.changed || !matches!(entry.before, Before::File(_)) {
+        if !entry.changed || !matches!(entry.before, PriorState::File(_)) {
             return Ok(entry.now.clone());
         }
-        match of_tree(self.tree.load(location), name)? {
-            Found::File(_, file) => Ok(Some(file)),
+        match tree_result(self.tree.load(location), name)? {
+            TreeNode::File(_, file) => Ok(Some(file)),
             _ => Ok(None),
         }
     }
 
-    /// Rejects files that lie below other files, and files in place of directories that stay.
-    fn check_places(&mut self) -> Result<(), PlanError<T::Failure>> {
+    /// Rejects files below other files, and files that replace directories with remaining content.
+    fn check_placement(&mut self) -> Result<(), PlanError<T::Failure>> {
         let mut found = Vec::new();
         let mut last: Option<(&Location, Kind)> = None;
         for (location, entry) in &self.entries {
@@ -682,7 +701,7 @@ impl<'a, T: Tree> Planner<'a, T> {
             if let Some((above, kind)) = last
                 && above.is_above(location)
             {
-                let what = if kind == Kind::Symlink {
+                let noun = if kind == Kind::Symlink {
                     "a symbolic link"
                 } else {
                     "a file"
@@ -690,7 +709,7 @@ impl<'a, T: Tree> Planner<'a, T> {
                 found.push((
                     location.as_bytes().to_vec(),
                     format!(
-                        "the path lies below {}, which is {what} after the diff",
+                        "the path is below {}, which is {noun} after the diff",
                         crate::excerpt(above.as_bytes())
                     ),
                 ));
@@ -702,7 +721,7 @@ impl<'a, T: Tree> Planner<'a, T> {
             .entries
             .iter()
             .filter(|(_, entry)| {
-                matches!(entry.before, Before::Directory(_)) && entry.now.is_some()
+                matches!(entry.before, PriorState::Directory(_)) && entry.now.is_some()
             })
             .map(|(location, _)| location)
             .collect();
@@ -722,7 +741,7 @@ impl<'a, T: Tree> Planner<'a, T> {
             };
             if let Some(location) = below.iter().find(stays) {
                 let reason = format!(
-                    "it is a directory, and {} in it is not deleted by the diff",
+                    "the path is a directory, and the diff does not delete {} in it",
                     crate::excerpt(location.as_bytes())
                 );
                 found.push((directory.as_bytes().to_vec(), reason));
@@ -746,20 +765,20 @@ fn parse<F>(name: &[u8]) -> Step<Location, F> {
 
 fn below_link(link: &Location) -> String {
     format!(
-        "the path lies below {}, a symbolic link that the diff creates or changes",
+        "the path is below {}, a symbolic link that the diff creates or changes",
         crate::excerpt(link.as_bytes())
     )
 }
 
-fn check_type<F>(name: &[u8], file: &File, wanted: Option<Type>) -> Step<(), F> {
+fn check_type<F>(name: &[u8], file: &File, wanted: Option<FileType>) -> Step<(), F> {
     match (wanted, file.kind) {
-        (Some(Type::Regular), Kind::Symlink) => reject(
+        (Some(FileType::Regular), Kind::Symlink) => reject(
             name,
-            "it is a symbolic link; a diff that changes one says so by the mode 120000",
+            "the file is a symbolic link; a diff that changes one must have the mode 120000",
         ),
-        (Some(Type::Symlink), Kind::Regular(_)) => reject(
+        (Some(FileType::Symlink), Kind::Regular(_)) => reject(
             name,
-            "it is a regular file, and the diff is of a symbolic link (mode 120000)",
+            "the file is a regular file, but the diff is of a symbolic link (mode 120000)",
         ),
         _ => Ok(()),
     }
@@ -775,13 +794,14 @@ fn check_target<F>(name: &[u8], target: &[u8]) -> Step<(), F> {
     if target.ends_with(b"\n") {
         return reject(
             name,
-            "the target of the symbolic link ends in a newline; write '\\ No newline at end of file' after it",
+            "the target of the symbolic link ends in a newline; write '\\ No newline at end of \
+             file' after it",
         );
     }
     Ok(())
 }
 
-/// Only whether a file can be executed is in a diff; the rest of its permissions stays.
+/// A diff carries only the executable bit; the other permissions stay.
 const fn new_kind(old: Kind, new: Option<u32>) -> Kind {
     match (old, new) {
         (Kind::Regular(old), Some(new)) if new & 0o111 != 0 => {

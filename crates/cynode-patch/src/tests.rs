@@ -38,7 +38,7 @@ fn planned(tree: &Memory, diff: &str) -> Plan<()> {
     plan(tree, &patch).unwrap_or_else(|_| panic!("planned"))
 }
 
-/// The tree after a diff.
+/// The tree after applying a diff.
 fn patched(mut tree: Memory, diff: &str) -> Memory {
     let rejects = planned(&tree, diff).rejects;
     assert!(tree.patch(diff.as_bytes(), 1), "{rejects:?}");
@@ -114,7 +114,7 @@ fn a_file_becomes_a_link_and_the_reverse_as_git_writes_it() {
         patched(linked, &(delete_link("f", "t") + &create("f"))),
         before
     );
-    // A file that moved and left a link: git writes the link first.
+    // A file that moved and left a link behind: git writes the link first.
     let moved = create_link("f", "g")
         + "diff --git a/f b/g\nsimilarity index 100%\nrename from f\nrename to g\n";
     assert_eq!(
@@ -126,7 +126,7 @@ fn a_file_becomes_a_link_and_the_reverse_as_git_writes_it() {
 #[test]
 fn a_directory_becomes_a_link_and_the_reverse() {
     let before = tree(&[("d/x", regular("x\n")), ("d/y/z", regular("x\n"))]);
-    // git writes the link before what is deleted below it.
+    // git writes the link before the deletions below it.
     let linked = patched(
         before.clone(),
         &(create_link("d", "t") + &delete("d/x") + &delete("d/y/z")),
@@ -141,9 +141,12 @@ fn a_directory_becomes_a_link_and_the_reverse() {
     );
     assert!(
         reason(&before, &(create_link("d", "t") + &delete("d/x")))
-            .contains("'d/y/z' in it is not deleted")
+            .contains("does not delete 'd/y/z' in it")
     );
-    assert_eq!(reason(&before, &create_link("d", "t")), "it is a directory");
+    assert_eq!(
+        reason(&before, &create_link("d", "t")),
+        "the path is a directory"
+    );
     let filed = patched(
         before.clone(),
         &(create("d") + &delete("d/x") + &delete("d/y/z")),
@@ -280,21 +283,21 @@ fn a_diff_says_whether_it_is_of_a_link() {
 }
 
 #[test]
-fn what_was_done_is_told_in_order() {
+fn effects_are_reported_in_order() {
     let before = tree(&[("f", regular("x\n"))]);
-    let touched = planned(&before, &(delete("f") + &create_link("f", "t"))).touched;
-    let told: Vec<_> = touched
+    let effects = planned(&before, &(delete("f") + &create_link("f", "t"))).effects;
+    let reported: Vec<_> = effects
         .iter()
-        .map(|touched| {
+        .map(|effect| {
             (
-                touched.operation,
-                touched.digest_before.is_some(),
-                touched.digest_after.is_some(),
+                effect.operation,
+                effect.digest_before.is_some(),
+                effect.digest_after.is_some(),
             )
         })
         .collect();
     assert_eq!(
-        told,
+        reported,
         [
             (Operation::Delete, true, false),
             (Operation::Create, false, true)
@@ -365,10 +368,20 @@ fn section() -> impl Strategy<Value = String> {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4_096))]
-    /// `Memory::patch` asserts that every path that is looked at, changed or told is one of `Patch::paths`.
+    /// `Memory::patch` asserts that every loaded, changed or reported path is in `Patch::paths`.
     #[test]
-    fn every_path_that_an_applied_diff_touches_is_named(sections in proptest::collection::vec(section(), 1..5), strip in 0_u32..3) {
-        let mut tree = tree(&[("f", regular("x\n")), ("g", regular("t")), ("d/x", regular("x\n")), ("d/y", link("t")), ("l", link("t"))]);
+    // invariant: one-reader
+    fn every_path_that_an_applied_diff_touches_is_named(
+        sections in proptest::collection::vec(section(), 1..5),
+        strip in 0_u32..3,
+    ) {
+        let mut tree = tree(&[
+            ("f", regular("x\n")),
+            ("g", regular("t")),
+            ("d/x", regular("x\n")),
+            ("d/y", link("t")),
+            ("l", link("t")),
+        ]);
         let _applied = tree.patch(sections.concat().as_bytes(), strip);
     }
 

@@ -1,8 +1,8 @@
-//! What a caller can ask for. Every call of every surface is one of these, and rules name them as
+//! The actions of callers. Every call on every API is one of these, and rules name them as
 //! `CyNode::Action::"session.exec"`.
 //!
-//! What must stay true: the names are published, as the schema's are, so that none changes its meaning; an action either changes
-//! nothing (`read`) or it changes something (`write`), and never both. The other groups lie across these two.
+//! Invariants: action names are published with the schema and never change their meaning; an action
+//! belongs to exactly one of the groups `read` and `write`. The other groups are orthogonal.
 
 use std::{fmt, str::FromStr};
 
@@ -14,13 +14,17 @@ macro_rules! actions {
         impl Action {
             pub const ALL: &'static [Self] = &[$(Self::$variant),*];
 
-            /// The name in rules, in the audit trail and on every surface.
+            /// The name in rules, in the audit trail and in every API.
             #[must_use]
-            pub const fn as_str(self) -> &'static str { match self { $(Self::$variant => $name,)* } }
+            pub const fn as_str(self) -> &'static str {
+                match self { $(Self::$variant => $name,)* }
+            }
 
-            /// The groups by which a rule can name it.
+            /// The groups that a rule can name instead of the action.
             #[must_use]
-            pub const fn groups(self) -> &'static [&'static str] { match self { $(Self::$variant => &[$($group),*],)* } }
+            pub const fn groups(self) -> &'static [&'static str] {
+                match self { $(Self::$variant => &[$($group),*],)* }
+            }
         }
 
         impl FromStr for Action {

@@ -1,7 +1,8 @@
-//! Callers, things and calls as Cedar sees them.
+//! Callers, resources and calls as Cedar entities.
 //!
-//! What must stay true: no text of a caller is ever parsed here. Ids and attributes go into Cedar as values, so that no quote,
-//! backslash or newline in one can become part of anything else. What is made here fits the schema.
+//! Invariant: caller-supplied text is never parsed here. Ids and attributes are passed to Cedar as
+//! values, so no quote, backslash or newline can be interpreted. All entities conform to the
+//! schema.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -16,7 +17,7 @@ use uuid::Uuid;
 
 use crate::Action;
 
-/// What an agent's token lets it be.
+/// The role of an agent's token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     ProjectManager,
@@ -33,17 +34,17 @@ impl Role {
     }
 }
 
-/// Who calls.
+/// The caller.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Principal {
-    /// Groups by their names.
+    /// Groups are identified by name.
     User {
         id: Uuid,
         name: String,
         admin: bool,
         groups: Vec<String>,
     },
-    /// `user` is who made the token.
+    /// `user` created the token.
     Agent {
         token: Uuid,
         role: Role,
@@ -57,7 +58,7 @@ pub enum Principal {
     },
 }
 
-/// Where a thing belongs, and whose it is: its owner's and its project's owner's.
+/// The task and project of a resource, and its owners: its own and its project's.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Place {
     pub task: Option<Uuid>,
@@ -65,7 +66,7 @@ pub struct Place {
     pub owners: Vec<Uuid>,
 }
 
-/// What a call is about.
+/// The target of a call.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Resource {
     System,
@@ -122,33 +123,37 @@ pub enum Resource {
     },
 }
 
-/// How something is asked for, as far as rules look at it. What is not part of a call is absent.
+/// The parameters of a call that rules can test. Parameters that a call doesn't have are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Call {
-    /// As [`crate::within_workspace`] gives it.
+    /// Normalized by [`crate::within_workspace`].
     pub path: Option<String>,
-    /// As it was sent; rules also see its last component, as `program_name`.
+    /// Verbatim from the request; rules also see its last component, as `program_name`.
     pub program: Option<String>,
     pub image: Option<String>,
     pub token_kind: Option<String>,
     pub network: Option<String>,
     pub pty: bool,
-    /// The limits of a sandbox that is to be made, with the defaults for those that were not named.
+    /// The limits of a sandbox to create, with defaults for those that the caller omitted.
     pub limits: Option<CallLimits>,
 }
 
-/// Limits as rules compare them: whole numbers.
+/// Limits as integers, so that rules can compare them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CallLimits {
     pub memory_bytes: i64,
-    /// Thousandths of a processor.
+    /// Thousandths of a CPU.
     pub millicpus: i64,
     pub pids: i64,
+    pub disk_bytes: i64,
+    /// Open files of one process.
+    pub nofile: i64,
 }
 
-/// Why Cedar can't be asked. Only the third can happen: the action is not about such a thing.
+/// The reason why Cedar can't evaluate a call. Only `Request` occurs in practice: the action
+/// doesn't apply to the resource's type.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Unaskable {
+pub(crate) enum RequestError {
     #[error(transparent)]
     Attribute(Box<EntityAttrEvaluationError>),
     #[error(transparent)]
@@ -168,7 +173,7 @@ impl Principal {
         }
     }
 
-    pub(crate) fn entity(&self) -> Result<Entity, Unaskable> {
+    pub(crate) fn entity(&self) -> Result<Entity, RequestError> {
         let (attributes, parents) = match self {
             Self::User {
                 name,
@@ -212,7 +217,8 @@ impl Principal {
 }
 
 impl Place {
-    /// What a thing here is in. Both are said outright, so that the task need not be known to Cedar for its project to count.
+    /// The parent entities of a resource. Includes the project directly, so that Cedar need not
+    /// know the task.
     fn parents(&self) -> HashSet<EntityUid> {
         let task = self.task.map(|task| by_id(&TYPES.task, task));
         task.into_iter().chain(self.project_uid()).collect()
@@ -249,7 +255,7 @@ impl Resource {
         }
     }
 
-    pub(crate) fn entity(&self) -> Result<Entity, Unaskable> {
+    pub(crate) fn entity(&self) -> Result<Entity, RequestError> {
         let (attributes, parents) = match self {
             Self::System | Self::User { .. } | Self::Node { .. } | Self::Policy { .. } => {
                 (vec![], HashSet::new())
@@ -297,7 +303,7 @@ impl Resource {
 }
 
 impl Call {
-    pub(crate) fn context(&self) -> Result<Context, Unaskable> {
+    pub(crate) fn context(&self) -> Result<Context, RequestError> {
         let Self {
             path,
             program,
@@ -314,38 +320,42 @@ impl Call {
             ("token_kind", token_kind),
             ("network", network),
         ];
-        let given = texts
+        let texts = texts
             .into_iter()
             .filter_map(|(name, text)| Some((name, text.as_deref()?)));
-        let given = given.chain(
+        let texts = texts.chain(
             program
                 .as_deref()
                 .map(|program| ("program_name", program_name(program))),
         );
-        let given = given.map(|(name, text)| (name, string(text)));
+        let texts = texts.map(|(name, text)| (name, string(text)));
         let limits = limits.iter().flat_map(|limits| {
             let CallLimits {
                 memory_bytes,
                 millicpus,
                 pids,
+                disk_bytes,
+                nofile,
             } = *limits;
             [
                 ("memory_bytes", memory_bytes),
                 ("millicpus", millicpus),
                 ("pids", pids),
+                ("disk_bytes", disk_bytes),
+                ("nofile", nofile),
             ]
             .map(|(name, value)| (name, RestrictedExpression::new_long(value)))
         });
-        let pairs = given
+        let pairs = texts
             .chain(limits)
             .chain([("pty", boolean(*pty))])
             .map(|(name, value)| (name.to_owned(), value));
-        Context::from_pairs(pairs).map_err(|error| Unaskable::Call(Box::new(error)))
+        Context::from_pairs(pairs).map_err(|error| RequestError::Call(Box::new(error)))
     }
 }
 
-/// The last component of a program's path: `rm` of `rm`, `/bin/rm` and `../bin//rm`. The kernel runs no path that ends in a slash; it is
-/// dropped here, so that such a path is not a way around a rule either.
+/// The last component of a program's path: `rm` for `rm`, `/bin/rm` and `../bin//rm`. The kernel
+/// refuses a path that ends in a slash; dropping the slash closes that way around a rule anyway.
 fn program_name(program: &str) -> &str {
     let path = program.trim_end_matches('/');
     path.rsplit_once('/').map_or(path, |(_, name)| name)
@@ -356,7 +366,7 @@ impl Action {
         uid(&TYPES.action, self.as_str())
     }
 
-    /// With the groups that it is in, as the schema has them.
+    /// The action's entity with its groups, as in the schema.
     pub(crate) fn entity(self) -> Entity {
         Entity::new_no_attrs(
             self.uid(),
@@ -368,7 +378,7 @@ impl Action {
     }
 }
 
-/// The names of the schema's types: parsed once, since each decision needs several of them.
+/// The schema's type names, parsed once: each decision needs several of them.
 struct Types {
     action: EntityTypeName,
     user: EntityTypeName,
@@ -393,7 +403,7 @@ static TYPES: LazyLock<Types> = LazyLock::new(|| {
     let name = |name: &str| {
         format!("CyNode::{name}")
             .parse()
-            .expect("the name of a type in our own schema")
+            .expect("a type of our own schema")
     };
     Types {
         action: name("Action"),
@@ -447,12 +457,12 @@ fn entity(
     uid: EntityUid,
     attributes: Vec<(&'static str, RestrictedExpression)>,
     parents: HashSet<EntityUid>,
-) -> Result<Entity, Unaskable> {
+) -> Result<Entity, RequestError> {
     let attributes: HashMap<_, _> = attributes
         .into_iter()
         .map(|(name, value)| (name.to_owned(), value))
         .collect();
-    Entity::new(uid, attributes, parents).map_err(|error| Unaskable::Attribute(Box::new(error)))
+    Entity::new(uid, attributes, parents).map_err(|error| RequestError::Attribute(Box::new(error)))
 }
 
 #[cfg(test)]
@@ -465,7 +475,7 @@ mod tests {
         Uuid::from_u128(number)
     }
 
-    fn assert_fits(entity: Result<Entity, Unaskable>) {
+    fn assert_conforms(entity: Result<Entity, RequestError>) {
         let (schema, _) = Schema::from_cedarschema_str(crate::SCHEMA).expect("our own schema");
         let entity = entity.expect("values are values");
         let text = entity.to_string();
@@ -476,8 +486,8 @@ mod tests {
     }
 
     #[test]
-    fn what_cedar_is_told_of_callers_fits_the_schema() {
-        assert_fits(
+    fn entities_of_callers_conform_to_the_schema() {
+        assert_conforms(
             Principal::User {
                 id: id(1),
                 name: "a".to_owned(),
@@ -486,7 +496,7 @@ mod tests {
             }
             .entity(),
         );
-        assert_fits(
+        assert_conforms(
             Principal::Agent {
                 token: id(1),
                 role: Role::ProjectManager,
@@ -496,7 +506,7 @@ mod tests {
             }
             .entity(),
         );
-        assert_fits(
+        assert_conforms(
             Principal::Agent {
                 token: id(1),
                 role: Role::ProjectAnalyst,
@@ -506,7 +516,7 @@ mod tests {
             }
             .entity(),
         );
-        assert_fits(
+        assert_conforms(
             Principal::Sandbox {
                 token: id(1),
                 task: id(3),
@@ -515,9 +525,9 @@ mod tests {
         );
     }
 
-    /// All but a user, of whom only the id is known.
+    /// Except users: only their ids are known.
     #[test]
-    fn what_cedar_is_told_of_things_fits_the_schema() {
+    fn entities_of_resources_conform_to_the_schema() {
         for place in [
             Place::default(),
             Place {
@@ -573,7 +583,7 @@ mod tests {
                 },
                 Resource::Policy { id: "a".to_owned() },
             ] {
-                assert_fits(resource.entity());
+                assert_conforms(resource.entity());
             }
         }
     }
@@ -594,7 +604,7 @@ mod tests {
         }
     }
 
-    /// Whatever place a caller of this crate gives them.
+    /// Even if a caller of this crate passes such a place.
     #[test]
     fn a_project_and_a_task_are_never_in_themselves() {
         let place = Place {

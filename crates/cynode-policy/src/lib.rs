@@ -1,7 +1,8 @@
-//! Decisions: who may do what, what must not enter a sandbox, and what a path means to a rule.
+//! Policy decisions: authorization, secrets that must not enter a sandbox, and paths as rules see
+//! them.
 //!
-//! What must stay true: nothing here reads a file, a clock or a socket, or waits. The same question has the same answer, so that
-//! every decision can be made again from what the audit trail holds.
+//! Invariant: nothing here does I/O, reads a clock or waits. The same input gives the same
+//! decision, so every decision can be reproduced from the audit trail.
 #![forbid(unsafe_code)]
 
 mod action;
@@ -16,5 +17,5 @@ pub use entities::{Call, CallLimits, Place, Principal, Resource, Role};
 pub use paths::within_workspace;
 pub use policies::{DEFAULTS, Decision, Effect, Flaw, MAX_DOCUMENT_BYTES, Policies, Rule, SCHEMA};
 pub use secrets::{
-    Channel, ContentScan, Held, Hit, Scanner, ShapeAction, ShapePolicy, ShapeSetting, Watch,
+    Channel, ContentScan, HeldSecrets, Hit, Scanner, ShapeAction, ShapePolicy, ShapeSetting, Watch,
 };

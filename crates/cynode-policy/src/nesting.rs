@@ -1,24 +1,26 @@
-//! How deeply a text is nested, told before it is read.
+//! Bounds the nesting of a policy document before Cedar parses it.
 //!
-//! Cedar reads by recursion: a text of a few kilobytes could use up the stack and end the process, or be so deep that the validator
-//! gives up and lets it pass. And for an `if` the validator may look at what follows twice, so that a few dozen of them within one
-//! another would take it years. What is handed to Cedar is shallow enough for a thread's stack and for somebody who waits.
+//! Cedar's parser recurses: a few kilobytes of text could overflow the stack and end the process,
+//! or be so deep that the validator gives up and accepts it. The validator may also evaluate the
+//! branches of an `if` twice, so a few dozen nested ones would take years. Documents that pass this
+//! check fit a thread's stack and validate in reasonable time.
 
-/// Brackets within one another.
-const BRACKETS: usize = 32;
-/// Signs of operators that apply to one another, those within brackets included. `&&` is two, and a bracket one.
-const OPERATORS: usize = 300;
-/// What one `if` counts for, so that there are few of them.
-const IF: usize = 40;
+/// Nested brackets.
+const MAX_BRACKETS: usize = 32;
+/// Operator characters in one expression, including those in brackets. `&&` counts twice, a bracket
+/// once.
+const MAX_OPERATORS: usize = 300;
+/// The number of operators that one `if` counts for.
+const IF_COST: usize = 40;
 
-/// What is between two brackets, as far as it was read.
+/// The text between two brackets, up to the current position.
 #[derive(Default)]
 struct Level {
-    /// In the part since the last comma.
+    /// Operators since the last comma.
     operators: usize,
-    /// Of what is in brackets in that part.
+    /// The deepest bracket since the last comma.
     inner: usize,
-    /// Of the parts before it.
+    /// The deepest part before the last comma.
     parts: usize,
 }
 
@@ -29,13 +31,14 @@ impl Level {
         self.inner = 0;
     }
 
-    /// The first of a chain of operators lies deepest, so that what comes after a bracket counts as much as what came before it.
+    /// The first operator of a chain is nested deepest, so operators after a bracket count like
+    /// those before it.
     fn depth(&self) -> usize {
         self.parts.max(self.operators + self.inner)
     }
 }
 
-/// The offset where a text gets too deep.
+/// The offset at which a text is nested too deeply.
 pub(crate) fn too_deep(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     let mut levels = vec![Level::default()];
@@ -52,7 +55,7 @@ pub(crate) fn too_deep(text: &str) -> Option<usize> {
             }
             b')' | b']' | b'}' => {
                 let depth = level.depth();
-                // A bracket too many is Cedar's to tell.
+                // Cedar reports unbalanced brackets.
                 if levels.len() > 1 {
                     levels.pop();
                     let level = levels.last_mut()?;
@@ -67,14 +70,14 @@ pub(crate) fn too_deep(text: &str) -> Option<usize> {
                     .position(|byte| !byte.is_ascii_alphanumeric() && *byte != b'_')
                     .map_or(bytes.len(), |length| offset + length);
                 level.operators += match &bytes[offset..next] {
-                    b"if" => IF,
+                    b"if" => IF_COST,
                     b"when" | b"unless" => 1,
                     _ => 0,
                 };
             }
             _ => {}
         }
-        if levels.len() > BRACKETS || levels.last()?.depth() > OPERATORS {
+        if levels.len() > MAX_BRACKETS || levels.last()?.depth() > MAX_OPERATORS {
             return Some(offset);
         }
         offset = next;
@@ -100,10 +103,11 @@ fn end_of_line(bytes: &[u8], offset: usize) -> usize {
         .map_or(bytes.len(), |length| offset + length)
 }
 
-/// For whoever wrote it.
+/// The message for the author.
 pub(crate) fn remedy() -> String {
-    let ifs = OPERATORS / IF;
+    let ifs = MAX_OPERATORS / IF_COST;
     format!(
-        "nested too deeply: at most {BRACKETS} brackets or {ifs} ifs within one another, and {OPERATORS} signs of operators in one expression; make more rules of it, or use a set"
+        "nested too deeply: at most {MAX_BRACKETS} nested brackets or {ifs} nested ifs, and \
+         {MAX_OPERATORS} operator characters in one expression; split the rule, or use a set"
     )
 }

@@ -1,12 +1,14 @@
-//! Paths as rules see them.
+//! Path normalization for rules.
 
-/// Where relative paths begin, as they do inside a sandbox.
+/// The base of relative paths, as inside a sandbox.
 const WORKSPACE: &str = "/workspace";
 
-/// The path as rules see it: absolute, relative ones from `/workspace`, without `.`, `..`, or doubled and closing slashes.
+/// Normalizes a path for rules: absolute, relative ones resolved against `/workspace`, without `.`,
+/// `..`, or redundant slashes.
 ///
-/// It goes by the words alone and asks no file system, so a link inside the sandbox can lead elsewhere: a rule about paths is about
-/// what callers ask for. What the sandbox's user may touch is the sandbox's to decide.
+/// The result is purely lexical, so a symbolic link inside the sandbox can point elsewhere: a rule
+/// about paths limits what callers request. The sandbox's own permissions limit what its user can
+/// touch.
 #[must_use]
 pub fn within_workspace(path: &str) -> String {
     let start = if path.starts_with('/') { "" } else { WORKSPACE };

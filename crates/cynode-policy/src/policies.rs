@@ -1,7 +1,8 @@
-//! Rules, and what they decide.
+//! Policy documents and authorization decisions.
 //!
-//! What must stay true: what no rule permits is denied; a rule that forbids outdoes any that permit, in whatever order they come;
-//! a rule that fails while it is evaluated denies, because nobody can say what it would have forbidden.
+//! Invariants: a call that no rule permits is denied; a `forbid` overrides any `permit`, in
+//! whatever order they come; a rule that fails during evaluation denies, because its effect is
+//! unknown.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,32 +16,33 @@ use cedar_policy::{
 };
 use miette::Diagnostic;
 
-use crate::{Action, Call, Principal, Resource, entities::Unaskable, nesting};
+use crate::{Action, Call, Principal, Resource, entities::RequestError, nesting};
 
-/// What rules can speak of.
+/// The schema that rules are validated against.
 pub const SCHEMA: &str = include_str!("../schema.cedarschema");
-/// The rules that hold until an administrator puts others in their place.
+/// The default rules, in effect until an administrator replaces them.
 pub const DEFAULTS: &str = include_str!("../defaults.cedar");
 
-/// The longest document. Checking one takes time that grows with it.
+/// The longest document. The time to validate one grows with its length.
 pub const MAX_DOCUMENT_BYTES: usize = 64 * 1024;
 
-/// How far a rule may look: into the caller and the thing, not into what these name, which Cedar is not told of.
-const DEPTH: u32 = 1;
+/// How far a rule may dereference: attributes of the caller and the resource, but not of entities
+/// that those refer to, because Cedar doesn't get them.
+const DEREFERENCE_LEVEL: u32 = 1;
 
 static VALIDATOR: LazyLock<Validator> = LazyLock::new(|| {
     let (schema, _) =
-        Schema::from_cedarschema_str(SCHEMA).expect("our own schema, which the tests read");
+        Schema::from_cedarschema_str(SCHEMA).expect("our own schema, which the tests parse");
     Validator::new(schema)
 });
 
-/// Why a policy can't be kept.
+/// A reason to refuse a policy document.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 #[error("policy '{policy}': {message}")]
 pub struct Flaw {
     /// The document's id.
     pub policy: String,
-    /// With line and column, where they are known.
+    /// With line and column, if known.
     pub message: String,
 }
 
@@ -64,12 +66,12 @@ impl Effect {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Rule {
     pub document: String,
-    /// What its annotation `@id("…")` says, else its number in the document, from 1.
+    /// The annotation `@id("…")`, else the rule's number in the document, from 1.
     pub name: String,
     pub effect: Effect,
 }
 
-/// As decisions name it.
+/// The name in decisions.
 impl fmt::Display for Rule {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{}/{}", self.document, self.name)
@@ -79,20 +81,20 @@ impl fmt::Display for Rule {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decision {
     pub allowed: bool,
-    /// The rules that made it, as `document/rule`, sorted. None when it was denied because none permits it.
+    /// The deciding rules, as `document/rule`, sorted. Empty if no rule permits the call.
     pub rules: Vec<String>,
-    /// What failed while the rules were evaluated; with any, the decision is a denial.
+    /// Errors during evaluation; any error makes the decision a denial.
     pub errors: Vec<String>,
 }
 
-/// A set of policy documents that were checked against the schema.
+/// A set of policy documents, validated against the schema.
 #[derive(Clone)]
 pub struct Policies {
     set: PolicySet,
     rules: Vec<Rule>,
 }
 
-/// Without the rules' texts, which are long.
+/// Omits the texts of the rules: they are long.
 impl fmt::Debug for Policies {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
@@ -103,8 +105,8 @@ impl fmt::Debug for Policies {
 }
 
 impl Policies {
-    /// Reads documents, each an id and its text. All flaws of all documents are told at once, but those of meaning only when every
-    /// document can be read.
+    /// Parses documents, each an id and its text. Reports all flaws of all documents at once, but
+    /// validates against the schema only if every document parses.
     pub fn parse<'a>(
         texts: impl IntoIterator<Item = (&'a str, &'a str)>,
     ) -> Result<Self, Vec<Flaw>> {
@@ -118,7 +120,7 @@ impl Policies {
             if documents.insert(document, text).is_some() {
                 flaws.push(Flaw {
                     policy: document.to_owned(),
-                    message: "there are two documents of this name".to_owned(),
+                    message: "there are two documents with this name".to_owned(),
                 });
             } else {
                 read.add(document, text, &mut flaws);
@@ -136,7 +138,7 @@ impl Policies {
         }
     }
 
-    /// Whether this caller may do this to this thing, called like this.
+    /// Decides whether a caller may perform an action on a resource, with these parameters.
     pub fn decide(
         &self,
         principal: &Principal,
@@ -144,8 +146,8 @@ impl Policies {
         resource: &Resource,
         call: &Call,
     ) -> Decision {
-        let (request, entities) = match question(principal, action, resource, call) {
-            Ok(question) => question,
+        let (request, entities) = match cedar_request(principal, action, resource, call) {
+            Ok(cedar_request) => cedar_request,
             Err(error) => {
                 return Decision {
                     allowed: false,
@@ -165,7 +167,7 @@ impl Policies {
             )
             .collect();
         let cedar_allows = response.decision() == cedar_policy::Decision::Allow;
-        // Where only failures stand against it, those that permit it did not make the decision.
+        // If only failures deny the call, the rules that permit it did not decide.
         let reasons = response
             .diagnostics()
             .reason()
@@ -194,11 +196,11 @@ impl Policies {
         };
         if text.len() > MAX_DOCUMENT_BYTES {
             return flaws.push(flaw(format!(
-                "longer than {MAX_DOCUMENT_BYTES} bytes; make more documents of it"
+                "longer than {MAX_DOCUMENT_BYTES} bytes; split it into several documents"
             )));
         }
         if let Some(offset) = nesting::too_deep(text) {
-            return flaws.push(flaw(at(text, offset, &nesting::remedy())));
+            return flaws.push(flaw(at_position(text, offset, &nesting::remedy())));
         }
         let set: PolicySet = match text.parse() {
             Ok(set) => set,
@@ -210,7 +212,10 @@ impl Policies {
         };
         for template in set.templates() {
             let number = number(template.id());
-            flaws.push(flaw(format!("rule {number} is a template: a rule names whom and what it is about, so it has no ?principal or ?resource")));
+            flaws.push(flaw(format!(
+                "rule {number} is a template: templates with ?principal or ?resource are not \
+                 supported"
+            )));
         }
         for policy in in_order(&set) {
             let name = policy
@@ -228,10 +233,7 @@ impl Policies {
             };
             match self.set.add(policy.new_id(PolicyId::new(rule.to_string()))) {
                 Ok(()) => self.rules.push(rule),
-                Err(_) => flaws.push(flaw(format!(
-                    "there are two rules of the name '{}'",
-                    rule.name
-                ))),
+                Err(_) => flaws.push(flaw(format!("there are two rules named '{}'", rule.name))),
             }
         }
     }
@@ -242,7 +244,8 @@ impl Policies {
             .iter()
             .map(|rule| (rule.to_string(), rule.document.as_str()))
             .collect();
-        let result = VALIDATOR.validate_with_level(&self.set, ValidationMode::Strict, DEPTH);
+        let result =
+            VALIDATOR.validate_with_level(&self.set, ValidationMode::Strict, DEREFERENCE_LEVEL);
         for error in result.validation_errors() {
             let document = document_of
                 .get(&name_of(error.policy_id()))
@@ -257,13 +260,14 @@ impl Policies {
     }
 }
 
-/// All that Cedar is told. A user who asks about themselves is one entity, and the caller's has all that is known.
-fn question(
+/// Builds the request and its entities. A user who calls for themselves is one entity: the
+/// caller's, which has all attributes.
+fn cedar_request(
     principal: &Principal,
     action: Action,
     resource: &Resource,
     call: &Call,
-) -> Result<(Request, Entities), Unaskable> {
+) -> Result<(Request, Entities), RequestError> {
     let request = Request::new(
         principal.uid(),
         action.uid(),
@@ -271,22 +275,22 @@ fn question(
         call.context()?,
         Some(VALIDATOR.schema()),
     );
-    let request = request.map_err(|error| Unaskable::Request(Box::new(error)))?;
+    let request = request.map_err(|error| RequestError::Request(Box::new(error)))?;
     let mut all = vec![principal.entity()?, action.entity()];
     if resource.uid() != principal.uid() {
         all.push(resource.entity()?);
     }
-    let entities =
-        Entities::from_entities(all, None).map_err(|error| Unaskable::Entities(Box::new(error)))?;
+    let entities = Entities::from_entities(all, None)
+        .map_err(|error| RequestError::Entities(Box::new(error)))?;
     Ok((request, entities))
 }
 
-/// As it was given, where Cedar's own text of it has escapes.
+/// The id verbatim: Cedar's `Display` escapes it.
 fn name_of(id: &PolicyId) -> String {
     AsRef::<str>::as_ref(id).to_owned()
 }
 
-/// Cedar numbers the rules of a text from 0 and holds them in no order.
+/// The number of a rule in its document, from 1. Cedar counts from 0 and keeps no order.
 fn number(id: &PolicyId) -> usize {
     let id: &str = id.as_ref();
     id.strip_prefix("policy")
@@ -300,7 +304,7 @@ fn in_order(set: &PolicySet) -> Vec<&Policy> {
     policies
 }
 
-/// What is wrong, where, and what to do about it, in one line.
+/// Formats an error with its position and remedy in one line.
 fn located(text: &str, error: &impl Diagnostic) -> String {
     let message = error
         .help()
@@ -308,16 +312,16 @@ fn located(text: &str, error: &impl Diagnostic) -> String {
     let label = error.labels().and_then(|mut labels| labels.next());
     label.map_or_else(
         || message.clone(),
-        |label| at(text, label.offset(), &message),
+        |label| at_position(text, label.offset(), &message),
     )
 }
 
-fn at(text: &str, offset: usize, message: &str) -> String {
+fn at_position(text: &str, offset: usize, message: &str) -> String {
     let (line, column) = position(text, offset);
     format!("line {line}, column {column}: {message}")
 }
 
-/// Line and column, both from 1, of a place in a text.
+/// Line and column of an offset, both from 1.
 fn position(text: &str, offset: usize) -> (usize, usize) {
     let before = &text[..text.floor_char_boundary(offset)];
     let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);

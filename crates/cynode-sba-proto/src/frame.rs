@@ -1,4 +1,4 @@
-//! Frames: a length (4 bytes, little-endian, of what follows), a kind (1 byte), the payload.
+//! Frames: a 4-byte little-endian length of the rest, a 1-byte kind, and the payload.
 
 use cynode_api::Stream;
 use serde::Serialize;
@@ -10,14 +10,14 @@ const DATA: u8 = 4;
 const END: u8 = 5;
 const ACK: u8 = 6;
 
-const HEADER: usize = 5;
-const OUTPUT_HEADER: usize = 16;
+const HEADER_BYTES: usize = 5;
+const OUTPUT_HEADER_BYTES: usize = 16;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Frame {
     /// A control message: a `Request` from the worker, a `Reply` from the agent.
     Json(Vec<u8>),
-    /// A piece of a command's output. `at_ms` is the agent's wall clock in milliseconds since 1970.
+    /// A chunk of a command's output. `at_ms` is the agent's wall clock in milliseconds since 1970.
     Output {
         stream: Stream,
         seq: u64,
@@ -26,9 +26,9 @@ pub enum Frame {
     },
     /// Bytes of standard input, of a file, or of a long body.
     Data(Vec<u8>),
-    /// No more `Data`.
+    /// The end of `Data`.
     End,
-    /// The worker has all output up to this sequence number. `u64::MAX` says that it has the exit too.
+    /// Acknowledges all output up to this sequence number. `u64::MAX` acknowledges the exit too.
     Ack(u64),
 }
 
@@ -51,7 +51,7 @@ fn header(kind: u8, payload: usize, out: &mut Vec<u8>) {
     let length = u32::try_from(payload + 1).expect(
         "frames are far below 4 GiB: every caller's data is bounded by MAX_DATA or a message limit",
     );
-    out.reserve(HEADER + payload);
+    out.reserve(HEADER_BYTES + payload);
     out.extend_from_slice(&length.to_le_bytes());
     out.push(kind);
 }
@@ -78,19 +78,19 @@ pub fn encode(frame: &Frame, out: &mut Vec<u8>) {
     }
 }
 
-/// Appends an output frame without taking the data over.
+/// Appends an output frame from borrowed data.
 pub fn encode_output(stream: Stream, seq: u64, at_ms: u64, data: &[u8], out: &mut Vec<u8>) {
     let kind = match stream {
         Stream::Stdout => STDOUT,
         Stream::Stderr => STDERR,
     };
-    header(kind, OUTPUT_HEADER + data.len(), out);
+    header(kind, OUTPUT_HEADER_BYTES + data.len(), out);
     out.extend_from_slice(&seq.to_le_bytes());
     out.extend_from_slice(&at_ms.to_le_bytes());
     out.extend_from_slice(data);
 }
 
-/// Appends a data frame without taking the data over.
+/// Appends a data frame from borrowed data.
 pub fn encode_data(data: &[u8], out: &mut Vec<u8>) {
     header(DATA, data.len(), out);
     out.extend_from_slice(data);
@@ -99,12 +99,13 @@ pub fn encode_data(data: &[u8], out: &mut Vec<u8>) {
 /// Appends a control message.
 pub fn encode_message(message: &impl Serialize, out: &mut Vec<u8>) {
     let json = serde_json::to_vec(message)
-        .expect("control messages have string keys only, so they always serialise");
+        .expect("control messages have string keys only, so they always serialize");
     header(JSON, json.len(), out);
     out.extend_from_slice(&json);
 }
 
-/// Takes bytes in, gives frames out. After an error the connection is of no more use: the position is lost.
+/// Decodes frames from a byte stream. After an error the frame boundary is lost, so close the
+/// connection.
 #[derive(Debug)]
 pub struct Decoder {
     buffer: Vec<u8>,
@@ -113,7 +114,7 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// `limit` is the largest frame taken, kind and payload together.
+    /// `limit` is the largest accepted frame, kind and payload together.
     #[must_use]
     pub const fn new(limit: usize) -> Self {
         Self {
@@ -134,13 +135,13 @@ impl Decoder {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Whether a frame has begun and not ended.
+    /// Whether the buffer holds an incomplete frame.
     #[must_use]
     pub fn is_partial(&self) -> bool {
         self.start < self.buffer.len()
     }
 
-    /// The next whole frame, when there is one.
+    /// The next complete frame, if there is one.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
         let rest = &self.buffer[self.start..];
         let Some((length, rest)) = rest.split_first_chunk::<4>() else {
@@ -192,7 +193,7 @@ impl Decoder {
         };
         self.start += 4 + length;
         if self.start == self.buffer.len() {
-            // A large frame must not stay resident for the life of a quiet connection.
+            // A large buffer must not stay allocated on an idle connection.
             if self.buffer.capacity() > 256 * 1024 {
                 self.buffer = Vec::new();
             } else {
@@ -230,7 +231,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn frames_survive_any_split_of_the_bytes(frames in proptest::collection::vec(any_frame(), 0..20), cut in 1_usize..50) {
+        fn frames_survive_any_split_of_the_bytes(
+            frames in proptest::collection::vec(any_frame(), 0..20),
+            cut in 1_usize..50,
+        ) {
             let mut bytes = Vec::new();
             for frame in &frames {
                 encode(frame, &mut bytes);
@@ -248,7 +252,9 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_bytes_never_panic_nor_grow_past_the_limit(bytes in proptest::collection::vec(any::<u8>(), 0..2_000)) {
+        fn arbitrary_bytes_never_panic_nor_grow_past_the_limit(
+            bytes in proptest::collection::vec(any::<u8>(), 0..2_000),
+        ) {
             let mut decoder = Decoder::new(MAX);
             decoder.extend(&bytes);
             while let Ok(Some(_)) = decoder.next_frame() {}
@@ -257,10 +263,17 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(32))]
-        /// Large enough that what was read is dropped from the middle of the buffer.
+        /// Large enough that consumed bytes are dropped from the buffer while frames are pending.
         #[test]
-        fn a_decoder_that_is_behind_keeps_its_place(sizes in proptest::collection::vec(0_usize..120_000, 1..10), piece in 1_000_usize..200_000, lag in 1_usize..4) {
-            let frames: Vec<Frame> = (0_u8..).zip(&sizes).map(|(number, size)| Frame::Data(vec![number; *size])).collect();
+        fn a_decoder_that_lags_behind_keeps_its_position(
+            sizes in proptest::collection::vec(0_usize..120_000, 1..10),
+            piece in 1_000_usize..200_000,
+            lag in 1_usize..4,
+        ) {
+            let frames: Vec<Frame> = (0_u8..)
+                .zip(&sizes)
+                .map(|(number, size)| Frame::Data(vec![number; *size]))
+                .collect();
             let mut bytes = Vec::new();
             for frame in &frames {
                 encode(frame, &mut bytes);
@@ -269,7 +282,9 @@ mod tests {
             let mut seen = Vec::new();
             for (count, piece) in bytes.chunks(piece).enumerate() {
                 decoder.extend(piece);
-                if count % lag == 0 && let Some(frame) = decoder.next_frame().expect("valid frames") {
+                if count % lag == 0
+                    && let Some(frame) = decoder.next_frame().expect("valid frames")
+                {
                     seen.push(frame);
                 }
             }
@@ -284,6 +299,7 @@ mod tests {
     const MAX: usize = 1_024;
 
     #[test]
+    // invariant: bounded
     fn a_frame_over_the_limit_is_refused_by_its_header_alone() {
         let mut decoder = Decoder::new(MAX);
         decoder.extend(&u32::MAX.to_le_bytes());

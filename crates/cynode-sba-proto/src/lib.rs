@@ -1,12 +1,12 @@
-//! The channel between a worker and the agent in a sandbox: frames, messages, limits.
+//! The protocol between a worker and the agent in a sandbox: frames, messages, limits.
 //!
-//! The agent connects out to the worker's socket. Each connection starts with the agent's [`Reply::Hello`] and then
-//! waits, parked, until the worker writes one [`Request`] on it; from then on it belongs to that request and closes with it.
-//! So there is no multiplexing: a slow stream holds up nothing but itself.
+//! The agent connects to the worker's socket. Each connection starts with the agent's
+//! [`Reply::Hello`] and stays parked until the worker sends one [`Request`]; it then serves that
+//! request only and closes with it. Without multiplexing, a slow stream blocks only itself.
 //!
-//! What must stay true: both ends treat the other as hostile. A frame has a hard size limit that is checked before
-//! anything is allocated for it; what can't be decoded is an error, never a panic. Control messages are JSON, so that an
-//! agent that lives for days and a newer worker still understand one another; unknown fields are ignored.
+//! Invariants: both ends treat the other as hostile. A frame's size limit is checked before its
+//! buffer is allocated; undecodable input is an error, never a panic. Control messages are JSON
+//! with unknown fields ignored, so that a long-lived agent and a newer worker stay compatible.
 #![forbid(unsafe_code)]
 
 mod frame;
@@ -15,28 +15,29 @@ mod message;
 pub use frame::{Decoder, Frame, FrameError, encode, encode_data, encode_message, encode_output};
 pub use message::{
     AgentError, ExecStart, ExecStatus, ExitReport, FileOp, FileStat, Hello, Reply, Request, Role,
-    Written,
+    WriteReport,
 };
 
-/// The protocol that this build speaks.
+/// The protocol version of this build.
 pub const PROTOCOL: u32 = 1;
-/// The oldest protocol that a worker of this build still serves.
+/// The oldest protocol version that a worker of this build still supports.
 pub const OLDEST_PROTOCOL: u32 = 1;
 
 /// Largest frame that an agent may send.
 pub const MAX_AGENT_FRAME: usize = 1024 * 1024;
-/// Largest frame that a worker may send: argv and environment at their limits, escaped as JSON at its worst.
+/// Largest frame that a worker may send: argv and environment at their limits, with worst-case JSON
+/// escaping.
 pub const MAX_WORKER_FRAME: usize = 16 * 1024 * 1024;
-/// Largest frame that an agent takes which does not say how much it takes.
+/// Largest frame for an agent that doesn't announce its limit.
 pub const OLDEST_WORKER_FRAME: usize = 8 * 1024 * 1024;
-/// Largest piece of output or file content in one frame.
+/// Largest chunk of output or file content in one frame.
 pub const MAX_DATA: usize = 64 * 1024;
-/// Output that an agent holds, sent but not acknowledged, before it stops reading the command's pipes.
-pub const WINDOW: usize = 1024 * 1024;
+/// Unacknowledged output at which an agent stops reading the command's pipes.
+pub const OUTPUT_WINDOW_BYTES: usize = 1024 * 1024;
 /// Connections that an agent keeps parked.
-pub const PARKED: usize = 4;
+pub const PARKED_CONNECTIONS: usize = 4;
 
-/// Where everything is inside a sandbox.
+/// Paths inside a sandbox.
 pub const CONTROL_SOCKET: &str = "/run/cynode/control.sock";
 pub const AGENT_BINARY: &str = "/run/cynode/cynode-sba";
 pub const WORKSPACE: &str = "/workspace";

@@ -6,13 +6,13 @@ use cynode_api::{
 };
 use serde::{Deserialize, Serialize};
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
-    /// Stays open for the agent's life and carries nothing: its end tells the worker that the agent is gone.
+    /// Stays open and idle for the agent's lifetime: when it closes, the agent is gone.
     Watch,
-    /// Parked until the worker writes a request.
+    /// Parked until the worker sends a request.
     Request,
 }
 
@@ -20,33 +20,35 @@ pub enum Role {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     pub protocol: u32,
-    /// The agent's own version, for people.
+    /// The agent's version, for logs.
     pub version: String,
     pub role: Role,
-    /// Largest frame that the agent takes. Agents of before don't say, and take 8 MiB.
+    /// Largest frame that the agent accepts. Older agents omit it and accept 8 MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_frame: Option<usize>,
 }
 
-/// What the worker asks for, once per connection.
+/// A worker's request, one per connection.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "snake_case")]
 pub enum Request {
-    /// Run a command. Answered by `Started` or `Error`, then output, then `Exited`; the worker acknowledges each with `Ack`
-    /// frames and sends standard input as `Data` and `End`, one piece at a time, each answered by `StdinTaken`.
+    /// Runs a command. Answered by `Started` or `Error`, then output, then `Exited`; the worker
+    /// acknowledges output and exit with `Ack` frames and sends standard input as `Data` and `End`,
+    /// one chunk at a time, each answered by `StdinTaken`.
     Exec(ExecStart),
-    /// Go on with a command after the worker was away: output after `after_seq` again, then what follows.
+    /// Re-attaches to a command after the worker was disconnected: resends output after
+    /// `after_seq`, then continues.
     Attach { exec_id: ExecId, after_seq: u64 },
-    /// What runs, and what has ended without the worker's acknowledgement.
+    /// Lists running commands, and ended ones that the worker has not acknowledged.
     Execs,
     Signal {
         exec_id: ExecId,
         signal: i32,
         scope: SignalScope,
     },
-    /// To everything but process 1.
+    /// Signals every process except process 1.
     SignalAll { signal: i32 },
-    /// A file operation, run in a child.
+    /// Runs a file operation in a child process.
     File { op: FileOp },
     #[serde(other)]
     Unknown,
@@ -58,17 +60,17 @@ pub struct ExecStart {
     pub argv: Vec<String>,
     pub cwd: String,
     pub env: Vec<(String, String)>,
-    /// 0: none.
+    /// 0 for no timeout.
     pub timeout_ms: u64,
-    /// From TERM to KILL at the deadline.
+    /// Time from SIGTERM to SIGKILL after the timeout.
     pub grace_ms: u64,
-    /// How long the pipes are drained after the command's own process has ended.
+    /// How long to drain the pipes after the command's own process has exited.
     pub drain_ms: u64,
-    /// Whether standard input will come; without it the command reads an end at once.
+    /// Whether standard input follows; without it the command reads end of file.
     pub stdin: bool,
 }
 
-/// Paths are bytes; relative ones start at the workspace.
+/// Paths are bytes; relative ones are resolved against the workspace.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub enum FileOp {
@@ -77,13 +79,14 @@ pub enum FileOp {
         path: Base64Bytes,
         hash: bool,
     },
-    /// → `Stat` with the hash, then `Data`…, `End`. `start` and `end` (exclusive) bound what is sent.
+    /// → `Stat` with the hash, then `Data`…, `End`. `start` and `end` (exclusive) select the range.
     Read {
         path: Base64Bytes,
         start: u64,
         end: Option<u64>,
     },
-    /// Then `Data`…, `End` from the worker → `Written`. Without the `End` nothing is changed.
+    /// Then `Data`…, `End` from the worker → `Written`. Without the `End`, the file stays
+    /// unchanged.
     Write {
         path: Base64Bytes,
         mode: Option<u32>,
@@ -118,21 +121,22 @@ pub enum FileOp {
         path: Base64Bytes,
         parents: bool,
     },
-    /// → `Body`, then a tar archive. What is packed is what the sandbox's user can read.
+    /// → `Body`, then a tar archive of everything that the sandbox's user can read.
     ExportTar {
         path: Base64Bytes,
     },
-    /// → `Body`, then git's diff of the workspace with untracked files.
+    /// → `Body`, then git's diff of the workspace, including untracked files.
     ExportPatch {
         base: Option<String>,
     },
-    /// Then a tar archive as `Data`…, `End` from the worker → `Ok`. As the other operations that change files, it says what it changed.
+    /// Then a tar archive as `Data`…, `End` from the worker → `Ok`. Like all operations that change
+    /// files, it reports its changes.
     Import {
         path: Base64Bytes,
     },
 }
 
-/// What the agent answers.
+/// An agent's reply.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
@@ -143,19 +147,19 @@ pub enum Reply {
     StdinTaken {
         bytes: u64,
     },
-    /// Standard input is closed; further data is dropped.
+    /// Standard input is closed; the agent drops further data.
     StdinClosed,
     Exited(ExitReport),
     Execs {
         execs: Vec<ExecStatus>,
     },
     Stat(FileStat),
-    Written(Written),
+    Written(WriteReport),
     /// `Data`… and `End` follow.
     Body,
-    /// It is done.
+    /// The operation succeeded.
     Ok {
-        /// Of a file operation: what it changed. Agents of before don't say.
+        /// The changes of a file operation. Older agents omit them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         changed: Option<FileChanges>,
     },
@@ -169,7 +173,7 @@ pub struct ExitReport {
     pub code: Option<i32>,
     pub signal: Option<i32>,
     pub timed_out: bool,
-    /// The end was not seen.
+    /// The agent did not observe the exit.
     pub lost: bool,
     pub duration_ms: u64,
     pub stdout_bytes: u64,
@@ -181,10 +185,10 @@ pub struct ExitReport {
 pub struct ExecStatus {
     pub exec_id: ExecId,
     pub last_seq: u64,
-    /// All of its output is taken or given up, and its exit is known.
+    /// All of its output is acknowledged or discarded, and its exit status is known.
     pub exited: bool,
-    /// The command's own process has ended, or the tree was killed at its deadline: what is left is its output, which a
-    /// slow reader may hold up for as long as it likes.
+    /// The command's own process has exited, or its tree was killed at the timeout: only its output
+    /// is left, and a slow reader can delay that indefinitely.
     #[serde(default)]
     pub ended: bool,
 }
@@ -197,12 +201,12 @@ pub struct FileStat {
     pub mode: u32,
     /// Seconds since 1970.
     pub mtime: i64,
-    /// Of the content, in hex; absent when it was not asked for or makes no sense.
+    /// The SHA-256 of the content, in hex; absent if not requested or not applicable.
     pub sha256: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Written {
+pub struct WriteReport {
     pub sha256: String,
     pub size: u64,
     pub mode: u32,
@@ -210,17 +214,17 @@ pub struct Written {
     pub sha256_before: Option<String>,
 }
 
-/// A refusal, in the API's own codes.
+/// An error with one of the API's codes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentError {
     pub code: ErrorCode,
     pub message: String,
-    /// The name of the system's error, such as `ENOENT`.
+    /// The name of the system error, such as `ENOENT`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub errno: Option<String>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rejects: Vec<PatchReject>,
-    /// What was changed before it failed, where that stays.
+    /// Changes made before the failure that were not rolled back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub changed: Option<FileChanges>,
 }
@@ -494,7 +498,7 @@ mod tests {
                 option::of(hash())
             )
                 .prop_map(|(sha256, size, mode, created, sha256_before)| {
-                    Reply::Written(Written {
+                    Reply::Written(WriteReport {
                         sha256,
                         size,
                         mode,
@@ -521,7 +525,7 @@ mod tests {
         ]
     }
 
-    fn through_the_channel<M: Serialize + DeserializeOwned + Debug>(message: &M) -> M {
+    fn round_trip<M: Serialize + DeserializeOwned + Debug>(message: &M) -> M {
         let mut bytes = Vec::new();
         encode_message(message, &mut bytes);
         let mut decoder = Decoder::new(bytes.len());
@@ -533,10 +537,10 @@ mod tests {
     }
 
     #[test]
-    fn agents_and_workers_of_before_and_after_understand_that_something_is_done() {
+    fn old_and_new_peers_understand_ok() {
         #[derive(Debug, PartialEq, Deserialize)]
         #[serde(tag = "reply", rename_all = "snake_case")]
-        enum OfBefore {
+        enum OldReply {
             Ok,
             #[serde(other)]
             Unknown,
@@ -544,8 +548,8 @@ mod tests {
         let changed = Some(FileChanges::from_iter([FileChange::new(b"a")]));
         let json = serde_json::to_string(&Reply::Ok { changed }).expect("JSON");
         assert_eq!(
-            serde_json::from_str::<OfBefore>(&json).expect("a reply"),
-            OfBefore::Ok,
+            serde_json::from_str::<OldReply>(&json).expect("a reply"),
+            OldReply::Ok,
             "{json}"
         );
         assert_eq!(
@@ -557,18 +561,24 @@ mod tests {
     proptest! {
         #[test]
         fn a_request_arrives_as_it_was_sent(request in request()) {
-            prop_assert_eq!(through_the_channel(&request), request);
+            prop_assert_eq!(round_trip(&request), request);
         }
 
         #[test]
         fn a_reply_arrives_as_it_was_sent(reply in reply()) {
-            prop_assert_eq!(through_the_channel(&reply), reply);
+            prop_assert_eq!(round_trip(&reply), reply);
         }
 
         #[test]
-        fn fields_that_a_newer_side_adds_do_not_disturb(request in request(), name in "x_[a-z]{1,8}", value in any::<i64>()) {
+        fn fields_that_a_newer_side_adds_do_not_disturb(
+            request in request(),
+            name in "x_[a-z]{1,8}",
+            value in any::<i64>(),
+        ) {
             let mut json = serde_json::to_value(&request).expect("JSON");
-            json.as_object_mut().expect("an object").insert(name, value.into());
+            json.as_object_mut()
+                .expect("an object")
+                .insert(name, value.into());
             let read: Request = serde_json::from_value(json).expect("still a request");
             prop_assert_eq!(read, request);
         }

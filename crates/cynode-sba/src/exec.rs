@@ -1,8 +1,9 @@
-//! One command from its start to the worker's acknowledgement of its end.
+//! Runs one command from its start to the worker's acknowledgement of its exit.
 //!
-//! What must stay true: a command's life does not depend on a connection. Output is numbered here and kept until the
-//! worker has acknowledged it, up to a window; then the pipes are no longer read, and the command waits. A worker that
-//! comes back attaches and goes on where it was. The deadline is kept here, on the monotonic clock.
+//! Invariants: a command's lifetime is independent of any connection. Output is numbered here and
+//! kept until the worker acknowledges it, up to a window; beyond that the pipes are not read and
+//! the command blocks. A reconnected worker attaches and continues where it was. The timeout is
+//! enforced here, on the monotonic clock.
 
 use std::{
     cell::{Cell, RefCell},
@@ -14,7 +15,9 @@ use std::{
 };
 
 use cynode_api::{ErrorCode, ExecId, SignalScope, Stream};
-use cynode_sba_proto::{AgentError, ExecStart, ExecStatus, ExitReport, MAX_DATA, WINDOW};
+use cynode_sba_proto::{
+    AgentError, ExecStart, ExecStatus, ExitReport, MAX_DATA, OUTPUT_WINDOW_BYTES,
+};
 use tokio::{
     io::{Interest, unix::AsyncFd},
     sync::Notify,
@@ -23,16 +26,16 @@ use tokio::{
 
 use crate::{
     processes::Processes,
-    spawn::{self, Report, Spawned},
+    spawn::{self, Report, SpawnedExec},
     sys,
 };
 
-/// A start takes milliseconds; on a host that has no time left, seconds.
-const START_LIMIT: Duration = Duration::from_secs(10);
-/// Pieces of output below this size are held back for nothing; the limit only bounds bookkeeping.
+/// A start takes milliseconds, or seconds on an overloaded host.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
+/// Bounds the bookkeeping for many small chunks; large chunks reach the window first.
 const MAX_UNACKED_CHUNKS: usize = 4_096;
-/// Ids that are remembered after the start.
-const MAX_RECENT: usize = 1_024;
+/// The number of started ids to remember.
+const MAX_RECENT_IDS: usize = 1_024;
 
 #[derive(Debug)]
 pub(crate) struct Chunk {
@@ -42,37 +45,37 @@ pub(crate) struct Chunk {
     pub(crate) data: Vec<u8>,
 }
 
-/// A command, running or ended but not yet forgotten.
+/// A command that is running, or has exited and is still tracked.
 #[derive(Debug)]
 pub(crate) struct Exec {
     pub(crate) id: ExecId,
     processes: Rc<Processes>,
     start: ExecStart,
-    begun: Instant,
+    started_at: Instant,
     subreaper: i32,
     /// The command's own process, which leads its group.
     main: Cell<i32>,
     unacked: RefCell<VecDeque<Chunk>>,
     unacked_bytes: Cell<usize>,
     last_seq: Cell<u64>,
-    /// The newest piece that was sent to anybody; later ones can still grow.
+    /// The newest chunk that was sent on any connection; later chunks can still grow.
     sent_seq: Cell<u64>,
     stdout_bytes: Cell<u64>,
     stderr_bytes: Cell<u64>,
-    /// Bytes read of each pipe, kept or not.
+    /// Bytes read from each pipe, including discarded ones.
     drained: [Cell<usize>; 2],
     open_pipes: Cell<u8>,
     exit: RefCell<Option<ExitReport>>,
     kill: Notify,
     killed: Cell<bool>,
-    /// Its deadline has been kept: from here on only output is waited for.
+    /// The process has exited or was killed: only its output is pending.
     ended: Cell<bool>,
-    /// Something new to send: output or the exit.
-    pub(crate) news: Notify,
-    /// Room in the window, or nobody wants the output any more.
+    /// Signals new output or the exit.
+    pub(crate) activity: Notify,
+    /// Signals room in the window, or that output is now discarded.
     room: Notify,
     pub(crate) stdin: RefCell<Option<Rc<AsyncFd<OwnedFd>>>>,
-    /// Counts connections: an older one gives way to a newer.
+    /// The generation of the current connection: a newer connection replaces an older one.
     attached: Cell<u64>,
 }
 
@@ -80,11 +83,11 @@ pub(crate) struct Exec {
 #[derive(Debug, Default)]
 pub(crate) struct Execs {
     live: RefCell<HashMap<ExecId, Rc<Exec>>>,
-    /// Those whose start is not decided yet.
+    /// Execs that are starting.
     starting: RefCell<HashSet<ExecId>>,
-    /// A start was decided.
-    decided: Notify,
-    /// The last that were started, whatever became of them.
+    /// Signals that a start succeeded or failed.
+    start_settled: Notify,
+    /// The ids of the last execs that started.
     recent: RefCell<VecDeque<ExecId>>,
     pub(crate) processes: Rc<Processes>,
 }
@@ -107,55 +110,58 @@ impl Execs {
             .collect()
     }
 
-    /// Starts a command and waits until it runs or has failed to.
+    /// Starts a command and waits until it runs or has failed to start.
     ///
-    /// An id is started once. A worker that died between its request and the answer asks again, and its first request may
-    /// still be on its way or half done: whichever comes first decides, and the other is told that the id is in use.
+    /// An id starts at most once. A worker that died between its request and the reply repeats the
+    /// request while the first one may still be in flight: the first to arrive wins, and the other
+    /// gets `ExecIdInUse`.
     pub(crate) async fn start(self: &Rc<Self>, start: ExecStart) -> Result<Rc<Exec>, AgentError> {
         let id = start.exec_id;
         while self.starting.borrow().contains(&id) {
-            self.decided.notified().await;
+            self.start_settled.notified().await;
         }
         if self.live.borrow().contains_key(&id) || self.recent.borrow().contains(&id) {
             return Err(AgentError::new(
                 ErrorCode::ExecIdInUse,
-                "an exec with this id is known",
+                "an exec with this id already exists",
             ));
         }
         self.starting.borrow_mut().insert(id);
-        let begun = self.begin(start).await;
+        let result = self.launch(start).await;
         self.starting.borrow_mut().remove(&id);
-        if begun.is_ok() {
+        if result.is_ok() {
             let mut recent = self.recent.borrow_mut();
             recent.push_back(id);
-            if recent.len() > MAX_RECENT {
+            if recent.len() > MAX_RECENT_IDS {
                 recent.pop_front();
             }
         }
-        self.decided.notify_waiters();
-        begun
+        self.start_settled.notify_waiters();
+        result
     }
 
-    async fn begin(self: &Rc<Self>, start: ExecStart) -> Result<Rc<Exec>, AgentError> {
-        let begun = Instant::now();
-        let Spawned {
+    async fn launch(self: &Rc<Self>, start: ExecStart) -> Result<Rc<Exec>, AgentError> {
+        let started_at = Instant::now();
+        let SpawnedExec {
             subreaper,
             stdin,
             stdout,
             stderr,
             report,
         } = spawn::spawn(&start)?;
-        let subreaper_end = self.processes.own(subreaper);
+        let subreaper_end = self.processes.adopt(subreaper);
         let report = register(report, Interest::READABLE)?;
-        let main = match tokio::time::timeout(START_LIMIT, read_report(&report)).await {
+        let main = match tokio::time::timeout(START_TIMEOUT, read_report(&report)).await {
             Ok(Ok(Some(Report::Started { pid }))) => pid,
             Ok(Ok(Some(other))) => return Err(spawn::start_error(&start, other)),
-            // The command runs before its subreaper has said so, and hostile code can use that moment.
+            // The command runs before its subreaper reports that, and hostile code can kill the
+            // subreaper in between.
             Ok(Ok(None) | Err(_)) | Err(_) => {
                 self.processes.end_tree(subreaper).await;
                 return Err(AgentError::new(
                     ErrorCode::ExecFailed,
-                    "the command's supervisor was killed or stopped before it could say that the command had started",
+                    "the command's supervisor was killed or stopped before it could report the \
+                     start",
                 ));
             }
         };
@@ -163,7 +169,7 @@ impl Execs {
             id: start.exec_id,
             processes: Rc::clone(&self.processes),
             start,
-            begun,
+            started_at,
             subreaper,
             main: Cell::new(main),
             unacked: RefCell::default(),
@@ -178,7 +184,7 @@ impl Execs {
             kill: Notify::new(),
             killed: Cell::default(),
             ended: Cell::default(),
-            news: Notify::new(),
+            activity: Notify::new(),
             room: Notify::new(),
             stdin: RefCell::new(
                 stdin
@@ -205,7 +211,7 @@ impl Execs {
         Ok(exec)
     }
 
-    /// Forgets a command once the worker has its exit and nothing of it runs.
+    /// Stops tracking a command once the worker has its exit and no process of it is left.
     pub(crate) fn forget_if_done(&self, exec: &Exec) {
         let acknowledged = exec.exit.borrow().is_some() && exec.attached.get() == u64::MAX;
         if acknowledged && !self.processes.is_owned(exec.subreaper) {
@@ -213,7 +219,7 @@ impl Execs {
         }
     }
 
-    /// Ends an exec's tree when asked to kill all of it; otherwise passes the signal on.
+    /// Sends a signal. SIGKILL for the tree kills all processes of the exec reliably.
     pub(crate) fn signal(
         &self,
         id: ExecId,
@@ -221,7 +227,7 @@ impl Execs {
         scope: SignalScope,
     ) -> Result<(), AgentError> {
         let exec = self.get(id).ok_or_else(|| {
-            AgentError::new(ErrorCode::ExecEnded, "nothing of this exec runs any more")
+            AgentError::new(ErrorCode::ExecEnded, "no process of this exec is left")
         })?;
         match scope {
             SignalScope::Tree if signal == libc::SIGKILL => exec.kill.notify_one(),
@@ -244,10 +250,10 @@ fn register(fd: OwnedFd, interest: Interest) -> Result<AsyncFd<OwnedFd>, AgentEr
         .map_err(|error| AgentError::new(ErrorCode::Internal, format!("watching a pipe: {error}")))
 }
 
-/// The next report of a subreaper; `None` when it is gone.
+/// The next report of a subreaper; `None` if it is gone.
 async fn read_report(pipe: &AsyncFd<OwnedFd>) -> io::Result<Option<Report>> {
     let mut buffer = [0; Report::SIZE];
-    // Reports are far smaller than PIPE_BUF, so each is read whole.
+    // Reports are far smaller than PIPE_BUF, so each read returns a whole one.
     let count = pipe
         .async_io(Interest::READABLE, |fd| {
             rustix::io::read(fd, &mut buffer).map_err(io::Error::from)
@@ -268,17 +274,17 @@ fn index(stream: Stream) -> usize {
 }
 
 impl Exec {
-    /// Reads one pipe until its end, keeping what the command wrote before it ended.
+    /// Reads one pipe until end of file, and keeps the output from before the exit.
     async fn read(self: Rc<Self>, stream: Stream, pipe: Rc<AsyncFd<OwnedFd>>) {
         let mut buffer = Vec::new();
         loop {
             while self.exit.borrow().is_none()
-                && (self.unacked_bytes.get() >= WINDOW
+                && (self.unacked_bytes.get() >= OUTPUT_WINDOW_BYTES
                     || self.unacked.borrow().len() >= MAX_UNACKED_CHUNKS)
             {
                 self.room.notified().await;
             }
-            // Held only while there is something to read: an idle command costs no buffer.
+            // Allocated only while there is something to read: an idle command needs no buffer.
             match pipe.readable().await {
                 Ok(mut ready) => {
                     buffer.resize(MAX_DATA, 0);
@@ -295,14 +301,15 @@ impl Exec {
             }
         }
         self.open_pipes.set(self.open_pipes.get() - 1);
-        self.news.notify_waiters();
+        self.activity.notify_waiters();
     }
 
     fn keep(&self, stream: Stream, data: &[u8]) {
         let drained = &self.drained[index(stream)];
         drained.set(drained.get() + data.len());
         if self.exit.borrow().is_some() {
-            // The answer has been given. The pipe stays open, so that what the command left running is not killed by SIGPIPE.
+            // The exit is recorded, so output is discarded. The pipe stays open so that processes
+            // that the command left behind don't get SIGPIPE.
             return;
         }
         let counter = match stream {
@@ -314,7 +321,8 @@ impl Exec {
             .set(self.unacked_bytes.get() + data.len());
         let mut unacked = self.unacked.borrow_mut();
         match unacked.back_mut() {
-            // A program that writes byte by byte must not make a piece of each.
+            // Merges small writes: a program that writes byte by byte must not create one chunk per
+            // byte.
             Some(last)
                 if last.seq > self.sent_seq.get()
                     && last.stream == stream
@@ -334,10 +342,11 @@ impl Exec {
             }
         }
         drop(unacked);
-        self.news.notify_waiters();
+        self.activity.notify_waiters();
     }
 
-    /// Waits for the command's end, its deadline or a kill; then drains the pipes and records the exit.
+    /// Waits for the command's exit, its timeout or a kill; then drains the pipes and records the
+    /// exit.
     async fn supervise(
         &self,
         report: AsyncFd<OwnedFd>,
@@ -346,7 +355,7 @@ impl Exec {
     ) {
         let killed_all = self.processes.killed_all();
         let deadline = (self.start.timeout_ms > 0)
-            .then(|| self.begun + Duration::from_millis(self.start.timeout_ms));
+            .then(|| self.started_at + Duration::from_millis(self.start.timeout_ms));
         let mut timed_out = false;
         let ended = tokio::select! {
             ended = main_end(&report) => ended,
@@ -359,9 +368,10 @@ impl Exec {
                 None
             }
         };
-        let duration_ms = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let duration_ms = u64::try_from(self.started_at.elapsed().as_millis()).unwrap_or(u64::MAX);
         if ended.is_none() {
-            // Killed by us, or its subreaper was killed from inside: nothing that it started may stay.
+            // Killed by the agent, or its subreaper was killed from inside: no process of it may
+            // survive.
             self.processes.end_tree(self.subreaper).await;
         }
         let by_us = timed_out || self.killed.get() || self.processes.killed_all() != killed_all;
@@ -382,10 +392,10 @@ impl Exec {
             stderr_bytes: self.stderr_bytes.get(),
             last_seq: self.last_seq.get(),
         });
-        self.news.notify_waiters();
+        self.activity.notify_waiters();
         self.room.notify_waiters();
         if ended.is_some() && !timed_out {
-            // What the command left running can still be killed.
+            // Processes that the command left behind can still be killed.
             tokio::select! {
                 () = self.kill.notified() => self.end_tree().await,
                 () = subreaper_end(&report) => {}
@@ -393,7 +403,7 @@ impl Exec {
         }
     }
 
-    /// TERM to the group, a grace in which the whole tree may end, then KILL of the tree.
+    /// SIGTERM to the group, a grace period for the whole tree, then SIGKILL to the tree.
     async fn end_at_deadline(&self, report: &AsyncFd<OwnedFd>) -> Option<i32> {
         drop(sys::kill(-self.main.get(), libc::SIGTERM));
         let mut status = None;
@@ -413,7 +423,8 @@ impl Exec {
         self.processes.end_tree(self.subreaper).await;
     }
 
-    /// Reads what the command wrote before its end, however slow the worker is, and what follows for a short while.
+    /// Reads all output from before the exit, however slow the worker is, and later output for a
+    /// short time.
     async fn drain(&self, stdout: &AsyncFd<OwnedFd>, stderr: &AsyncFd<OwnedFd>) {
         let goal: [usize; 2] =
             [(stdout, 0), (stderr, 1)].map(|(pipe, index): (&AsyncFd<OwnedFd>, usize)| {
@@ -421,11 +432,11 @@ impl Exec {
             });
         let mut until = Instant::now() + Duration::from_millis(self.start.drain_ms);
         loop {
-            let news = self.news.notified();
+            let activity = self.activity.notified();
             if self.open_pipes.get() == 0 {
                 return;
             }
-            if tokio::time::timeout_at(until, news).await.is_err() {
+            if tokio::time::timeout_at(until, activity).await.is_err() {
                 if self
                     .drained
                     .iter()
@@ -447,12 +458,12 @@ impl Exec {
         }
     }
 
-    /// Makes a connection the one that serves this exec; output up to `after_seq` is the worker's already.
+    /// Makes a connection the current one for this exec; the worker has output up to `after_seq`.
     pub(crate) fn attach(&self, after_seq: u64) -> u64 {
         self.acknowledge(after_seq);
         let generation = self.attached.get() + 1;
         self.attached.set(generation);
-        self.news.notify_waiters();
+        self.activity.notify_waiters();
         generation
     }
 
@@ -472,14 +483,15 @@ impl Exec {
         }
     }
 
-    /// The worker has the exit.
+    /// Records that the worker has received the exit.
     pub(crate) fn acknowledge_exit(&self) {
         self.attached.set(u64::MAX);
         self.unacked.borrow_mut().clear();
         self.unacked_bytes.set(0);
     }
 
-    /// Appends what is there after `seq` as frames, up to about a window; the exit when all was sent.
+    /// Appends output after `after` as frames, up to about a window; returns the exit once all
+    /// output is sent.
     pub(crate) fn pending(&self, after: u64, out: &mut Vec<u8>) -> (u64, Option<ExitReport>) {
         let mut sent = after;
         for chunk in self
@@ -504,7 +516,7 @@ impl Exec {
     }
 }
 
-/// The wait status of the command's own process; `None` when its subreaper went away first.
+/// The wait status of the command's own process; `None` if its subreaper died first.
 async fn main_end(report: &AsyncFd<OwnedFd>) -> Option<i32> {
     loop {
         match read_report(report).await {
@@ -515,7 +527,7 @@ async fn main_end(report: &AsyncFd<OwnedFd>) -> Option<i32> {
     }
 }
 
-/// Waits until the subreaper is gone, and so all of its tree.
+/// Waits until the subreaper, and thus its whole tree, is gone.
 async fn subreaper_end(report: &AsyncFd<OwnedFd>) {
     while let Ok(Some(_)) = read_report(report).await {}
 }

@@ -1,14 +1,15 @@
-//! What the fuzz targets run: everything here that reads what somebody hostile may have written.
+//! The fuzz targets: all code here that parses hostile input.
 //!
-//! Each target takes any bytes and panics when something that must hold does not; `fuzz/fuzz_targets` calls it from
-//! libFuzzer, and the tests below call it with every input of `fuzz/corpus`. A target is told by what it reads.
+//! Each target takes arbitrary bytes and panics if an invariant is violated. `fuzz/fuzz_targets`
+//! calls it from libFuzzer, and the tests below call it with every input of `fuzz/corpus`. Targets
+//! are named after the input that they parse.
 //!
-//! What must stay true: a target does nothing outside of a temporary directory of its own, and the same bytes always lead
-//! it the same way.
+//! Invariants: a target touches nothing outside its own temporary directory, and the same bytes
+//! always take the same path through it.
 #![allow(
     clippy::expect_used,
     clippy::panic,
-    reason = "a panic is how a target tells what it found"
+    reason = "a panic is how a fuzz target reports a failure"
 )]
 
 mod codec;
@@ -16,10 +17,10 @@ mod codec;
 pub use self::codec::{replies, requests};
 pub use crate::files::fuzz::{archives, diffs, patches, paths, searches};
 
-/// A target.
+/// A fuzz target.
 pub type Target = fn(&[u8]);
 
-/// Every target by its name, which is also the name of its corpus.
+/// All targets by name, which is also the name of the corpus.
 pub const TARGETS: &[(&str, Target)] = &[
     ("archives", archives),
     ("diffs", diffs),
@@ -30,10 +31,11 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("searches", searches),
 ];
 
-/// Ends a field of an input. No valid UTF-8 holds it, so what is text can't contain it by chance.
+/// Separates the fields of an input. Valid UTF-8 never contains it, so text can't contain it by
+/// chance.
 const SEPARATOR: u8 = 0xff;
 
-/// The first byte of an input decides how the target behaves; fields follow.
+/// Splits off the first byte of an input, which selects the target's options; fields follow.
 pub(crate) fn split(input: &[u8]) -> (u8, &[u8]) {
     input
         .split_first()
@@ -131,7 +133,7 @@ mod tests {
         replay("searches");
     }
 
-    /// What is in the workspace that `patches` works in, what is not, and what must not be reached.
+    /// Paths that exist in the workspace of `patches`, that don't, and that must not be reached.
     const NAMES: &[&str] = &[
         "file",
         "a",
@@ -150,7 +152,7 @@ mod tests {
         "../x",
     ];
 
-    /// A section of a diff that is nearly right, for the workspace that `patches` works in.
+    /// A nearly valid section of a diff for the workspace of `patches`.
     fn section() -> impl Strategy<Value = String> {
         let name = || {
             prop_oneof![
@@ -202,30 +204,44 @@ mod tests {
         ]
     }
 
-    /// A path, or a link to be put into the tree that `paths` works in.
+    /// A path, or a link to create in the tree of `paths`.
     fn place() -> impl Strategy<Value = String> {
         let part =
             || proptest::sample::select(&["a", "b", "x", "y", "file", ".", "..", "", "new"][..]);
         let path = || proptest::collection::vec(part(), 1..5).prop_map(|parts| parts.join("/"));
-        prop_oneof![2 => path(), 1 => ("[xyz]", path()).prop_map(|(name, target)| format!("\n{name} {target}"))]
+        let link = ("[xyz]", path()).prop_map(|(name, target)| format!("\n{name} {target}"));
+        prop_oneof![2 => path(), 1 => link]
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn a_diff_applies_wholly_or_not_at_all_and_tells_what_it_did(sections in proptest::collection::vec(section(), 1..5)) {
+        fn a_diff_applies_wholly_or_not_at_all_and_tells_what_it_did(
+            sections in proptest::collection::vec(section(), 1..5),
+        ) {
             patches(format!("\x01{}", sections.concat()).as_bytes());
         }
 
         #[test]
-        fn no_path_leaves_its_root_whatever_links_are_there(knob in any::<u8>(), places in proptest::collection::vec(place(), 1..16)) {
+        fn no_path_leaves_its_root_whatever_links_are_there(
+            knob in any::<u8>(),
+            places in proptest::collection::vec(place(), 1..16),
+        ) {
             let mut input = vec![knob];
-            input.extend(places.iter().map(String::as_bytes).collect::<Vec<_>>().join(&SEPARATOR));
+            input.extend(
+                places
+                    .iter()
+                    .map(String::as_bytes)
+                    .collect::<Vec<_>>()
+                    .join(&SEPARATOR),
+            );
             paths(&input);
         }
 
         #[test]
-        fn no_target_panics_on_arbitrary_bytes(input in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn no_target_panics_on_arbitrary_bytes(
+            input in proptest::collection::vec(any::<u8>(), 0..400),
+        ) {
             for (_, target) in TARGETS {
                 target(&input);
             }

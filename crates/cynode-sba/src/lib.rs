@@ -1,10 +1,12 @@
 //! `cynode-sba`: process 1 of every sandbox.
 //!
-//! It runs commands, serves files and reaps what is left over, for a worker that it reaches by one Unix socket. It holds
-//! no secret and enforces no policy: it has the sandbox's own rights and is inside the hostile part of the system. What it
-//! guarantees is order: each command's processes stay findable, deadlines hold, output is neither lost nor doubled.
+//! It runs commands, serves files and reaps orphans for a worker, which it connects to through one
+//! Unix socket. It holds no secrets and enforces no policy: it runs with the sandbox's own rights,
+//! inside the hostile part of the system. It guarantees order: each command's processes stay
+//! traceable, timeouts hold, and output is neither lost nor duplicated.
 //!
-//! It is a library only so that fuzz targets reach what reads hostile input; the program is [`main`].
+//! It is a library only so that fuzz targets can call the code that parses hostile input; the
+//! program is [`main`].
 #![allow(
     clippy::disallowed_methods,
     reason = "every path here is inside the sandbox, opened with the sandbox's own rights"
@@ -31,7 +33,7 @@ const USAGE: &str = "usage: cynode-sba agent [--control SOCKET] | --version";
 const EXIT_USAGE: u8 = 64;
 const EXIT_UNSAFE: u8 = 77;
 
-/// The program.
+/// Runs the agent.
 pub fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
@@ -45,10 +47,10 @@ pub fn main() -> ExitCode {
         }
         ["agent"] => PathBuf::from(CONTROL_SOCKET),
         ["agent", "--control", path] => PathBuf::from(path),
-        _ => return complain(EXIT_USAGE, USAGE),
+        _ => return fail(EXIT_USAGE, USAGE),
     };
     if let Err(reason) = harden() {
-        return complain(EXIT_UNSAFE, &format!("refusing to run: {reason}"));
+        return fail(EXIT_UNSAFE, &format!("refusing to run: {reason}"));
     }
     match tokio::runtime::Builder::new_current_thread()
         .enable_io()
@@ -56,14 +58,14 @@ pub fn main() -> ExitCode {
         .build()
     {
         Ok(runtime) => runtime.block_on(tokio::task::LocalSet::new().run_until(agent(control))),
-        Err(error) => complain(1, &format!("can't start: {error}")),
+        Err(error) => fail(1, &format!("can't start: {error}")),
     }
 }
 
-fn complain(code: u8, message: &str) -> ExitCode {
+fn fail(code: u8, message: &str) -> ExitCode {
     #[expect(
         clippy::print_stderr,
-        reason = "nothing else is there yet to tell it to"
+        reason = "the connection to the worker doesn't exist yet"
     )]
     {
         eprintln!("cynode-sba: {message}");
@@ -71,7 +73,8 @@ fn complain(code: u8, message: &str) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Refuses rights that a sandbox must not have, and closes this process to other code of the same user.
+/// Refuses rights that a sandbox must not have, and protects this process from other code of the
+/// same user.
 fn harden() -> Result<(), String> {
     if rustix::process::geteuid().is_root() || rustix::process::getuid().is_root() {
         return Err("uid 0; the sandbox must run as an ordinary user".to_owned());
@@ -85,7 +88,7 @@ fn harden() -> Result<(), String> {
             .map(str::trim);
         if value.is_none_or(|value| value.bytes().any(|digit| digit != b'0')) {
             return Err(format!(
-                "{name} is {}; the sandbox must have no capability",
+                "{name} is {}; the sandbox must have no capabilities",
                 value.unwrap_or("unknown")
             ));
         }
@@ -103,16 +106,17 @@ async fn agent(control: PathBuf) -> ExitCode {
         .and_then(|fd| sys::watch(fd, Interest::READABLE))
     {
         Ok(signals) => signals,
-        Err(error) => return complain(1, &format!("can't watch signals: {error}")),
+        Err(error) => return fail(1, &format!("can't watch signals: {error}")),
     };
     tokio::task::spawn_local(Link::new(control, Rc::clone(&execs)).run());
     loop {
         match signals.async_io(Interest::READABLE, sys::read_signal).await {
-            Ok(arrived) if arrived.signal == libc::SIGCHLD => execs.processes.reap(),
-            Ok(arrived) if arrived.from_outside => break,
-            // TERM from inside: hostile or confused; either way not the owner of this sandbox.
+            Ok(received) if received.signal == libc::SIGCHLD => execs.processes.reap(),
+            Ok(received) if received.from_outside => break,
+            // SIGTERM from inside the sandbox: hostile or mistaken, but not the owner of this
+            // sandbox.
             Ok(_) => {}
-            Err(error) => return complain(1, &format!("can't read signals: {error}")),
+            Err(error) => return fail(1, &format!("can't read signals: {error}")),
         }
     }
     execs.processes.signal_all(libc::SIGTERM);

@@ -1,6 +1,7 @@
-//! The connections to the worker: one that only watches, a few parked ones that take requests.
+//! The connections to the worker: one idle watch connection, and a few parked ones for requests.
 //!
-//! The agent always connects out and tries again for ever: a worker that restarts finds its agents by waiting.
+//! The agent always initiates connections and retries forever, so a restarted worker only has to
+//! wait for its agents.
 
 use std::{
     cell::Cell,
@@ -13,8 +14,8 @@ use std::{
 
 use cynode_api::{ErrorCode, ExecId};
 use cynode_sba_proto::{
-    AgentError, Decoder, FileOp, Frame, Hello, MAX_DATA, MAX_WORKER_FRAME, PARKED, PROTOCOL, Reply,
-    Request, Role, encode_message,
+    AgentError, Decoder, FileOp, Frame, Hello, MAX_DATA, MAX_WORKER_FRAME, PARKED_CONNECTIONS,
+    PROTOCOL, Reply, Request, Role, encode_message,
 };
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _, Interest, unix::AsyncFd},
@@ -30,21 +31,21 @@ use crate::{
     sys::{self, Fork},
 };
 
-const RETRY_FIRST: Duration = Duration::from_millis(10);
-const RETRY_MOST: Duration = Duration::from_millis(250);
-/// A file operation that takes longer is ended: the worker has given up on it long before.
-const FILE_OPERATION: Duration = Duration::from_secs(3_600);
-/// From the worker's closing of a connection to the end of what serves it.
-const FILE_GRACE: Duration = Duration::from_secs(2);
-/// How often a child that serves a file operation is looked at.
-const LOOK: Duration = Duration::from_millis(250);
+const INITIAL_RETRY_DELAY: Duration = Duration::from_millis(10);
+const LONGEST_RETRY_DELAY: Duration = Duration::from_millis(250);
+/// File operations that take longer are killed: the worker has given up long before.
+const FILE_OPERATION_TIMEOUT: Duration = Duration::from_secs(3_600);
+/// Time from the worker's disconnect to killing the child that serves the connection.
+const FILE_GRACE_PERIOD: Duration = Duration::from_secs(2);
+/// How often to check whether a child is stopped.
+const POLL_INTERVAL: Duration = Duration::from_millis(250);
 
 #[derive(Debug)]
 pub(crate) struct Link {
     control: PathBuf,
     execs: Rc<Execs>,
     parked: Cell<usize>,
-    wanted: Notify,
+    slot_free: Notify,
 }
 
 impl Link {
@@ -53,25 +54,25 @@ impl Link {
             control,
             execs,
             parked: Cell::new(0),
-            wanted: Notify::new(),
+            slot_free: Notify::new(),
         })
     }
 
-    /// Keeps the watch open and the parked connections at their number, for ever.
+    /// Keeps the watch connection open and the number of parked connections constant.
     pub(crate) async fn run(self: Rc<Self>) {
         tokio::task::spawn_local(Rc::clone(&self).watch());
         loop {
-            while self.parked.get() < PARKED {
+            while self.parked.get() < PARKED_CONNECTIONS {
                 self.parked.set(self.parked.get() + 1);
                 tokio::task::spawn_local(Rc::clone(&self).park());
             }
-            self.wanted.notified().await;
+            self.slot_free.notified().await;
         }
     }
 
-    fn unpark(&self) {
+    fn release_slot(&self) {
         self.parked.set(self.parked.get() - 1);
-        self.wanted.notify_one();
+        self.slot_free.notify_one();
     }
 
     async fn connect(&self, role: Role) -> UnixStream {
@@ -85,7 +86,7 @@ impl Link {
             }),
             &mut hello,
         );
-        let mut pause = RETRY_FIRST;
+        let mut pause = INITIAL_RETRY_DELAY;
         loop {
             if let Ok(mut stream) = UnixStream::connect(&self.control).await
                 && stream.write_all(&hello).await.is_ok()
@@ -93,7 +94,7 @@ impl Link {
                 return stream;
             }
             tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(RETRY_MOST);
+            pause = (pause * 2).min(LONGEST_RETRY_DELAY);
         }
     }
 
@@ -102,7 +103,7 @@ impl Link {
             let mut stream = self.connect(Role::Watch).await;
             let mut ignored = [0; 64];
             while matches!(stream.read(&mut ignored).await, Ok(count) if count > 0) {}
-            tokio::time::sleep(RETRY_FIRST).await;
+            tokio::time::sleep(INITIAL_RETRY_DELAY).await;
         }
     }
 
@@ -112,27 +113,27 @@ impl Link {
         let mut decoder = Decoder::new(MAX_WORKER_FRAME);
         let request = first_request(&mut stream, &mut decoder).await;
         if request.is_err() {
-            // The worker went away: do not spin while it closes connections at once.
-            tokio::time::sleep(RETRY_FIRST).await;
+            // The worker disconnected: avoid a busy loop while it closes connections immediately.
+            tokio::time::sleep(INITIAL_RETRY_DELAY).await;
         }
-        self.unpark();
+        self.release_slot();
         match request {
             Err(_) => {}
-            Ok(Err(refusal)) => drop(answer(&mut stream, &Reply::Error(refusal)).await),
+            Ok(Err(refusal)) => drop(send_reply(&mut stream, &Reply::Error(refusal)).await),
             Ok(Ok(Request::File { op })) => serve_file(&self.execs, op, stream, decoder),
             Ok(Ok(Request::Exec(start))) => match self.execs.start(start).await {
                 Ok(exec) => self.serve_exec(exec, 0, stream, decoder, true).await,
-                Err(refusal) => drop(answer(&mut stream, &Reply::Error(refusal)).await),
+                Err(refusal) => drop(send_reply(&mut stream, &Reply::Error(refusal)).await),
             },
             Ok(Ok(Request::Attach { exec_id, after_seq })) => match self.execs.get(exec_id) {
                 Some(exec) => {
                     self.serve_exec(exec, after_seq, stream, decoder, false)
-                        .await
+                        .await;
                 }
-                None => drop(answer(&mut stream, &Reply::Error(unknown_exec(exec_id))).await),
+                None => drop(send_reply(&mut stream, &Reply::Error(unknown_exec(exec_id))).await),
             },
             Ok(Ok(Request::Execs)) => drop(
-                answer(
+                send_reply(
                     &mut stream,
                     &Reply::Execs {
                         execs: self.execs.list(),
@@ -149,19 +150,19 @@ impl Link {
                     .execs
                     .signal(exec_id, signal, scope)
                     .map_or_else(Reply::Error, |()| Reply::Ok { changed: None });
-                drop(answer(&mut stream, &reply).await);
+                drop(send_reply(&mut stream, &reply).await);
             }
             Ok(Ok(Request::SignalAll { signal })) => {
                 self.execs.processes.signal_all(signal);
-                drop(answer(&mut stream, &Reply::Ok { changed: None }).await);
+                drop(send_reply(&mut stream, &Reply::Ok { changed: None }).await);
             }
             Ok(Ok(Request::Unknown)) => {
                 drop(
-                    answer(
+                    send_reply(
                         &mut stream,
                         &Reply::Error(AgentError::new(
                             ErrorCode::InvalidRequest,
-                            "this agent does not know that request",
+                            "this agent does not support the request",
                         )),
                     )
                     .await,
@@ -170,7 +171,8 @@ impl Link {
         }
     }
 
-    /// Sends output and exit, takes acknowledgements and standard input, until the worker has it all or goes away.
+    /// Sends output and exit, and receives acknowledgements and standard input, until the worker
+    /// has everything or disconnects.
     async fn serve_exec(
         &self,
         exec: Rc<Exec>,
@@ -182,7 +184,7 @@ impl Link {
         let generation = exec.attach(after_seq);
         let (reader, mut writer) = stream.into_split();
         if started
-            && answer(&mut writer, &Reply::Started { pid: 0 })
+            && send_reply(&mut writer, &Reply::Started { pid: 0 })
                 .await
                 .is_err()
         {
@@ -195,7 +197,7 @@ impl Link {
             let mut exit_sent = false;
             let mut out = Vec::new();
             while exec.is_attached(generation) {
-                let news = exec.news.notified();
+                let activity = exec.activity.notified();
                 out.clear();
                 while let Ok(reply) = from_reader.try_recv() {
                     encode_message(&reply, &mut out);
@@ -208,7 +210,7 @@ impl Link {
                 }
                 if out.is_empty() {
                     tokio::select! {
-                        () = news => {}
+                        () = activity => {}
                         reply = from_reader.recv() => match reply {
                             Some(reply) => {
                                 encode_message(&reply, &mut out);
@@ -222,7 +224,7 @@ impl Link {
                 } else if writer.write_all(&out).await.is_err() {
                     return;
                 }
-                // A quiet exec should not hold on to what a loud moment needed.
+                // An idle exec must not keep a large buffer.
                 if out.capacity() > MAX_DATA {
                     out = Vec::new();
                 }
@@ -237,13 +239,10 @@ impl Link {
 }
 
 fn unknown_exec(id: ExecId) -> AgentError {
-    AgentError::new(
-        ErrorCode::ExecNotFound,
-        format!("exec {id} is not known here"),
-    )
+    AgentError::new(ErrorCode::ExecNotFound, format!("there is no exec {id}"))
 }
 
-async fn answer(
+async fn send_reply(
     stream: &mut (impl tokio::io::AsyncWrite + Unpin),
     reply: &Reply,
 ) -> io::Result<()> {
@@ -252,12 +251,12 @@ async fn answer(
     stream.write_all(&out).await
 }
 
-/// Reads until there is a whole request. The outer error is the connection's, the inner one is told to the worker.
+/// Reads one request. The outer error is the connection's; the inner one is reported to the worker.
 async fn first_request(
     stream: &mut UnixStream,
     decoder: &mut Decoder,
 ) -> io::Result<Result<Request, AgentError>> {
-    let bad = |what: String| Ok(Err(AgentError::new(ErrorCode::InvalidRequest, what)));
+    let bad = |message: String| Ok(Err(AgentError::new(ErrorCode::InvalidRequest, message)));
     loop {
         match decoder.next_frame() {
             Ok(Some(Frame::Json(json))) => {
@@ -270,7 +269,7 @@ async fn first_request(
             Ok(None) => {}
             Err(error) => return bad(error.to_string()),
         }
-        // Parked connections are many and idle: no buffer while nothing comes.
+        // Parked connections are idle, so they have no buffer until data arrives.
         stream.ready(Interest::READABLE).await?;
         let mut buffer = vec![0; 16 * 1024];
         match stream.try_read(&mut buffer) {
@@ -282,7 +281,8 @@ async fn first_request(
     }
 }
 
-/// Acknowledgements and standard input. Ends when the worker has the exit or the connection is of no more use.
+/// Receives acknowledgements and standard input. Returns when the worker has the exit or the
+/// connection is unusable.
 async fn read_worker(
     exec: Rc<Exec>,
     reader: OwnedReadHalf,
@@ -320,7 +320,8 @@ async fn read_worker(
                     exec.acknowledge(seq);
                     continue;
                 }
-                // The worker sends one piece at a time; a queue that is full means that it does not keep to that.
+                // The worker must send one chunk at a time; a full queue means that it violates the
+                // protocol.
                 Ok(Some(Frame::Data(data))) if data.len() <= MAX_DATA => {
                     if stdin.try_send(Some(data)).is_err() {
                         return;
@@ -353,14 +354,16 @@ async fn read_worker(
     }
 }
 
-/// Writes all of `data` to the command's standard input; false when that is closed.
+/// Writes all of `data` to the command's standard input; returns false if that is closed.
 async fn write_stdin(exec: &Exec, mut data: &[u8]) -> bool {
     while !data.is_empty() {
         let Some(pipe) = exec.stdin.borrow().clone() else {
             return false;
         };
         let wrote = tokio::select! {
-            wrote = pipe.async_io(Interest::WRITABLE, |fd| rustix::io::write(fd, data).map_err(io::Error::from)) => wrote,
+            wrote = pipe.async_io(Interest::WRITABLE, |fd| {
+                rustix::io::write(fd, data).map_err(io::Error::from)
+            }) => wrote,
             () = stdin_closed(exec) => return false,
         };
         let Ok(count) = wrote else {
@@ -372,18 +375,19 @@ async fn write_stdin(exec: &Exec, mut data: &[u8]) -> bool {
     true
 }
 
-/// Waits until the exec has ended and dropped its standard input.
+/// Waits until the exec has closed its standard input.
 async fn stdin_closed(exec: &Exec) {
     loop {
-        let news = exec.news.notified();
+        let activity = exec.activity.notified();
         if exec.stdin.borrow().is_none() {
             return;
         }
-        news.await;
+        activity.await;
     }
 }
 
-/// Hands the connection to a child that serves one file operation. Memory that the work takes is the child's.
+/// Passes the connection to a child that serves one file operation, so that the child pays for the
+/// memory.
 fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decoder) {
     let Ok(stream) = stream.into_std() else {
         return;
@@ -399,15 +403,22 @@ fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decode
             sys::exit_now(i32::from(!matches!(served, Ok(Ok(())))))
         }
         Ok(Fork::Parent(pid)) => {
-            let ended = execs.processes.own(pid);
+            let ended = execs.processes.adopt(pid);
             let connection = sys::watch(stream.into(), Interest::READABLE).ok();
             let processes = Rc::clone(&execs.processes);
             tokio::task::spawn_local(async move {
-                attend(&processes, pid, ended, connection, FILE_OPERATION).await
+                supervise_file_operation(
+                    &processes,
+                    pid,
+                    ended,
+                    connection,
+                    FILE_OPERATION_TIMEOUT,
+                )
+                .await;
             });
         }
         Err(_) => {
-            // One small frame into an empty socket buffer: it does not block.
+            // One small frame into an empty socket buffer doesn't block.
             let refusal = AgentError {
                 errno: Some("EAGAIN".to_owned()),
                 ..AgentError::new(
@@ -420,10 +431,11 @@ fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decode
     }
 }
 
-/// Sees a child that serves a file operation to its end. It and all that it started are ended when the worker gives up,
-/// which it says by closing the connection; when it takes too long; and at once when it was stopped: only code in the sandbox
-/// that wants the caller to wait for ever does that, and no alarm of its own would wake it.
-async fn attend(
+/// Waits for a child that serves a file operation. Kills it and its descendants when the worker
+/// gives up by closing the connection, after `limit`, and immediately when the child is stopped:
+/// only hostile code in the sandbox stops it, to make the caller wait forever, and a stopped child
+/// can't time itself out.
+async fn supervise_file_operation(
     processes: &Processes,
     pid: i32,
     ended: oneshot::Receiver<i32>,
@@ -439,7 +451,7 @@ async fn attend(
     };
     let grace = tokio::select! {
         _ = &mut ended => return,
-        () = closed => FILE_GRACE,
+        () = closed => FILE_GRACE_PERIOD,
         () = stopped(pid) => Duration::ZERO,
         () = tokio::time::sleep(limit) => Duration::ZERO,
     };
@@ -451,11 +463,11 @@ async fn attend(
 
 async fn stopped(pid: i32) {
     while !sys::is_stopped(pid) {
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
-/// Waits until the worker's end of a connection is closed, taking nothing from it.
+/// Waits until the worker closes its end of a connection, without reading data.
 async fn closed(connection: &AsyncFd<OwnedFd>) {
     loop {
         match connection.readable().await {
@@ -471,7 +483,7 @@ mod tests {
 
     use super::*;
 
-    /// A child that would run for long, and a connection of its own to the worker's end.
+    /// A long-running child, and its connection to the worker.
     #[expect(clippy::zombie_processes, reason = "its owner reaps it")]
     fn child(
         processes: &Processes,
@@ -487,7 +499,7 @@ mod tests {
         ours.set_nonblocking(true).expect("non-blocking");
         (
             pid,
-            processes.own(pid),
+            processes.adopt(pid),
             sys::watch(ours.into(), Interest::READABLE).expect("watched"),
             workers,
         )
@@ -507,7 +519,7 @@ mod tests {
                 sys::kill(pid, libc::SIGSTOP).expect("stopped");
             }
             let worker = (!close).then_some(worker);
-            attend(&processes, pid, ended, Some(connection), limit).await;
+            supervise_file_operation(&processes, pid, ended, Some(connection), limit).await;
             drop(worker);
             assert!(
                 !processes.is_owned(pid) && sys::kill(pid, 0).is_err(),
@@ -520,14 +532,18 @@ mod tests {
     async fn a_file_operation_that_works_is_let_alone() {
         let processes = Processes::default();
         let (pid, ended, connection, _worker) = child(&processes);
-        let attending = attend(
+        let attending = supervise_file_operation(
             &processes,
             pid,
             ended,
             Some(connection),
             Duration::from_secs(3_600),
         );
-        assert!(tokio::time::timeout(3 * LOOK, attending).await.is_err());
+        assert!(
+            tokio::time::timeout(3 * POLL_INTERVAL, attending)
+                .await
+                .is_err()
+        );
         assert!(processes.is_owned(pid));
         processes.end_tree(pid).await;
     }

@@ -1,4 +1,4 @@
-//! `cynode-sba`, the program. All of it is in the library.
+//! The `cynode-sba` binary; the implementation is in the library.
 #![forbid(unsafe_code)]
 
 fn main() -> std::process::ExitCode {

@@ -1,4 +1,4 @@
-//! A connection in blocking mode: what a child that serves one file operation speaks through.
+//! A blocking connection, for a child that serves one file operation.
 
 use std::{
     io::{self, Read, Write},
@@ -15,7 +15,7 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// `decoder` holds what was read of the connection already.
+    /// `decoder` holds data that was read from the connection already.
     pub(crate) fn new(stream: UnixStream, decoder: Decoder) -> Self {
         Self {
             stream,
@@ -51,7 +51,8 @@ impl Peer {
         self.stream.write_all(&out)
     }
 
-    /// The next piece of what the worker sends; `None` at its end. A connection that closes before that is an error.
+    /// The next chunk from the worker; `None` at the end. Fails if the connection closes before the
+    /// end.
     pub(crate) fn next_data(&mut self) -> io::Result<Option<Vec<u8>>> {
         self.buffer.resize(MAX_DATA, 0);
         loop {

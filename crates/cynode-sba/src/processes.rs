@@ -1,7 +1,7 @@
-//! Who is whose: the children of process 1, and what hangs below them.
+//! Process ownership: the children of process 1 and their descendants.
 //!
-//! Every direct child of process 1 is either owned (a subreaper, a file operation) or an orphan whose subreaper was
-//! killed; orphans belong to no exec and are killed on sight.
+//! Every direct child of process 1 is either owned (a subreaper, a file operation) or an orphan
+//! whose subreaper was killed. Orphans belong to no exec and are killed.
 
 use std::{
     cell::{Cell, RefCell},
@@ -11,22 +11,22 @@ use std::{
 
 use tokio::sync::{Notify, oneshot};
 
-use crate::sys::{self, Waited};
+use crate::sys::{self, WaitOutcome};
 
 #[derive(Debug, Default)]
 pub(crate) struct Processes {
     owned: RefCell<HashMap<i32, Option<oneshot::Sender<i32>>>>,
     reaped: Notify,
-    /// Counts the times that everything was killed, so that an exec can tell what ended it.
+    /// Counts kills of the whole sandbox, so that an exec can tell why it ended.
     killed_all: Cell<u64>,
 }
 
-/// From the first KILL of a tree to the KILL of everything.
-const SWEEP_LIMIT: Duration = Duration::from_secs(1);
+/// Time from killing a tree to killing the whole sandbox.
+const SWEEP_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Processes {
-    /// Takes a child into ownership; the receiver gets its wait status.
-    pub(crate) fn own(&self, pid: i32) -> oneshot::Receiver<i32> {
+    /// Registers a child as owned; the receiver gets its wait status.
+    pub(crate) fn adopt(&self, pid: i32) -> oneshot::Receiver<i32> {
         let (sender, receiver) = oneshot::channel();
         self.owned.borrow_mut().insert(pid, Some(sender));
         receiver
@@ -36,11 +36,11 @@ impl Processes {
         self.owned.borrow().contains_key(&pid)
     }
 
-    /// Reaps all that has ended.
+    /// Reaps all exited children.
     pub(crate) fn reap(&self) {
-        while let Waited::Child(pid, status) = sys::wait_any(false) {
+        while let WaitOutcome::Child(pid, status) = sys::wait_any(false) {
             if let Some(Some(sender)) = self.owned.borrow_mut().remove(&pid) {
-                let _told = sender.send(status);
+                let _sent = sender.send(status);
             }
         }
         self.reaped.notify_waiters();
@@ -50,29 +50,29 @@ impl Processes {
         self.killed_all.get()
     }
 
-    /// Sends a signal to everything in the sandbox but this process, without needing a fork.
+    /// Sends a signal to every process in the sandbox except this one, without forking.
     pub(crate) fn signal_all(&self, signal: i32) {
         if signal == libc::SIGKILL {
             self.killed_all.set(self.killed_all.get() + 1);
         }
         if std::process::id() == 1 {
-            // ESRCH: there was nobody.
+            // ESRCH means that there is no other process.
             drop(sys::kill(-1, signal));
         } else {
-            // Not in a pid namespace of its own (a test): only what is below this process.
-            for pid in descendants(&table(), own_pid()) {
+            // Without its own pid namespace (in tests): signals only descendants.
+            for pid in descendants(&process_table(), own_pid()) {
                 drop(sys::kill(pid, signal));
             }
         }
     }
 
-    /// Kills the subreaper and then every orphan, until none is left. Hostile code can fork faster than this loop kills;
-    /// past a limit everything in the sandbox is killed.
+    /// Kills the subreaper and then every orphan, until none is left. Hostile code can fork faster
+    /// than this loop kills, so after a timeout the whole sandbox is killed.
     pub(crate) async fn end_tree(&self, subreaper: i32) {
         if self.is_owned(subreaper) {
             drop(sys::kill(subreaper, libc::SIGKILL));
         }
-        let deadline = tokio::time::Instant::now() + SWEEP_LIMIT;
+        let deadline = tokio::time::Instant::now() + SWEEP_TIMEOUT;
         let mut everything = false;
         loop {
             let reaped = self.reaped.notified();
@@ -85,19 +85,19 @@ impl Processes {
                 everything = true;
                 self.signal_all(libc::SIGKILL);
             }
-            if everything && tokio::time::Instant::now() >= deadline + 3 * SWEEP_LIMIT {
-                // Uninterruptible sleep; the worker's own deadline ends the container.
+            if everything && tokio::time::Instant::now() >= deadline + 3 * SWEEP_TIMEOUT {
+                // Uninterruptible sleep: the worker's own timeout ends the container.
                 return;
             }
             drop(tokio::time::timeout(Duration::from_millis(5), reaped).await);
         }
     }
 
-    /// Kills every child that nobody owns; says how many there were.
+    /// Kills every child that is not owned, and returns their number.
     fn kill_orphans(&self) -> usize {
         let me = own_pid();
         let owned = self.owned.borrow();
-        let orphans: Vec<i32> = table()
+        let orphans: Vec<i32> = process_table()
             .into_iter()
             .filter(|process| {
                 process.parent == me && !process.zombie && !owned.contains_key(&process.pid)
@@ -110,9 +110,9 @@ impl Processes {
         orphans.len()
     }
 
-    /// Signals all that hangs below a subreaper, not the subreaper itself.
+    /// Signals all descendants of a subreaper, but not the subreaper itself.
     pub(crate) fn signal_tree(subreaper: i32, signal: i32) {
-        for pid in descendants(&table(), subreaper) {
+        for pid in descendants(&process_table(), subreaper) {
             drop(sys::kill(pid, signal));
         }
     }
@@ -128,8 +128,8 @@ struct Process {
     zombie: bool,
 }
 
-/// All processes that can be seen.
-fn table() -> Vec<Process> {
+/// All visible processes.
+fn process_table() -> Vec<Process> {
     let Ok(directory) = std::fs::read_dir("/proc") else {
         return Vec::new();
     };
@@ -137,7 +137,7 @@ fn table() -> Vec<Process> {
         .filter_map(|entry| {
             let pid: i32 = entry.ok()?.file_name().to_str()?.parse().ok()?;
             let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-            // "pid (name) state ppid …": the name may hold anything, parentheses too, so look from its end.
+            // "pid (name) state ppid …": the name may contain parentheses, so search from the end.
             let end = stat.iter().rposition(|byte| *byte == b')')?;
             let mut fields = std::str::from_utf8(&stat[end + 1..])
                 .ok()?
@@ -152,19 +152,19 @@ fn table() -> Vec<Process> {
         .collect()
 }
 
-fn descendants(table: &[Process], root: i32) -> Vec<i32> {
-    let mut found = HashSet::from([root]);
+fn descendants(process_table: &[Process], root: i32) -> Vec<i32> {
+    let mut members = HashSet::from([root]);
     loop {
-        let before = found.len();
-        for process in table {
-            if found.contains(&process.parent) {
-                found.insert(process.pid);
+        let before = members.len();
+        for process in process_table {
+            if members.contains(&process.parent) {
+                members.insert(process.pid);
             }
         }
-        if found.len() == before {
+        if members.len() == before {
             break;
         }
     }
-    found.remove(&root);
-    found.into_iter().collect()
+    members.remove(&root);
+    members.into_iter().collect()
 }

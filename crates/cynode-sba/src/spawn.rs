@@ -1,11 +1,12 @@
-//! Starting a command under its own subreaper.
+//! Starts a command under its own subreaper.
 //!
-//! Process 1 forks a small copy of itself, the subreaper, which starts the command and adopts whatever the command
-//! leaves behind. So every process of an exec hangs under one known process, daemons too. The subreaper reports over a
-//! pipe that nobody else can write: started or not, then how the command ended. It ends when it has no child left.
+//! Process 1 forks a subreaper, which starts the command and adopts its orphans. So all processes
+//! of an exec, including daemons, are descendants of one known process. The subreaper reports over
+//! a pipe that no other process can write: whether the command started, then its wait status. It
+//! exits when it has no child left.
 //!
-//! What must stay true: the subreaper holds no descriptor but its report pipe, so that the command's pipes close when
-//! their last writer is gone; it ignores every signal but KILL and STOP.
+//! Invariants: the subreaper holds no descriptor except its report pipe, so that the command's
+//! pipes close with their last writer; it ignores every signal except SIGKILL and SIGSTOP.
 
 use std::{
     ffi::CString,
@@ -24,13 +25,13 @@ use rustix::{
     pipe::PipeFlags,
 };
 
-use crate::sys::{self, Fork, Waited};
+use crate::sys::{self, Fork, WaitOutcome};
 
-/// The path used to look a command up when the exec has no PATH of its own.
+/// The search path for execs without a PATH of their own.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 #[derive(Debug)]
-pub(crate) struct Spawned {
+pub(crate) struct SpawnedExec {
     pub(crate) subreaper: i32,
     pub(crate) stdin: Option<OwnedFd>,
     pub(crate) stdout: OwnedFd,
@@ -39,7 +40,7 @@ pub(crate) struct Spawned {
     pub(crate) report: OwnedFd,
 }
 
-/// What a subreaper says.
+/// A subreaper's report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Report {
     Started { pid: i32 },
@@ -74,19 +75,19 @@ impl Report {
     }
 }
 
-/// Everything prepared before the fork, so that the copy has little to do.
-struct Plan {
+/// Everything that is prepared before the fork, so that the child has little to do.
+struct PreparedCommand {
     candidates: Vec<CString>,
     argv: Vec<CString>,
     env: Vec<CString>,
     cwd: CString,
 }
 
-impl Plan {
+impl PreparedCommand {
     fn new(start: &ExecStart) -> Result<Self, AgentError> {
-        let invalid = |what: &str| AgentError::new(ErrorCode::InvalidRequest, what);
-        let string = |text: &str, what: &str| {
-            CString::new(text).map_err(|_| invalid(&format!("{what} holds a NUL byte")))
+        let invalid = |message: &str| AgentError::new(ErrorCode::InvalidRequest, message);
+        let string = |text: &str, field: &str| {
+            CString::new(text).map_err(|_| invalid(&format!("{field} contains a NUL byte")))
         };
         let program = start
             .argv
@@ -124,16 +125,16 @@ impl Plan {
                     .into_os_string()
                     .into_vec(),
             )
-            .map_err(|_| invalid("cwd holds a NUL byte"))?,
+            .map_err(|_| invalid("cwd contains a NUL byte"))?,
         })
     }
 }
 
-pub(crate) fn spawn(start: &ExecStart) -> Result<Spawned, AgentError> {
-    let plan = Plan::new(start)?;
+pub(crate) fn spawn(start: &ExecStart) -> Result<SpawnedExec, AgentError> {
+    let command = PreparedCommand::new(start)?;
     let pipe = || {
         rustix::pipe::pipe_with(PipeFlags::CLOEXEC)
-            .map_err(|error| failed("opening a pipe", error.raw_os_error()))
+            .map_err(|error| sandbox_error("opening a pipe", error.raw_os_error()))
     };
     let (report, report_out) = pipe()?;
     let (stdout, stdout_in) = pipe()?;
@@ -143,14 +144,14 @@ pub(crate) fn spawn(start: &ExecStart) -> Result<Spawned, AgentError> {
         (reader, Some(writer))
     } else {
         let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|error| failed("opening /dev/null", error.raw_os_error()))?;
+            .map_err(|error| sandbox_error("opening /dev/null", error.raw_os_error()))?;
         (null, None)
     };
     match sys::fork() {
         Ok(Fork::Child) => {
-            // Nothing may unwind out of the copy into the runtime of its parent.
+            // A panic in the child must not unwind into the parent's async runtime.
             let _ended = std::panic::catch_unwind(|| {
-                subreaper(&plan, &stdin_out, &stdout_in, &stderr_in, &report_out)
+                subreaper(&command, &stdin_out, &stdout_in, &stderr_in, &report_out)
             });
             sys::exit_now(70)
         }
@@ -160,9 +161,9 @@ pub(crate) fn spawn(start: &ExecStart) -> Result<Spawned, AgentError> {
                 .flatten()
             {
                 rustix::io::ioctl_fionbio(fd, true)
-                    .map_err(|error| failed("preparing a pipe", error.raw_os_error()))?;
+                    .map_err(|error| sandbox_error("preparing a pipe", error.raw_os_error()))?;
             }
-            Ok(Spawned {
+            Ok(SpawnedExec {
                 subreaper,
                 stdin,
                 stdout,
@@ -170,41 +171,44 @@ pub(crate) fn spawn(start: &ExecStart) -> Result<Spawned, AgentError> {
                 report,
             })
         }
-        Err(error) => Err(failed(
+        Err(error) => Err(sandbox_error(
             "starting the command",
             error.raw_os_error().unwrap_or(libc::EAGAIN),
         )),
     }
 }
 
-/// A failure of the sandbox's own means, as opposed to one of the command.
-fn failed(what: &str, errno: i32) -> AgentError {
+/// An error for exhausted sandbox resources, as opposed to an error of the command.
+fn sandbox_error(operation: &str, errno: i32) -> AgentError {
     let (code, detail) = match errno {
         libc::EAGAIN => (ErrorCode::PidsExhausted, "no process slot is free"),
         libc::ENOMEM => (
             ErrorCode::PidsExhausted,
-            "no memory is left for another process",
+            "there is no memory for another process",
         ),
         libc::EMFILE => (
             ErrorCode::ExecFailed,
-            "too many commands run at once for the sandbox's limit of open files (limits.nofile)",
+            "too many concurrent commands for the sandbox's limit of open files (limits.nofile)",
         ),
-        libc::ENFILE => (ErrorCode::Internal, "the host has no open file left"),
+        libc::ENFILE => (
+            ErrorCode::Internal,
+            "the host has reached its limit of open files",
+        ),
         _ => (ErrorCode::Internal, "unexpected"),
     };
     AgentError {
         errno: Some(sys::errno_name(errno)),
-        ..AgentError::new(code, format!("{what}: {detail}"))
+        ..AgentError::new(code, format!("{operation}: {detail}"))
     }
 }
 
 /// The error of a command that did not start.
 pub(crate) fn start_error(start: &ExecStart, report: Report) -> AgentError {
-    let error = |errno: i32, what: String| AgentError {
+    let error = |errno: i32, problem: String| AgentError {
         errno: Some(sys::errno_name(errno)),
         ..AgentError::new(
             ErrorCode::ExecFailed,
-            format!("{what}: {}", io::Error::from_raw_os_error(errno)),
+            format!("{problem}: {}", io::Error::from_raw_os_error(errno)),
         )
     };
     match report {
@@ -213,7 +217,7 @@ pub(crate) fn start_error(start: &ExecStart, report: Report) -> AgentError {
         }
         Report::StartFailed {
             errno: errno @ (libc::EAGAIN | libc::ENOMEM),
-        } => failed("starting the command", errno),
+        } => sandbox_error("starting the command", errno),
         Report::StartFailed { errno } => error(
             errno,
             format!(
@@ -228,25 +232,25 @@ pub(crate) fn start_error(start: &ExecStart, report: Report) -> AgentError {
     }
 }
 
-/// The life of the forked copy.
+/// The main function of the forked subreaper.
 fn subreaper(
-    plan: &Plan,
+    command: &PreparedCommand,
     stdin: &OwnedFd,
     stdout: &OwnedFd,
     stderr: &OwnedFd,
     report: &OwnedFd,
 ) -> ! {
     sys::block_all_signals();
-    // Well below PIPE_BUF, so it is written whole. Its number is above the standard streams', which are open in every process
-    // that Rust's runtime started.
-    let say = |message: Report| {
+    // Well below PIPE_BUF, so the write is atomic. The descriptor is above the standard streams,
+    // which Rust's runtime opens in every process.
+    let send_report = |message: Report| {
         if rustix::io::write(report, &message.encode()) != Ok(Report::SIZE) {
             sys::exit_now(70);
         }
     };
     for (fd, target) in [(stdin, 0), (stdout, 1), (stderr, 2)] {
         if let Err(error) = sys::become_fd(fd.as_raw_fd(), target) {
-            say(Report::StartFailed {
+            send_report(Report::StartFailed {
                 errno: error.raw_os_error().unwrap_or(libc::EINVAL),
             });
             sys::exit_now(0);
@@ -258,46 +262,46 @@ fn subreaper(
         sys::exit_now(70);
     }
     rustix::process::umask(Mode::from_raw_mode(0o022));
-    if let Err(error) = rustix::process::chdir(&plan.cwd) {
-        say(Report::CwdFailed {
+    if let Err(error) = rustix::process::chdir(&command.cwd) {
+        send_report(Report::CwdFailed {
             errno: error.raw_os_error(),
         });
         sys::exit_now(0);
     }
-    let main = match start(plan) {
+    let main = match start(command) {
         Ok(pid) => pid,
         Err(errno) => {
-            say(Report::StartFailed { errno });
+            send_report(Report::StartFailed { errno });
             sys::exit_now(0);
         }
     };
     sys::close_standard_streams();
-    say(Report::Started { pid: main });
+    send_report(Report::Started { pid: main });
     loop {
         match sys::wait_any(true) {
-            Waited::Child(pid, status) if pid == main => say(Report::Ended { status }),
-            Waited::Child(..) | Waited::NoneReady => {}
-            Waited::NoChildren => sys::exit_now(0),
+            WaitOutcome::Child(pid, status) if pid == main => send_report(Report::Ended { status }),
+            WaitOutcome::Child(..) | WaitOutcome::NoneReady => {}
+            WaitOutcome::NoChildren => sys::exit_now(0),
         }
     }
 }
 
-/// As `execvp` searches: a candidate that is missing is passed over, one that may not be run is remembered.
-fn start(plan: &Plan) -> Result<i32, i32> {
-    let mut worst = libc::ENOENT;
-    for candidate in &plan.candidates {
-        // A look is far cheaper than a spawn that fails.
-        if plan.candidates.len() > 1 && rustix::fs::access(candidate, Access::EXISTS).is_err() {
+/// Searches like `execvp`: skips missing candidates, and remembers one that is not executable.
+fn start(command: &PreparedCommand) -> Result<i32, i32> {
+    let mut errno_to_report = libc::ENOENT;
+    for candidate in &command.candidates {
+        // A check is far cheaper than a failing spawn.
+        if command.candidates.len() > 1 && rustix::fs::access(candidate, Access::EXISTS).is_err() {
             continue;
         }
-        match sys::spawn(candidate, &plan.argv, &plan.env) {
+        match sys::spawn(candidate, &command.argv, &command.env) {
             Ok(pid) => return Ok(pid),
             Err(error) => match error.raw_os_error().unwrap_or(libc::EINVAL) {
-                libc::ENOENT | libc::ENOTDIR if plan.candidates.len() > 1 => {}
-                libc::EACCES if plan.candidates.len() > 1 => worst = libc::EACCES,
+                libc::ENOENT | libc::ENOTDIR if command.candidates.len() > 1 => {}
+                libc::EACCES if command.candidates.len() > 1 => errno_to_report = libc::EACCES,
                 errno => return Err(errno),
             },
         }
     }
-    Err(worst)
+    Err(errno_to_report)
 }

@@ -1,7 +1,7 @@
-//! The system calls that need `unsafe`, each behind a function that can be called safely.
+//! Safe wrappers of system calls that need `unsafe`.
 //!
-//! What must stay true: the agent is single-threaded, so a forked copy may run ordinary code; a forked copy never
-//! returns into the async runtime but ends in [`exit_now`].
+//! Invariants: the agent is single-threaded, so a forked child may run ordinary code; a forked
+//! child never returns into the async runtime but ends in [`exit_now`].
 #![allow(unsafe_code)]
 
 use std::{
@@ -25,7 +25,8 @@ pub(crate) enum Fork {
 }
 
 pub(crate) fn fork() -> io::Result<Fork> {
-    // SAFETY: the process is single-threaded (no thread is ever spawned), so the child's heap and locks are consistent.
+    // SAFETY: the process is single-threaded (no thread is ever spawned), so the child's heap and
+    // locks are consistent.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(Fork::Child),
@@ -33,7 +34,7 @@ pub(crate) fn fork() -> io::Result<Fork> {
     }
 }
 
-/// Ends a forked copy at once: no destructors, no exit handlers.
+/// Exits a forked child immediately, without destructors and exit handlers.
 pub(crate) fn exit_now(code: i32) -> ! {
     // SAFETY: `_exit` has no preconditions.
     unsafe { libc::_exit(code) }
@@ -47,7 +48,8 @@ pub(crate) fn close_all_but(keep: RawFd) {
         (keep.saturating_add(1).max(3), u32::MAX),
     ] {
         if first <= last {
-            // SAFETY: only called in a forked copy, which uses none of the closed descriptors afterwards.
+            // SAFETY: only called in a forked child, which uses none of the closed descriptors
+            // afterwards.
             unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
         }
     }
@@ -55,12 +57,12 @@ pub(crate) fn close_all_but(keep: RawFd) {
 
 pub(crate) fn close_standard_streams() {
     for fd in 0..3 {
-        // SAFETY: only called in a forked copy that no longer uses its standard streams.
+        // SAFETY: only called in a forked child that no longer uses its standard streams.
         unsafe { libc::close(fd) };
     }
 }
 
-/// Makes `fd` be `target` (0, 1 or 2), without close-on-exec.
+/// Duplicates `fd` to `target` (0, 1 or 2), without close-on-exec.
 pub(crate) fn become_fd(fd: RawFd, target: RawFd) -> io::Result<()> {
     // SAFETY: both are plain descriptor numbers; `dup2` checks them.
     if unsafe { libc::dup2(fd, target) } == -1 {
@@ -92,7 +94,7 @@ fn prctl(option: i32, value: libc::c_ulong) -> io::Result<()> {
     }
 }
 
-/// Whether a child is stopped at this moment. Nothing is reaped by asking.
+/// Whether a child is currently stopped. Doesn't reap it.
 pub(crate) fn is_stopped(pid: i32) -> bool {
     use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
     let options = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
@@ -101,7 +103,7 @@ pub(crate) fn is_stopped(pid: i32) -> bool {
 
 /// Blocks every signal that can be blocked.
 pub(crate) fn block_all_signals() {
-    // SAFETY: the set is initialised by `sigfillset` before it is used.
+    // SAFETY: the set is initialized by `sigfillset` before it is used.
     unsafe {
         let mut set = std::mem::zeroed();
         libc::sigfillset(&raw mut set);
@@ -109,9 +111,9 @@ pub(crate) fn block_all_signals() {
     }
 }
 
-/// A descriptor that reads the given signals, which are blocked from now on.
+/// A descriptor that reads the given signals, which get blocked.
 pub(crate) fn signal_fd(signals: &[i32]) -> io::Result<OwnedFd> {
-    // SAFETY: the set is initialised by `sigemptyset`; `signalfd` copies it.
+    // SAFETY: the set is initialized by `sigemptyset`; `signalfd` copies it.
     unsafe {
         let mut set = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);
@@ -130,15 +132,16 @@ pub(crate) fn signal_fd(signals: &[i32]) -> io::Result<OwnedFd> {
     }
 }
 
-/// A signal that arrived, and whether it was sent from outside this process's pid namespace by a plain `kill`.
-pub(crate) struct Arrived {
+/// A received signal, and whether a plain `kill` from outside this pid namespace sent it.
+pub(crate) struct ReceivedSignal {
     pub(crate) signal: i32,
     pub(crate) from_outside: bool,
 }
 
-/// The next signal of a [`signal_fd`]; `WouldBlock` when there is none.
-pub(crate) fn read_signal(fd: &OwnedFd) -> io::Result<Arrived> {
-    // SAFETY: `signalfd_siginfo` is plain old data; the kernel fills exactly one or returns an error.
+/// The next signal of a [`signal_fd`]; `WouldBlock` if there is none.
+pub(crate) fn read_signal(fd: &OwnedFd) -> io::Result<ReceivedSignal> {
+    // SAFETY: `signalfd_siginfo` is plain old data; the kernel fills exactly one or returns an
+    // error.
     unsafe {
         let mut info: libc::signalfd_siginfo = std::mem::zeroed();
         let size = size_of::<libc::signalfd_siginfo>();
@@ -149,8 +152,9 @@ pub(crate) fn read_signal(fd: &OwnedFd) -> io::Result<Arrived> {
         if count.unsigned_abs() != size {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        // A sender inside can forge `ssi_pid` by `sigqueue`, but not together with the code of `kill`.
-        Ok(Arrived {
+        // A sender inside can forge `ssi_pid` with `sigqueue`, but not together with the code of
+        // `kill`.
+        Ok(ReceivedSignal {
             signal: info.ssi_signo.cast_signed(),
             from_outside: info.ssi_code == libc::SI_USER && info.ssi_pid == 0,
         })
@@ -166,27 +170,27 @@ pub(crate) fn kill(pid: i32, signal: i32) -> io::Result<()> {
     }
 }
 
-pub(crate) enum Waited {
+pub(crate) enum WaitOutcome {
     Child(i32, i32),
     NoneReady,
     NoChildren,
 }
 
-/// Reaps one child of any kind.
-pub(crate) fn wait_any(block: bool) -> Waited {
+/// Reaps any one child.
+pub(crate) fn wait_any(block: bool) -> WaitOutcome {
     loop {
         let mut status = 0;
         // SAFETY: `status` outlives the call.
         match unsafe { libc::waitpid(-1, &raw mut status, if block { 0 } else { libc::WNOHANG }) } {
-            0 => return Waited::NoneReady,
+            0 => return WaitOutcome::NoneReady,
             -1 if io::Error::last_os_error().raw_os_error() == Some(libc::EINTR) => {}
-            -1 => return Waited::NoChildren,
-            pid => return Waited::Child(pid, status),
+            -1 => return WaitOutcome::NoChildren,
+            pid => return WaitOutcome::Child(pid, status),
         }
     }
 }
 
-/// What a wait status says: an exit code or a signal.
+/// The exit code or signal in a wait status.
 pub(crate) fn decode_status(status: i32) -> (Option<i32>, Option<i32>) {
     if libc::WIFEXITED(status) {
         (Some(libc::WEXITSTATUS(status)), None)
@@ -197,7 +201,7 @@ pub(crate) fn decode_status(status: i32) -> (Option<i32>, Option<i32>) {
     }
 }
 
-/// How many bytes wait in a pipe.
+/// The number of unread bytes in a pipe.
 pub(crate) fn bytes_waiting(fd: &OwnedFd) -> usize {
     let mut count: libc::c_int = 0;
     // SAFETY: `FIONREAD` writes one int.
@@ -208,11 +212,11 @@ pub(crate) fn bytes_waiting(fd: &OwnedFd) -> usize {
     }
 }
 
-// glibc has it since 2.26; the libc crate does not name it for every target.
+// In glibc since 2.26, but the libc crate lacks it for some targets.
 const POSIX_SPAWN_SETSID: i16 = 0x80;
 
-/// Starts `path` in a new session with default signal handling; the standard streams are inherited. The error is the
-/// one of `execve`.
+/// Starts `path` in a new session with default signal handling and inherited standard streams.
+/// Returns the error of `execve`.
 pub(crate) fn spawn(path: &CStr, argv: &[CString], env: &[CString]) -> io::Result<i32> {
     let pointers = |strings: &[CString]| -> Vec<*mut libc::c_char> {
         strings
@@ -222,8 +226,9 @@ pub(crate) fn spawn(path: &CStr, argv: &[CString], env: &[CString]) -> io::Resul
             .collect()
     };
     let (argv, env) = (pointers(argv), pointers(env));
-    // SAFETY: attributes and sets are initialised before use and destroyed after; argv and env are arrays of pointers to
-    // NUL-terminated strings that outlive the call and end in a null pointer.
+    // SAFETY: attributes and sets are initialized before use and destroyed after; argv and env are
+    // arrays of pointers to NUL-terminated strings that outlive the call, and end in a null
+    // pointer.
     unsafe {
         let mut attributes: libc::posix_spawnattr_t = std::mem::zeroed();
         let code = libc::posix_spawnattr_init(&raw mut attributes);

@@ -1,4 +1,5 @@
-//! `/healthz` and `/readyz`, which need no token, and `/metrics`, which needs one beyond loopback.
+//! `/healthz` and `/readyz`, which need no token, and `/metrics`, which needs one from other
+//! machines.
 
 use std::{io, net::IpAddr, path::Path, pin::Pin, sync::Arc};
 
@@ -19,36 +20,37 @@ use crate::{
     listen::Peer,
 };
 
-/// Says why the role can't do its job, when it can't.
+/// Returns why the role is not ready, if it is not.
 pub type Readiness =
     Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> + Send + Sync>;
 
-/// Decides whether somebody beyond this machine may read the metrics with a token; the address is for the record.
+/// Authorizes a remote reader of the metrics by token; the address is for audit.
 pub type MetricsReader = Arc<
     dyn Fn(String, Option<IpAddr>) -> Pin<Box<dyn Future<Output = Result<(), ApiError>> + Send>>
         + Send
         + Sync,
 >;
 
-/// Shorter ones can be guessed.
-const LEAST_TOKEN: usize = 16;
+/// Shorter tokens could be guessed.
+const MIN_TOKEN_BYTES: usize = 16;
 
-/// The token of `metrics_token_file`, which is made when the file is not there.
+/// Reads the token in `metrics_token_file`, and generates it if the file does not exist.
 pub fn metrics_token(file: Option<&Path>) -> io::Result<Option<Token>> {
     let Some(path) = file else { return Ok(None) };
     let token = read_or_create_token(path)?;
-    if token.len() < LEAST_TOKEN {
-        let what = format!(
-            "{} holds a token of {} bytes; it must have at least {LEAST_TOKEN}: remove the file to have one made",
+    if token.len() < MIN_TOKEN_BYTES {
+        let message = format!(
+            "{} holds a token of {} bytes, and needs at least {MIN_TOKEN_BYTES}: remove the file \
+             to generate a new one",
             path.display(),
             token.len()
         );
-        return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        return Err(io::Error::new(io::ErrorKind::InvalidData, message));
     }
     Ok(Some(Token::new(&token)))
 }
 
-/// Admits that token, and those that the role takes for everything else.
+/// Accepts the metrics token and the tokens of the role's API.
 #[must_use]
 pub fn by_tokens(own: Option<Token>, tokens: Tokens) -> MetricsReader {
     Arc::new(move |offered, _| {
@@ -62,15 +64,17 @@ pub fn by_tokens(own: Option<Token>, tokens: Tokens) -> MetricsReader {
     })
 }
 
-/// The refusal of somebody who may not read the metrics.
+/// The refusal of an unauthorized reader of the metrics.
 pub fn no_reader(detail: &str) -> ApiError {
-    let remedy = "Beyond the machine itself /metrics needs 'Authorization: Bearer' with the token in metrics_token_file, an administrator's or the worker's.";
+    let remedy = "From other machines /metrics needs 'Authorization: Bearer' with the token in \
+                  metrics_token_file, or a token of an administrator or the worker.";
     Problem::new(ErrorCode::Unauthorized, detail)
         .with_remedy(remedy)
         .into()
 }
 
-/// Whether a request comes from this machine, and for nobody else: a proxy here that says so speaks for others.
+/// Whether a request originates on this machine. A local proxy that adds forwarding headers acts
+/// for a remote client.
 fn is_local(extensions: &Extensions, headers: &HeaderMap) -> bool {
     let passed_on = ["forwarded", "x-forwarded-for", "x-real-ip", "via"]
         .iter()
@@ -81,7 +85,8 @@ fn is_local(extensions: &Extensions, headers: &HeaderMap) -> bool {
             .is_some_and(|Peer(peer)| peer.ip().to_canonical().is_loopback())
 }
 
-/// Installs the process's metrics recorder; a second call in one process (a test) gives the same.
+/// Installs the process's metrics recorder; later calls in the same process (in tests) return the
+/// same one.
 pub fn metrics_recorder() -> PrometheusHandle {
     static RECORDER: std::sync::OnceLock<PrometheusHandle> = std::sync::OnceLock::new();
     RECORDER
@@ -94,7 +99,7 @@ pub fn metrics_recorder() -> PrometheusHandle {
                 .expect("the list of buckets is not empty");
             let recorder = builder.build_recorder();
             let handle = recorder.handle();
-            // Only fails when another recorder is installed, and then that one counts.
+            // Fails only if a recorder is already installed, which then stays in use.
             drop(metrics::set_global_recorder(recorder));
             handle
         })
@@ -120,8 +125,8 @@ async fn metrics(
 ) -> Result<impl IntoResponse, ApiError> {
     if !is_local(request.extensions(), request.headers()) {
         let offered = auth::offered(request.headers()).map_err(|error| {
-            if error.0.is(ErrorCode::Unauthorized) {
-                no_reader(&error.0.detail)
+            if error.is(ErrorCode::Unauthorized) {
+                no_reader(&error.detail)
             } else {
                 error
             }
@@ -234,7 +239,7 @@ mod tests {
                 .await,
                 400
             );
-            // These say nothing but how the role is.
+            // These reveal nothing but the role's health.
             assert_eq!(
                 (
                     status("/healthz", remote, &[]).await,
@@ -243,7 +248,7 @@ mod tests {
                 (200, 200)
             );
         }
-        // A proxy on this machine is not whom it speaks for.
+        // A local proxy forwards for remote clients.
         for name in ["Forwarded", "X-Forwarded-For", "X-Real-IP", "Via"] {
             assert_eq!(
                 status("/metrics", Some("127.0.0.1:1"), &[(name, "192.0.2.1")]).await,
@@ -269,10 +274,7 @@ mod tests {
         assert!(reader("role".to_owned(), None).await.is_ok());
         for wrong in ["", "scraper"] {
             let refused = reader(wrong.to_owned(), None).await.expect_err(wrong);
-            assert!(
-                refused.0.remedy.contains("metrics_token_file"),
-                "{refused:?}"
-            );
+            assert!(refused.remedy.contains("metrics_token_file"), "{refused:?}");
         }
         assert!(
             by_tokens(None, Tokens::default())(String::new(), None)

@@ -1,8 +1,8 @@
-//! How roles use the C library's allocator.
+//! Settings of the C library's allocator.
 
-/// Environment under which a role gives memory back that it does not use any more. By default glibc keeps a heap for each of many
-/// threads, and stops returning large buffers once a few have been freed: after one burst of large requests a role would hold
-/// hundreds of MiB for good.
+/// Environment that makes a role return unused memory to the system. By default glibc keeps many
+/// per-thread heaps, and stops returning large buffers once a few have been freed: a burst of large
+/// requests would leave a role with hundreds of MiB for good.
 pub const ENVIRONMENT: [(&str, &str); 3] = [
     ("MALLOC_ARENA_MAX", "2"),
     ("MALLOC_MMAP_THRESHOLD_", "131072"),

@@ -1,11 +1,11 @@
-//! Answers that wait in memory while their callers read them.
+//! Responses buffered in memory while clients read them.
 //!
-//! A caller who asks for much and reads nothing would fill the memory with answers. They are held here instead, within a budget
-//! for each caller and one for all.
+//! A client that requests much and reads nothing would fill the memory. Responses are therefore
+//! buffered here, within a budget for each caller and one for all.
 //!
-//! What must stay true: a new answer is always taken. When a budget is used up, the answer whose reader has been idle longest
-//! makes room: its bytes are dropped at once, and its connection is closed before the end, so that nobody mistakes what came for
-//! the whole.
+//! Invariant: a new response is always accepted. When a budget is exhausted, the response whose
+//! reader has been idle longest is evicted: its bytes are freed at once, and its connection is
+//! closed before the end, so that a client can't mistake the truncated body for the whole.
 
 use std::{
     collections::HashMap,
@@ -29,30 +29,30 @@ use parking_lot::Mutex;
 
 use crate::ApiError;
 
-/// Answers of all callers together.
+/// Buffered responses of all callers.
 pub const MAX_BYTES: usize = 96 * 1024 * 1024;
-/// Answers of one caller.
+/// Buffered responses of one caller.
 pub const MAX_CALLER_BYTES: usize = 32 * 1024 * 1024;
-/// Shorter answers are not counted: the number of connections bounds them.
+/// Shorter responses are not counted: the number of connections bounds them.
 const UNCOUNTED_BYTES: u64 = 64 * 1024;
-/// What a connection gets at once: a copy, so that dropping an answer frees its memory.
+/// The piece handed to a connection: a copy, so that evicting a response frees its memory.
 const PIECE: usize = 64 * 1024;
 
-static ANSWERS: LazyLock<Arc<Answers>> = LazyLock::new(Arc::default);
+static RESPONSES: LazyLock<Arc<ResponseBuffer>> = LazyLock::new(Arc::default);
 
-/// Whose budget the answer to a request counts against.
+/// The caller whose budget the response to a request counts against.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Payer(pub u128);
 
-/// Holds the answer to a request within the budgets.
-pub async fn hold(request: Request, next: Next) -> Response {
+/// Buffers the response to a request within the budgets.
+pub async fn buffer(request: Request, next: Next) -> Response {
     let payer = request
         .extensions()
         .get::<Payer>()
         .copied()
         .unwrap_or_default();
     let response = next.run(request).await;
-    // Only a body that is in memory as a whole knows its size.
+    // Only a body that is completely in memory knows its exact size.
     if response
         .body()
         .size_hint()
@@ -63,17 +63,20 @@ pub async fn hold(request: Request, next: Next) -> Response {
     }
     let (parts, body) = response.into_parts();
     match axum::body::to_bytes(body, usize::MAX).await {
-        Ok(bytes) => Response::from_parts(parts, Body::new(Answers::take(&ANSWERS, payer, bytes))),
+        Ok(bytes) => Response::from_parts(
+            parts,
+            Body::new(ResponseBuffer::insert(&RESPONSES, payer, bytes)),
+        ),
         Err(_) => {
-            ApiError::new(ErrorCode::Internal, "the answer could not be made").into_response()
+            ApiError::new(ErrorCode::Internal, "the response could not be built").into_response()
         }
     }
 }
 
 #[derive(Debug, Default)]
-struct Answers {
-    held: Mutex<HashMap<u64, Entry>>,
-    /// Counts what happens, so that what happened longest ago can be told.
+struct ResponseBuffer {
+    entries: Mutex<HashMap<u64, Entry>>,
+    /// A logical clock, to find the least recently read response.
     clock: AtomicU64,
 }
 
@@ -85,16 +88,18 @@ struct Entry {
     read_at: u64,
 }
 
-impl Answers {
-    fn take(this: &Arc<Self>, payer: Payer, bytes: Bytes) -> Held {
+impl ResponseBuffer {
+    fn insert(this: &Arc<Self>, payer: Payer, bytes: Bytes) -> BufferedBody {
         let now = this.clock.fetch_add(1, Ordering::Relaxed);
         let size = bytes.len();
-        let mut held = this.held.lock();
-        make_room(&mut held, MAX_CALLER_BYTES.saturating_sub(size), |entry| {
-            entry.payer == payer
-        });
-        make_room(&mut held, MAX_BYTES.saturating_sub(size), |_| true);
-        held.insert(
+        let mut entries = this.entries.lock();
+        make_room(
+            &mut entries,
+            MAX_CALLER_BYTES.saturating_sub(size),
+            |entry| entry.payer == payer,
+        );
+        make_room(&mut entries, MAX_BYTES.saturating_sub(size), |_| true);
+        entries.insert(
             now,
             Entry {
                 payer,
@@ -103,27 +108,27 @@ impl Answers {
                 read_at: now,
             },
         );
-        Held {
-            answers: Arc::clone(this),
+        BufferedBody {
+            buffer: Arc::clone(this),
             id: now,
             left: size,
         }
     }
 
-    /// The next piece of an answer; `None` when it had to make room.
+    /// The next piece of a response; `None` if it was evicted.
     fn next(&self, id: u64) -> Option<Bytes> {
-        let mut held = self.held.lock();
-        let entry = held.get_mut(&id)?;
+        let mut entries = self.entries.lock();
+        let entry = entries.get_mut(&id)?;
         entry.read_at = self.clock.fetch_add(1, Ordering::Relaxed);
         let length = entry.left.len().min(PIECE);
         Some(Bytes::copy_from_slice(&entry.left.split_to(length)))
     }
 }
 
-/// Drops the answers that were read from longest ago, until those that count take at most `room`.
-fn make_room(held: &mut HashMap<u64, Entry>, room: usize, counts: impl Fn(&Entry) -> bool) {
+/// Evicts the least recently read responses until those that count take at most `room`.
+fn make_room(entries: &mut HashMap<u64, Entry>, room: usize, counts: impl Fn(&Entry) -> bool) {
     loop {
-        let counted = || held.iter().filter(|(_, entry)| counts(entry));
+        let counted = || entries.iter().filter(|(_, entry)| counts(entry));
         if counted().map(|(_, entry)| entry.size).sum::<usize>() <= room {
             return;
         }
@@ -133,20 +138,20 @@ fn make_room(held: &mut HashMap<u64, Entry>, room: usize, counts: impl Fn(&Entry
         else {
             return;
         };
-        held.remove(&oldest);
+        entries.remove(&oldest);
         metrics::counter!("cynode_answers_dropped_total").increment(1);
     }
 }
 
-/// The body of an answer that is held.
+/// The body of a buffered response.
 #[derive(Debug)]
-struct Held {
-    answers: Arc<Answers>,
+struct BufferedBody {
+    buffer: Arc<ResponseBuffer>,
     id: u64,
     left: usize,
 }
 
-impl HttpBody for Held {
+impl HttpBody for BufferedBody {
     type Data = Bytes;
     type Error = std::io::Error;
 
@@ -157,13 +162,13 @@ impl HttpBody for Held {
         if self.left == 0 {
             return Poll::Ready(None);
         }
-        Poll::Ready(Some(match self.answers.next(self.id) {
+        Poll::Ready(Some(match self.buffer.next(self.id) {
             Some(piece) => {
                 self.left -= piece.len();
                 Ok(Frame::data(piece))
             }
             None => Err(std::io::Error::other(
-                "the answer was not read in time and made room for others",
+                "the response was not read in time and was evicted",
             )),
         }))
     }
@@ -177,9 +182,9 @@ impl HttpBody for Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for BufferedBody {
     fn drop(&mut self) {
-        self.answers.held.lock().remove(&self.id);
+        self.buffer.entries.lock().remove(&self.id);
     }
 }
 
@@ -189,11 +194,11 @@ mod tests {
 
     const MIB: usize = 1024 * 1024;
 
-    fn held_bytes(answers: &Answers) -> usize {
-        answers.held.lock().values().map(|entry| entry.size).sum()
+    fn buffered_bytes(buffer: &ResponseBuffer) -> usize {
+        buffer.entries.lock().values().map(|entry| entry.size).sum()
     }
 
-    async fn read(body: Held) -> Option<usize> {
+    async fn read(body: BufferedBody) -> Option<usize> {
         axum::body::to_bytes(Body::new(body), usize::MAX)
             .await
             .ok()
@@ -202,19 +207,19 @@ mod tests {
 
     #[tokio::test]
     async fn unread_answers_of_a_caller_make_room_for_newer_ones_and_others_are_not_touched() {
-        let answers = Arc::new(Answers::default());
-        let take = |payer: u128| Answers::take(&answers, Payer(payer), vec![7; MIB].into());
+        let buffer = Arc::new(ResponseBuffer::default());
+        let take = |payer: u128| ResponseBuffer::insert(&buffer, Payer(payer), vec![7; MIB].into());
         let other = take(1);
-        let (most, mut unread) = (MAX_CALLER_BYTES / MIB, Vec::new());
-        for _ in 0..most {
+        let (capacity, mut unread) = (MAX_CALLER_BYTES / MIB, Vec::new());
+        for _ in 0..capacity {
             unread.push(take(2));
         }
-        // As many as fit are all there.
-        assert_eq!(held_bytes(&answers), MAX_CALLER_BYTES + MIB);
+        // All responses that fit are buffered.
+        assert_eq!(buffered_bytes(&buffer), MAX_CALLER_BYTES + MIB);
         for _ in 0..40 {
             unread.push(take(2));
         }
-        assert_eq!(held_bytes(&answers), MAX_CALLER_BYTES + MIB);
+        assert_eq!(buffered_bytes(&buffer), MAX_CALLER_BYTES + MIB);
         assert_eq!(
             read(unread.remove(0)).await,
             None,
@@ -223,24 +228,32 @@ mod tests {
         assert_eq!(read(unread.pop().expect("the newest")).await, Some(MIB));
         assert_eq!(read(other).await, Some(MIB));
         drop(unread);
-        assert_eq!(held_bytes(&answers), 0);
+        assert_eq!(buffered_bytes(&buffer), 0);
     }
 
     #[tokio::test]
     async fn all_callers_together_stay_within_the_budget_and_who_reads_keeps_its_answer() {
-        let answers = Arc::new(Answers::default());
-        let mut reader = Body::new(Answers::take(&answers, Payer(0), vec![7; MIB].into()));
+        let buffer = Arc::new(ResponseBuffer::default());
+        let mut reader = Body::new(ResponseBuffer::insert(
+            &buffer,
+            Payer(0),
+            vec![7; MIB].into(),
+        ));
         let mut unread = Vec::new();
         for payer in 1..200 {
-            unread.push(Answers::take(&answers, Payer(payer), vec![7; MIB].into()));
-            assert!(held_bytes(&answers) <= MAX_BYTES);
+            unread.push(ResponseBuffer::insert(
+                &buffer,
+                Payer(payer),
+                vec![7; MIB].into(),
+            ));
+            assert!(buffered_bytes(&buffer) <= MAX_BYTES);
             if payer % 20 == 0 {
                 let frame =
                     std::future::poll_fn(|context| Pin::new(&mut reader).poll_frame(context)).await;
                 assert!(frame.is_some_and(|frame| frame.is_ok()));
             }
         }
-        // What it had not read yet is still there.
+        // The unread rest is still buffered.
         assert_eq!(
             axum::body::to_bytes(reader, usize::MAX)
                 .await
@@ -259,7 +272,7 @@ mod tests {
                     async |axum::extract::Path(size): axum::extract::Path<usize>| vec![b'x'; size],
                 ),
             )
-            .layer(axum::middleware::from_fn(hold));
+            .layer(axum::middleware::from_fn(buffer));
         for size in [0, 1, 65_536, 65_537, 3 * MIB + 1] {
             let request = Request::get(format!("/{size}"))
                 .body(Body::empty())

@@ -1,4 +1,4 @@
-//! Bearer tokens. A token is compared by its hash and in constant time.
+//! Bearer tokens, compared by hash and in constant time.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::{
     connections::{self, CallerId},
 };
 
-/// The one token that a worker takes.
+/// The hash of a token.
 #[derive(Clone)]
 pub struct Token(Arc<[u8; 32]>);
 
@@ -41,7 +41,7 @@ impl Token {
     }
 }
 
-/// Tokens that are good at the same time, which can change while a role runs.
+/// The set of valid tokens, which can change while a role runs.
 #[derive(Clone, Debug, Default)]
 pub struct Tokens(Arc<parking_lot::RwLock<Vec<Token>>>);
 
@@ -51,14 +51,14 @@ impl Tokens {
         Self(Arc::new(parking_lot::RwLock::new(tokens)))
     }
 
-    /// From now on these and no others.
+    /// Replaces all valid tokens.
     pub fn set(&self, tokens: Vec<Token>) {
         *self.0.write() = tokens;
     }
 
     #[must_use]
     pub fn admits(&self, offered: &str) -> bool {
-        // All are compared, whichever fits.
+        // Compares all of them, for constant time.
         self.0
             .read()
             .iter()
@@ -66,7 +66,7 @@ impl Tokens {
     }
 }
 
-/// Refuses requests without a token that is good.
+/// Refuses requests without a valid token.
 pub async fn require(State(token): State<Tokens>, request: Request, next: Next) -> Response {
     match offered(request.headers()) {
         Ok(offered) if token.admits(offered) => {
@@ -82,7 +82,7 @@ pub async fn require(State(token): State<Tokens>, request: Request, next: Next) 
     }
 }
 
-/// The token that a request shows.
+/// The bearer token of a request.
 pub fn offered(headers: &HeaderMap) -> Result<&str, ApiError> {
     if headers
         .get_all(header::AUTHORIZATION)
@@ -90,7 +90,7 @@ pub fn offered(headers: &HeaderMap) -> Result<&str, ApiError> {
         .nth(1)
         .is_some()
     {
-        // Whoever stands between might have looked at the other one.
+        // A proxy in between might have checked the other one.
         return Err(ApiError::invalid("Authorization: was sent more than once"));
     }
     let offered = headers

@@ -1,6 +1,7 @@
-//! Bodies that come too slowly. A caller who sends half a body and then nothing, or a byte now and then, holds a connection, a session
-//! and whatever takes the body inside; so a body has a longest pause, a least rate and a total time. Only the caller's time counts: while
-//! nobody here asks for the next piece, the clock stands.
+//! Timeouts of request bodies. A client that stalls in the middle of a body holds a connection, a
+//! session and the reader of the body, so a body has a maximum pause, a minimum rate and a total
+//! time. Only the client's time counts: the clock runs only while the server waits for the next
+//! piece.
 
 use std::{
     pin::Pin,
@@ -22,7 +23,8 @@ use crate::{ApiError, connections::Connection, pace::Pace};
 
 /// The longest pause between two pieces of a body.
 pub const MAX_PAUSE: Duration = Duration::from_secs(30);
-/// The time before the rate of a body counts, bytes a second, and the time for all of it.
+/// The time before the minimum rate applies, the rate in bytes per second, and the total time of a
+/// body.
 const SLACK: Duration = Duration::from_secs(60);
 const RATE: u64 = 1_024;
 const MAX_TIME: Duration = Duration::from_secs(3_600);
@@ -31,57 +33,61 @@ const PACE: Pace = Pace {
     rate: RATE,
     total: MAX_TIME,
 };
-/// The time for all of a body whose caller is not known.
+/// The total time of an unauthenticated body.
 const MAX_UNAUTHENTICATED_TIME: Duration = Duration::from_secs(10);
 
 #[derive(Debug, thiserror::Error)]
-enum Late {
-    #[error("no byte of the body came for {} s", .0.as_secs())]
+enum BodyTimeout {
+    #[error("no data of the body arrived for {} s", .0.as_secs())]
     Pause(Duration),
-    #[error("the body came too slowly: after {} s it must come with {} bytes a second, and be whole within {} s", .0.slack.as_secs(), .0.rate, .0.total.as_secs())]
+    #[error(
+        "the body arrived too slowly: after {} s it needs a rate of {} bytes per second, \
+         and all of it must arrive within {} s",
+        .0.slack.as_secs(), .0.rate, .0.total.as_secs()
+    )]
     Rate(Pace),
 }
 
-/// Gives every request's body these limits.
+/// Applies the timeouts to the body of every request.
 pub async fn limit_pauses(request: Request, next: Next) -> Response {
     let connection = request.extensions().get::<Connection>().cloned();
     let limited = |body: Body| {
         if body.is_end_stream() {
             body
         } else {
-            Body::new(Impatient::new(body, MAX_PAUSE, PACE, connection))
+            Body::new(TimedBody::new(body, MAX_PAUSE, PACE, connection))
         }
     };
     next.run(request.map(limited)).await
 }
 
-/// The problem of a body that could not be read to its end; `otherwise` says it when the caller's slowness is not the reason.
+/// The problem for a failed read of a body: a timeout, or `otherwise` for any other cause.
 pub fn problem(error: &(dyn std::error::Error + 'static), otherwise: &str) -> ApiError {
     let mut error = Some(error);
     while let Some(inner) = error {
-        if let Some(late) = inner.downcast_ref::<Late>() {
-            return ApiError::new(ErrorCode::RequestTimeout, late.to_string());
+        if let Some(timeout) = inner.downcast_ref::<BodyTimeout>() {
+            return ApiError::new(ErrorCode::RequestTimeout, timeout.to_string());
         }
         error = inner.source();
     }
     ApiError::invalid(otherwise)
 }
 
-struct Impatient {
+struct TimedBody {
     body: Body,
     pause: Duration,
     pace: Pace,
-    /// Told while the body of an unauthenticated request is awaited.
+    /// Notified while the server waits for an unauthenticated body.
     connection: Option<Connection>,
     is_awaited: bool,
     bytes: u64,
-    /// How long pieces were waited for, without the next.
+    /// Total time spent waiting for pieces, except the current one.
     waited: Duration,
-    /// Since when somebody waits for the next piece, and how long that may take.
+    /// The start of the current wait, and its timeout.
     waiting: Option<(Instant, Pin<Box<Sleep>>)>,
 }
 
-impl Impatient {
+impl TimedBody {
     const fn new(body: Body, pause: Duration, pace: Pace, connection: Option<Connection>) -> Self {
         Self {
             body,
@@ -95,7 +101,7 @@ impl Impatient {
         }
     }
 
-    /// What is left of the time that these many bytes may take.
+    /// The time left for the bytes received so far.
     fn left(&self) -> Duration {
         let is_known = self
             .connection
@@ -121,7 +127,7 @@ impl Impatient {
     }
 }
 
-impl HttpBody for Impatient {
+impl HttpBody for TimedBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -135,7 +141,7 @@ impl HttpBody for Impatient {
             }
             match &piece {
                 Some(Ok(frame)) => {
-                    self.bytes += frame.data_ref().map_or(0, |data| data.len() as u64)
+                    self.bytes += frame.data_ref().map_or(0, |data| data.len() as u64);
                 }
                 Some(Err(_)) | None => self.arrived(),
             }
@@ -152,12 +158,12 @@ impl HttpBody for Impatient {
             .waiting
             .get_or_insert_with(|| (Instant::now(), Box::pin(tokio::time::sleep(limit))));
         ready!(timer.as_mut().poll(context));
-        let late = if limit < self.pause {
-            Late::Rate(self.pace)
+        let timeout = if limit < self.pause {
+            BodyTimeout::Rate(self.pace)
         } else {
-            Late::Pause(self.pause)
+            BodyTimeout::Pause(self.pause)
         };
-        Poll::Ready(Some(Err(axum::Error::new(late))))
+        Poll::Ready(Some(Err(axum::Error::new(timeout))))
     }
 
     fn is_end_stream(&self) -> bool {
@@ -169,7 +175,7 @@ impl HttpBody for Impatient {
     }
 }
 
-impl Drop for Impatient {
+impl Drop for TimedBody {
     fn drop(&mut self) {
         self.arrived();
     }
@@ -195,7 +201,7 @@ mod tests {
     #[derive(Deserialize)]
     struct Empty {}
 
-    /// A body whose pieces come one by one after the given pauses.
+    /// A body whose pieces arrive after the given pauses.
     struct Slow(Vec<Duration>, Option<Pin<Box<Sleep>>>);
 
     impl HttpBody for Slow {
@@ -222,7 +228,7 @@ mod tests {
     }
 
     async fn status(pauses: Vec<Duration>, pace: Pace) -> u16 {
-        let limit = move |body| Body::new(Impatient::new(body, LIMIT, pace, None));
+        let limit = move |body| Body::new(TimedBody::new(body, LIMIT, pace, None));
         let limited = move |request: Request, next: Next| next.run(request.map(limit));
         let router = Router::new()
             .route("/", post(async |JsonBody(Empty {}): JsonBody<Empty>| ()))
@@ -242,12 +248,13 @@ mod tests {
 
     #[tokio::test]
     async fn a_body_that_stops_coming_is_refused_and_a_slow_one_is_not() {
-        // Blanks alone are not an object: that refusal shows that the body was read to its end.
+        // Blanks alone are not an object: a 400 shows that the body was read to its end.
         assert_eq!(status(vec![LIMIT / 5; 10], EASY).await, 400);
         assert_eq!(status(vec![LIMIT / 5, FOREVER], EASY).await, 408);
     }
 
     #[tokio::test]
+    // invariant: deadlines
     async fn a_body_below_its_rate_or_beyond_its_total_time_is_refused() {
         // Each pause alone is short enough.
         let trickle = vec![LIMIT / 20; 10_000];
@@ -292,7 +299,7 @@ mod tests {
     #[test]
     fn the_time_that_is_left_follows_from_the_bytes_and_the_waiting() {
         let body = |bytes, waited| {
-            let mut body = Impatient::new(Body::empty(), MAX_PAUSE, PACE, None);
+            let mut body = TimedBody::new(Body::empty(), MAX_PAUSE, PACE, None);
             (body.bytes, body.waited) = (bytes, Duration::from_secs(waited));
             body
         };
@@ -313,7 +320,7 @@ mod tests {
 
     #[tokio::test]
     async fn only_the_callers_own_pauses_count() {
-        let mut body = Impatient::new(Body::new(Slow(vec![LIMIT / 5; 3], None)), LIMIT, EASY, None);
+        let mut body = TimedBody::new(Body::new(Slow(vec![LIMIT / 5; 3], None)), LIMIT, EASY, None);
         let mut piece =
             async || std::future::poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await;
         while let Some(next) = piece().await {

@@ -1,5 +1,5 @@
-//! Bounds of what sessions and jobs may ask for, each refusal naming its field. The orchestrator looks before it writes anything
-//! down; a node looks again, because it trusts nobody.
+//! Validation of session and job requests; each error names its field. The orchestrator validates
+//! before it stores anything; a node validates again, because it trusts no caller.
 
 use std::collections::BTreeMap;
 
@@ -16,18 +16,18 @@ use cynode_api::{
 
 use crate::ApiError;
 
-/// How long a session may live, or do nothing.
+/// Validates a lifetime or idle time.
 pub fn check_seconds(field: &str, seconds: u64) -> Result<u64, ApiError> {
     if (1..=MAX_LIFETIME_SECONDS).contains(&seconds) {
         Ok(seconds)
     } else {
         Err(ApiError::invalid(format!(
-            "{field}: must lie between 1 and {MAX_LIFETIME_SECONDS}"
+            "{field}: must be between 1 and {MAX_LIFETIME_SECONDS}"
         )))
     }
 }
 
-/// Why a session is ended.
+/// Validates the reason for ending a session.
 pub fn check_reason(reason: &str) -> Result<(), ApiError> {
     if reason.len() > MAX_REASON_BYTES {
         Err(ApiError::invalid(format!(
@@ -38,14 +38,14 @@ pub fn check_reason(reason: &str) -> Result<(), ApiError> {
     }
 }
 
-/// Limits that some machine may have. What is absent has a default.
+/// Validates limits. Absent ones have defaults.
 pub fn check_limits(request: &LimitsRequest) -> Result<(), ApiError> {
     if request
         .cpus
         .is_some_and(|cpus| !(0.01..=1_024.0).contains(&cpus))
     {
         return Err(ApiError::invalid(
-            "limits.cpus: must lie between 0.01 and 1024",
+            "limits.cpus: must be between 0.01 and 1024",
         ));
     }
     if request
@@ -53,7 +53,7 @@ pub fn check_limits(request: &LimitsRequest) -> Result<(), ApiError> {
         .is_some_and(|pids| !(MIN_PIDS..=1 << 20).contains(&pids))
     {
         return Err(ApiError::invalid(format!(
-            "limits.pids: must lie between {MIN_PIDS} and {}",
+            "limits.pids: must be between {MIN_PIDS} and {}",
             1 << 20
         )));
     }
@@ -62,26 +62,26 @@ pub fn check_limits(request: &LimitsRequest) -> Result<(), ApiError> {
             "limits.nofile: must be at least {MIN_NOFILE}"
         )));
     }
-    for (name, value, least) in [
+    for (name, value, min) in [
         ("memory_bytes", request.memory_bytes, MIN_MEMORY_BYTES),
         ("disk_bytes", request.disk_bytes, MIN_DISK_BYTES),
     ] {
-        if value.is_some_and(|value| value < least) {
+        if value.is_some_and(|value| value < min) {
             return Err(ApiError::invalid(format!(
-                "limits.{name}: must be at least {least}"
+                "limits.{name}: must be at least {min}"
             )));
         }
         if value.is_some_and(|value| value > 1 << 50) {
             return Err(ApiError::invalid(format!(
-                "limits.{name}: is beyond any machine"
+                "limits.{name}: is more than any machine has"
             )));
         }
     }
     Ok(())
 }
 
-/// argv and environment that `execve` takes. What the sandbox adds to the environment counts too, so that the kernel may still say
-/// that it is too much (`E2BIG`).
+/// Validates argv and environment against the limits of `execve`. Variables that the sandbox adds
+/// count too, so the kernel may still fail with `E2BIG`.
 pub fn check_arguments(argv: &[String], env: &BTreeMap<String, String>) -> Result<(), ApiError> {
     let too_large = |detail: String| {
         Err(ApiError::new(
@@ -89,22 +89,20 @@ pub fn check_arguments(argv: &[String], env: &BTreeMap<String, String>) -> Resul
             format!("{detail}; pass it in a file or as standard input"),
         ))
     };
-    let longest = MAX_ARGUMENT_LENGTH - 1;
+    let max_length = MAX_ARGUMENT_LENGTH - 1;
     if argv.first().is_none_or(String::is_empty) {
-        return Err(ApiError::invalid(
-            "argv: must hold the command's name first",
-        ));
+        return Err(ApiError::invalid("argv: must start with the command"));
     }
     let mut total = 0_usize;
     for (index, argument) in argv.iter().enumerate() {
         if argument.contains('\0') {
             return Err(ApiError::invalid(format!(
-                "argv[{index}]: holds a NUL character"
+                "argv[{index}]: contains a NUL character"
             )));
         }
-        if argument.len() > longest {
+        if argument.len() > max_length {
             return too_large(format!(
-                "argv[{index}]: {} bytes, and a process takes at most {longest} in one word",
+                "argv[{index}]: {} bytes; the kernel accepts at most {max_length} per argument",
                 argument.len()
             ));
         }
@@ -113,9 +111,9 @@ pub fn check_arguments(argv: &[String], env: &BTreeMap<String, String>) -> Resul
     check_env(env, usize::MAX, usize::MAX)?;
     for (name, value) in env {
         let length = name.len() + 1 + value.len();
-        if length > longest {
+        if length > max_length {
             return too_large(format!(
-                "env.{}: {length} bytes, and a process takes at most {longest} in one variable",
+                "env.{}: {length} bytes; the kernel accepts at most {max_length} per variable",
                 shown(name)
             ));
         }
@@ -123,22 +121,23 @@ pub fn check_arguments(argv: &[String], env: &BTreeMap<String, String>) -> Resul
     }
     if total > MAX_ARGUMENT_BYTES {
         return too_large(format!(
-            "argv and env: {total} bytes with an end and a pointer for each word, and a process takes at most {MAX_ARGUMENT_BYTES}"
+            "argv and env: {total} bytes with a terminator and a pointer each; the kernel accepts \
+             at most {MAX_ARGUMENT_BYTES}"
         ));
     }
     Ok(())
 }
 
-/// A name as a message repeats it.
+/// A name, truncated for messages.
 fn shown(name: &str) -> String {
     name.chars().take(64).collect()
 }
 
-/// A command that can be passed to a process; `field` is its name in the request.
+/// Validates a command; `field` is its name in the request.
 pub fn check_argv(field: &str, argv: &[String]) -> Result<(), ApiError> {
     if argv.first().is_none_or(String::is_empty) {
         return Err(ApiError::invalid(format!(
-            "{field}: must hold the command's name first"
+            "{field}: must start with the command"
         )));
     }
     if argv.len() > MAX_ARGV
@@ -155,13 +154,13 @@ pub fn check_argv(field: &str, argv: &[String]) -> Result<(), ApiError> {
     }
     match argv.iter().position(|argument| argument.contains('\0')) {
         Some(index) => Err(ApiError::invalid(format!(
-            "{field}[{index}]: holds a NUL character"
+            "{field}[{index}]: contains a NUL character"
         ))),
         None => Ok(()),
     }
 }
 
-/// Names and values that a process's environment can hold. `CYNODE_` belongs to the system.
+/// Validates environment variables. The prefix `CYNODE_` is reserved for the system.
 pub fn check_env(
     env: &BTreeMap<String, String>,
     max_count: usize,
@@ -187,19 +186,19 @@ pub fn check_env(
     for (name, value) in env {
         if name.is_empty() || name.contains(['=', '\0']) {
             return Err(ApiError::invalid(format!(
-                "env: {:?} is not a name that a variable can have",
+                "env: {:?} is not a valid variable name",
                 shown(name)
             )));
         }
         if value.contains('\0') {
             return Err(ApiError::invalid(format!(
-                "env.{}: the value holds a NUL character",
+                "env.{}: the value contains a NUL character",
                 shown(name)
             )));
         }
         if name.starts_with("CYNODE_") {
             return Err(ApiError::invalid(format!(
-                "env.{}: names that begin with CYNODE_ are set by the system",
+                "env.{}: the prefix CYNODE_ is reserved for the system",
                 shown(name)
             )));
         }
@@ -222,7 +221,8 @@ pub fn check_labels(labels: &BTreeMap<String, String>) -> Result<(), ApiError> {
             || value.contains('\0')
     }) {
         Some((name, _)) => Err(ApiError::invalid(format!(
-            "labels: {name:?} is not a label (names without '=', at most {MAX_LABEL_BYTES} bytes each)"
+            "labels: {name:?} is not a valid label (no '=' in names, at most {MAX_LABEL_BYTES} \
+             bytes each)"
         ))),
         None => Ok(()),
     }
@@ -237,38 +237,42 @@ mod tests {
             .iter()
             .map(|(name, value)| ((*name).to_owned(), value.clone()))
             .collect();
-        check_arguments(argv, &env).map_err(|error| (error.0.code, error.0.detail))
+        check_arguments(argv, &env).map_err(|error| (error.code.clone(), error.detail.clone()))
     }
 
     #[test]
     fn a_word_and_a_variable_are_as_long_as_a_process_takes() {
-        let longest = MAX_ARGUMENT_LENGTH - 1;
+        let max_length = MAX_ARGUMENT_LENGTH - 1;
         assert_eq!(
             check(
-                &["a".to_owned(), "x".repeat(longest)],
-                &[("A", "x".repeat(longest - 2))]
+                &["a".to_owned(), "x".repeat(max_length)],
+                &[("A", "x".repeat(max_length - 2))]
             ),
             Ok(())
         );
-        let said = |result: Result<(), (String, String)>, place: &str| {
+        let assert_too_large = |result: Result<(), (String, String)>, place: &str| {
             assert!(
-                matches!(&result, Err((code, detail)) if code == "too_large" && detail.starts_with(place)),
+                matches!(
+                    &result,
+                    Err((code, detail)) if code == "too_large" && detail.starts_with(place)
+                ),
                 "{result:?}"
             );
         };
-        said(
-            check(&["a".to_owned(), "x".repeat(longest + 1)], &[]),
+        assert_too_large(
+            check(&["a".to_owned(), "x".repeat(max_length + 1)], &[]),
             "argv[1]: ",
         );
-        said(
-            check(&["a".to_owned()], &[("A", "x".repeat(longest - 1))]),
+        assert_too_large(
+            check(&["a".to_owned()], &[("A", "x".repeat(max_length - 1))]),
             "env.A: ",
         );
     }
 
     #[test]
     fn argv_and_environment_together_are_counted_as_the_kernel_counts() {
-        // One byte, its end and a pointer: as many words as fit exactly, and one more byte.
+        // One byte, its terminator and a pointer: as many arguments as fit exactly, then one byte
+        // more.
         let each = 1 + 1 + POINTER_BYTES;
         let mut argv = vec!["x".to_owned(); MAX_ARGUMENT_BYTES / each];
         argv[0] = "x".repeat(1 + MAX_ARGUMENT_BYTES % each);
@@ -289,7 +293,7 @@ mod tests {
 
     #[test]
     fn what_no_process_takes_is_named() {
-        for (argv, env, said) in [
+        for (argv, env, prefix) in [
             (vec![], vec![], "argv: "),
             (vec![""], vec![], "argv: "),
             (vec!["a", "b\0"], vec![], "argv[1]: "),
@@ -305,9 +309,9 @@ mod tests {
                 .collect();
             assert!(
                 check(&argv, &env).is_err_and(
-                    |(code, detail)| code == "invalid_request" && detail.starts_with(said)
+                    |(code, detail)| code == "invalid_request" && detail.starts_with(prefix)
                 ),
-                "{said}"
+                "{prefix}"
             );
         }
         let long = "=".repeat(10_000);

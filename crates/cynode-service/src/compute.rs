@@ -1,7 +1,7 @@
-//! Work that takes long leaves the threads that serve everybody.
+//! Moves long computations off the serving threads.
 //!
-//! A role has half as many threads as the machine has processors. One of them that parses a body for a second answers nobody
-//! meanwhile, health checks included.
+//! A role has half as many threads as the machine has CPUs. A thread that parses a body for a
+//! second serves nothing else meanwhile, not even health checks.
 
 use std::sync::LazyLock;
 
@@ -10,10 +10,10 @@ use tokio::{
     sync::{Semaphore, SemaphorePermit},
 };
 
-/// Work on at most this many bytes is done on the spot: it takes about a millisecond.
+/// Work on at most this many bytes runs inline: it takes about a millisecond.
 pub const INLINE_BYTES: usize = 64 * 1024;
 
-/// As many at once as there are processors; the threads that serve connections compete with them.
+/// One permit per CPU; the serving threads compete with the computations.
 static PERMITS: LazyLock<Semaphore> = LazyLock::new(|| {
     Semaphore::new(
         std::thread::available_parallelism()
@@ -22,11 +22,11 @@ static PERMITS: LazyLock<Semaphore> = LazyLock::new(|| {
     )
 });
 
-/// Leave to run work that may take long.
+/// A permit for a long computation.
 #[derive(Debug)]
 pub struct Permit(Option<SemaphorePermit<'static>>);
 
-/// Waits for leave to work on `bytes` of input. Little work needs none.
+/// Waits for a permit to process `bytes` of input. Small inputs need none.
 pub async fn permit(bytes: usize) -> Permit {
     // The semaphore is never closed.
     Permit(if bytes > INLINE_BYTES {
@@ -37,10 +37,10 @@ pub async fn permit(bytes: usize) -> Permit {
 }
 
 impl Permit {
-    /// Runs the work, apart from the serving threads when it is much.
+    /// Runs the work, off the serving threads if it is large.
     pub fn run<T>(self, work: impl FnOnce() -> T) -> T {
         let is_much = self.0.is_some();
-        // Runtimes of one thread, in tests, have nowhere else to run it.
+        // Single-threaded runtimes, in tests, have no other thread to run it.
         if is_much && Handle::current().runtime_flavor() == RuntimeFlavor::MultiThread {
             tokio::task::block_in_place(work)
         } else {
@@ -49,7 +49,7 @@ impl Permit {
     }
 }
 
-/// Runs work on `bytes` of input, apart from the serving threads when they are many.
+/// Runs work on `bytes` of input, off the serving threads if the input is large.
 pub async fn apart<T>(bytes: usize, work: impl FnOnce() -> T) -> T {
     permit(bytes).await.run(work)
 }
@@ -65,11 +65,11 @@ mod tests {
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
     async fn long_work_leaves_the_thread_and_no_more_of_it_runs_than_there_are_permits() {
-        let most = PERMITS.available_permits();
+        let permits = PERMITS.available_permits();
         let (running, peak) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let (done, waiting) = std::sync::mpsc::channel::<()>();
         let waiting = Arc::new(parking_lot::Mutex::new(waiting));
-        let tasks: Vec<_> = (0..2 * most)
+        let tasks: Vec<_> = (0..2 * permits)
             .map(|_| {
                 let (running, peak, waiting) = (
                     Arc::clone(&running),
@@ -83,17 +83,17 @@ mod tests {
                 }))
             })
             .collect();
-        while running.load(Ordering::SeqCst) < most {
+        while running.load(Ordering::SeqCst) < permits {
             tokio::task::yield_now().await;
         }
-        // The only thread serves others although all permits compute.
+        // The only thread keeps serving while all permits are in use.
         tokio::spawn(async {}).await.expect("served");
-        for _ in 0..2 * most {
+        for _ in 0..2 * permits {
             done.send(()).expect("heard");
         }
         for task in tasks {
             task.await.expect("done");
         }
-        assert_eq!(peak.load(Ordering::SeqCst), most);
+        assert_eq!(peak.load(Ordering::SeqCst), permits);
     }
 }

@@ -1,5 +1,5 @@
-//! Configuration: one TOML file, over it the environment, over that the flags. Unknown keys are errors, and all of it is
-//! read before a port opens.
+//! Configuration: a TOML file, overridden by the environment, overridden by flags. Unknown keys are
+//! errors, and everything is validated before a port opens.
 
 use std::path::{Path, PathBuf};
 
@@ -19,9 +19,9 @@ pub enum ConfigError {
     Value { key: String, message: String },
 }
 
-/// Reads section `section` of the file, `CYNODE_<SECTION>_<KEY>` of the environment and the flags, in rising order of
-/// precedence. Keys of flags are written without the section; `tls.cert` is a key within a key, and in the environment
-/// `TLS__CERT`.
+/// Reads section `section` of the file, `CYNODE_<SECTION>_<KEY>` of the environment and the flags,
+/// in increasing precedence. Flags omit the section; a nested key such as `tls.cert` is `TLS__CERT`
+/// in the environment.
 pub fn load<T: DeserializeOwned>(
     path: Option<&Path>,
     section: &str,
@@ -72,7 +72,7 @@ fn read_section(path: &Path, section: &str) -> Result<Table, ConfigError> {
     if let Some(unknown) = table.keys().find(|key| !SECTIONS.contains(&key.as_str())) {
         return Err(ConfigError::Value {
             key: unknown.clone(),
-            message: format!("unknown section; known are {}", SECTIONS.join(", ")),
+            message: format!("unknown section; expected one of {}", SECTIONS.join(", ")),
         });
     }
     match table.remove(section) {
@@ -88,7 +88,7 @@ fn read_section(path: &Path, section: &str) -> Result<Table, ConfigError> {
 /// The sections that a configuration file may have.
 const SECTIONS: &[&str] = &["orchestrator", "worker"];
 
-/// Sets a key, or a key within a key. The value is what TOML reads in it, else a string.
+/// Sets a possibly nested key. The value is parsed as TOML, or else taken as a string.
 fn insert(table: &mut Table, key: &str, value: &str) {
     if let Some((outer, inner)) = key.split_once('.')
         && let Value::Table(nested) = table
@@ -105,7 +105,7 @@ fn insert(table: &mut Table, key: &str, value: &str) {
     table.insert(key.to_owned(), parsed);
 }
 
-/// The state directory: as given, else as the platform has it.
+/// The default state directory of the platform.
 #[must_use]
 pub fn default_state_dir(is_root: bool, environment: impl Fn(&str) -> Option<String>) -> PathBuf {
     if is_root {

@@ -1,11 +1,13 @@
-//! Shares of a listener's connections.
+//! Fair shares of a listener's connections.
 //!
-//! Everybody's connections come out of one number, so whoever opens many could keep the others out. A connection therefore counts in a
-//! share: that of the unauthenticated until its first good token, then its caller's.
+//! All clients share one limit of connections, so a client that opens many could lock out the
+//! others. Each connection therefore counts against a share: that of the unauthenticated until its
+//! first valid token, then its caller's.
 //!
-//! Invariants: a new connection always gets in, because the share of the unauthenticated closes the member that has kept the server
-//! waiting longest; no caller holds more than its share; nodes and administrators have places that nobody else can take. A call of an
-//! authenticated caller that is being served is never cut off by any of this.
+//! Invariants: a new connection always gets in, because the unauthenticated share closes the member
+//! that has kept the server waiting longest; no caller exceeds its share; nodes and administrators
+//! have reserved connections. None of this ever cuts off a call in flight of an authenticated
+//! caller.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -23,28 +25,32 @@ use uuid::Uuid;
 
 use crate::ApiError;
 
-/// A connection that waits less than this is not closed for a new one: its head may be on its way. New connections queue meanwhile.
-const GRACE: Duration = Duration::from_millis(50);
-/// An unauthenticated request that the server itself takes this long for makes room when no connection waits for its client.
-const SERVED: Duration = Duration::from_secs(1);
-/// Unauthenticated bodies that are read at the same time; the one that has been awaited longest makes room.
+/// A connection that has been idle for less than this is not closed for a new one: its head may be
+/// in flight. New connections queue meanwhile.
+const IDLE_GRACE: Duration = Duration::from_millis(50);
+/// An unauthenticated request that the server has processed for this long is closed if no
+/// connection is waiting for its client.
+const PROCESSING_GRACE: Duration = Duration::from_secs(1);
+/// Unauthenticated bodies that are read concurrently; beyond that, the one awaited longest is
+/// closed.
 const MAX_UNAUTHENTICATED_BODIES: usize = 64;
-/// The shares, as parts of all connections: of the unauthenticated, of nodes and administrators alone, of a caller, and of one token of
-/// an agent.
+/// The shares, as fractions of all connections: the unauthenticated, those reserved for nodes and
+/// administrators, one caller, and one agent token.
 const UNAUTHENTICATED_PART: usize = 4;
 const RESERVED_PART: usize = 16;
 const CALLER_PART: usize = 8;
 const TOKEN_PART: usize = 16;
 
-/// Whose share a connection counts in.
+/// The owner of a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum CallerId {
-    /// On a worker: whoever holds its token. An orchestrator passes everybody's calls on, so it may use every authenticated place.
+    /// On a worker: the holder of its token. An orchestrator forwards all callers, so it may use
+    /// all authenticated connections.
     Orchestrator,
     Node(Uuid),
     Administrator(Uuid),
     User(Uuid),
-    /// All agents and sandboxes in a user's name count together, and each token has half of their share.
+    /// All agents and sandboxes of a user share one limit, and each token has half of it.
     Agent {
         user: Uuid,
         token: Uuid,
@@ -52,7 +58,7 @@ pub enum CallerId {
 }
 
 impl CallerId {
-    /// The share: the same for all agents of a user.
+    /// The key of the share: the same for all agents of a user.
     #[must_use]
     pub const fn share(self) -> Self {
         match self {
@@ -79,14 +85,15 @@ impl CallerId {
     }
 }
 
-/// Counts the connection of a request among its caller's. A request that did not come by one (a tool's) counts nowhere.
+/// Counts the connection of a request against its caller's share. A request without a connection (a
+/// tool's) does not count.
 pub fn attribute(extensions: &http::Extensions, caller: CallerId) -> Result<(), ApiError> {
     extensions
         .get::<Connection>()
         .map_or(Ok(()), |connection| connection.attribute(caller))
 }
 
-/// How the connections of a listener are divided.
+/// The division of a listener's connections into shares.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Capacity {
     pub(crate) connections: usize,
@@ -107,7 +114,7 @@ impl Capacity {
             .max(2)
     }
 
-    /// What users and agents have together; the rest is kept for nodes and administrators.
+    /// Connections for users and agents; the rest is reserved for nodes and administrators.
     fn ordinary(self) -> usize {
         self.authenticated() - self.part(RESERVED_PART)
     }
@@ -129,11 +136,11 @@ impl Capacity {
 enum Phase {
     /// Between requests, in the middle of a head, or in a handshake.
     Head,
-    /// The body of an unauthenticated request is awaited.
+    /// Waiting for the body of an unauthenticated request.
     Body,
-    /// An unauthenticated request has its answer, which the client has to read.
+    /// Waiting for the client to read the response to an unauthenticated request.
     Answer,
-    /// The server works on a request, or the connection was upgraded.
+    /// The server processes a request, or the connection was upgraded.
     Served,
 }
 
@@ -146,7 +153,8 @@ struct Member {
     closer: Arc<Closer>,
 }
 
-/// Tells the task of a connection to close it. What has come meanwhile is looked at first: a request that is whole takes a place again.
+/// Tells the task of a connection to close it. The task first handles what has arrived: a complete
+/// request rejoins the share.
 #[derive(Debug, Default)]
 struct Closer {
     is_closing: AtomicBool,
@@ -160,7 +168,7 @@ impl Closer {
     }
 }
 
-/// The members of one share, by the order in which they came into their phase.
+/// The members of one share, ordered by when they entered their phase.
 #[derive(Debug, Default)]
 struct Pool(BTreeMap<u64, Member>);
 
@@ -176,11 +184,11 @@ impl Pool {
 #[derive(Debug, Default)]
 struct Table {
     next: u64,
-    /// The share of a connection (none for the unauthenticated), and its turn there.
+    /// The share of a connection (none for the unauthenticated), and its position there.
     places: HashMap<u64, (Option<CallerId>, u64)>,
     unauthenticated: Pool,
     callers: HashMap<CallerId, Pool>,
-    /// All of callers, and those of users and agents alone.
+    /// Authenticated connections: all, and those of users and agents.
     authenticated: usize,
     ordinary: usize,
 }
@@ -252,7 +260,7 @@ impl Table {
         }
     }
 
-    /// Closes a connection of a caller on which nothing is being served.
+    /// Closes an idle connection of a caller.
     fn close_idle(&mut self, share: CallerId, token: Option<Uuid>) -> bool {
         let idle = |member: &Member| {
             member.phase == Phase::Head && (token.is_none() || member.token == token)
@@ -261,7 +269,7 @@ impl Table {
         found.inspect(|(id, _)| self.close(*id, "caller")).is_some()
     }
 
-    /// The same of the caller that has the most, if that is more than so many.
+    /// Closes an idle connection of the caller with the most, if it has more than `more_than`.
     fn close_idle_of_largest(&mut self, more_than: usize, fits: impl Fn(CallerId) -> bool) -> bool {
         let has_idle = |pool: &Pool| pool.first(|member| member.phase == Phase::Head).is_some();
         let largest = self
@@ -281,13 +289,13 @@ pub(crate) struct Shares {
     grace: Duration,
     served: Duration,
     table: Mutex<Table>,
-    /// A place among the unauthenticated has become free.
+    /// Signals a free place in the unauthenticated share.
     freed: Notify,
 }
 
 impl Shares {
     pub(crate) fn new(capacity: Capacity) -> Arc<Self> {
-        Self::with(capacity, GRACE, SERVED)
+        Self::with(capacity, IDLE_GRACE, PROCESSING_GRACE)
     }
 
     fn with(capacity: Capacity, grace: Duration, served: Duration) -> Arc<Self> {
@@ -300,7 +308,7 @@ impl Shares {
         })
     }
 
-    /// Waits until a new connection can be taken; closes another one for it when there is no room.
+    /// Waits until a new connection can be accepted, and closes another one if necessary.
     pub(crate) async fn make_room(&self) {
         loop {
             let wait = {
@@ -332,7 +340,8 @@ impl Shares {
         }
     }
 
-    /// Closes the connection that has been awaited longest, however short that is: the process has no descriptor left.
+    /// Closes the connection awaited longest, without the grace period: the process is out of
+    /// descriptors.
     pub(crate) fn close_oldest(&self) -> bool {
         let mut table = self.table.lock();
         let oldest = table
@@ -404,7 +413,7 @@ impl Shares {
     }
 }
 
-/// A connection's place: it counts for as long as this lives.
+/// A connection's place in its share, freed on drop.
 #[derive(Debug)]
 pub(crate) struct Place(Connection);
 
@@ -422,7 +431,7 @@ impl Drop for Place {
     }
 }
 
-/// The connection that a request came by; among the request's extensions.
+/// The connection of a request, in the request's extensions.
 #[derive(Clone, Debug)]
 pub struct Connection(Arc<Inner>);
 
@@ -431,17 +440,17 @@ struct Inner {
     id: u64,
     shares: Arc<Shares>,
     closer: Arc<Closer>,
-    /// Requests, and the handshake before them: tells the head of one from the next.
+    /// Counts requests and the handshake, to tell one head from the next.
     requests: AtomicU64,
     is_authenticated: AtomicBool,
     is_served: AtomicBool,
     is_upgraded: AtomicBool,
-    /// Whether the present answer goes on for as long as there is news.
+    /// Whether the current response is an open-ended stream.
     streams: AtomicBool,
 }
 
 impl Connection {
-    /// Counts this connection among its caller's from now on. Refuses when the caller's share is taken by requests that are being served.
+    /// Moves this connection to its caller's share. Fails if requests in flight fill the share.
     pub fn attribute(&self, caller: CallerId) -> Result<(), ApiError> {
         let inner = &self.0;
         let share = caller.share();
@@ -478,11 +487,12 @@ impl Connection {
         metrics::counter!("cynode_connections_refused_total").increment(1);
         Err(ApiError::new(
             ErrorCode::TooManyRequests,
-            "every connection that this caller may have is in use",
+            "all connections of this caller are in use",
         ))
     }
 
-    /// Counts this connection among the unauthenticated again: its token turned out not to be good.
+    /// Moves this connection back to the unauthenticated share, after its token turned out to be
+    /// invalid.
     pub fn disown(&self) {
         let inner = &self.0;
         let mut table = inner.shares.table.lock();
@@ -502,14 +512,14 @@ impl Connection {
         self.0.is_authenticated.load(Ordering::Relaxed)
     }
 
-    /// A head has come whole.
+    /// A complete head has arrived.
     pub(crate) fn begin(&self) {
         self.0.is_served.store(true, Ordering::Relaxed);
         self.rejoin(&mut self.0.shares.table.lock());
         self.set(Phase::Served);
     }
 
-    /// Takes a place again, if the connection was to be closed: its client was faster.
+    /// Rejoins the share if the connection was about to be closed: the request arrived first.
     fn rejoin(&self, table: &mut Table) {
         let inner = &self.0;
         if inner.closer.is_closing.swap(false, Ordering::Relaxed) {
@@ -527,7 +537,7 @@ impl Connection {
         }
     }
 
-    /// The answer has been sent.
+    /// The response has been sent.
     pub(crate) fn finish(&self) {
         if self.0.is_upgraded.load(Ordering::Relaxed) {
             return;
@@ -536,13 +546,13 @@ impl Connection {
         self.set(Phase::Head);
     }
 
-    /// What is read from here on belongs to another head.
+    /// Bytes read from here on belong to another head.
     pub(crate) fn next_head(&self) {
         self.0.requests.fetch_add(1, Ordering::Relaxed);
         self.0.is_served.store(false, Ordering::Relaxed);
     }
 
-    /// The head that is being read, if one is.
+    /// The number of the head being read, if any.
     pub(crate) fn head(&self) -> Option<u64> {
         (!self.0.is_served.load(Ordering::Relaxed)).then(|| self.0.requests.load(Ordering::Relaxed))
     }
@@ -551,7 +561,7 @@ impl Connection {
         self.0.requests.load(Ordering::Relaxed)
     }
 
-    /// It is no longer HTTP: it stays where it counts until it is closed.
+    /// The connection is no longer HTTP: it keeps its place until it is closed.
     pub(crate) fn upgrade(&self) {
         self.0.is_upgraded.store(true, Ordering::Relaxed);
         self.set_streams(true);
@@ -565,7 +575,7 @@ impl Connection {
         self.0.streams.load(Ordering::Relaxed)
     }
 
-    /// The client has to send the body of an unauthenticated request.
+    /// Waits for the body of an unauthenticated request.
     pub(crate) fn await_body(&self) {
         if self.is_authenticated() {
             return;
@@ -587,21 +597,21 @@ impl Connection {
         }
     }
 
-    /// The body of an unauthenticated request has come.
+    /// The body of an unauthenticated request has arrived.
     pub(crate) fn resume(&self) {
         if !self.is_authenticated() {
             self.set(Phase::Served);
         }
     }
 
-    /// The client has to read the answer to an unauthenticated request.
+    /// Waits for the client to read the response to an unauthenticated request.
     pub(crate) fn answer(&self) {
         if !self.is_authenticated() && !self.0.is_upgraded.load(Ordering::Relaxed) {
             self.set(Phase::Answer);
         }
     }
 
-    /// Comes when the connection has to make room for another.
+    /// Resolves when the connection must be closed for another.
     pub(crate) async fn closed(&self) {
         while !self.0.closer.is_closing.load(Ordering::Relaxed) {
             self.0.closer.wake.notified().await;
@@ -635,7 +645,7 @@ mod tests {
         place.0.0.closer.is_closing.load(Ordering::Relaxed)
     }
 
-    /// Connections of a caller, each with a request that is being served or none.
+    /// Connections of a caller, each with a request in flight or idle.
     fn entered(shares: &Arc<Shares>, caller: CallerId, number: usize, served: bool) -> Vec<Place> {
         let enter = |_| {
             let place = Shares::admit(shares);
@@ -655,10 +665,10 @@ mod tests {
         place
             .0
             .attribute(caller)
-            .is_err_and(|error| error.0.is(ErrorCode::TooManyRequests) && error.0.status == 429)
+            .is_err_and(|error| error.is(ErrorCode::TooManyRequests) && error.status == 429)
     }
 
-    /// Whether a new connection is not taken yet.
+    /// Whether a new connection has to wait.
     async fn waits(shares: &Shares) -> bool {
         tokio::time::timeout(Duration::from_millis(20), shares.make_room())
             .await
@@ -668,6 +678,7 @@ mod tests {
     const NEVER: Duration = Duration::from_secs(3_600);
 
     #[tokio::test]
+    // invariant: no-starvation
     async fn when_the_unauthenticated_share_is_full_the_longest_awaited_connection_makes_room() {
         // 16 connections: four for the unauthenticated.
         let shares = Shares::with(Capacity { connections: 16 }, Duration::ZERO, NEVER);
@@ -676,7 +687,8 @@ mod tests {
             assert!(!waits(&shares).await, "{number} fits");
             places.push(Shares::admit(&shares));
         }
-        // The first is being served, the second has had its answer since, the third is the one that is awaited longest.
+        // The first is in flight, the second has since been answered, the third is the one awaited
+        // longest.
         places[0].0.begin();
         places[1].0.begin();
         places[1].0.finish();
@@ -686,7 +698,7 @@ mod tests {
             [false, false, true, false]
         );
         places.push(Shares::admit(&shares));
-        // An answer that is not read, and a body that does not come, are awaited too.
+        // Unread responses and missing bodies count as awaited too.
         places[3].0.begin();
         places[1].0.begin();
         places[1].0.await_body();
@@ -698,7 +710,7 @@ mod tests {
             place.0.begin();
             places.push(place);
         }
-        // Now all are being served, and none of them makes room.
+        // Now all are in flight, and none is closed.
         assert!(waits(&shares).await && !is_closed(&places[0]));
     }
 
@@ -726,7 +738,7 @@ mod tests {
                     .await
                     .is_err()
         );
-        // It counts again, so the next new connection closes another.
+        // It has rejoined, so the next new connection closes another.
         assert!(!waits(&shares).await && is_closed(&places[1]));
         assert!(
             tokio::time::timeout(NEVER, places[1].0.closed())
@@ -753,6 +765,7 @@ mod tests {
     }
 
     #[tokio::test]
+    // invariant: no-starvation
     async fn a_caller_has_a_share_whose_idle_connections_make_room_and_whose_calls_do_not() {
         // 32 connections: four for a caller, two for a token.
         let shares = Shares::new(Capacity { connections: 32 });
@@ -762,7 +775,7 @@ mod tests {
         assert!(is_closed(&idle[0]) && !busy.iter().chain(&fifth).any(is_closed));
         assert!(refused(&shares, user(1)));
         assert!(!refused(&shares, user(2)));
-        // Agents count apart from their user, and one of them has half of their share.
+        // Agents have a share apart from their user's, and one token has half of it.
         let one = entered(&shares, agent(1, 1), 2, true);
         assert!(refused(&shares, agent(1, 1)) && !refused(&shares, agent(1, 2)));
         let two = entered(&shares, agent(1, 2), 2, true);
@@ -774,8 +787,10 @@ mod tests {
     }
 
     #[tokio::test]
+    // invariant: no-starvation
     async fn nodes_and_administrators_get_in_when_users_have_taken_all_the_rest() {
-        // 64 connections: 48 for the authenticated, four of them for nodes and administrators, eight for each caller.
+        // 64 connections: 48 for the authenticated, four of them for nodes and administrators,
+        // eight for each caller.
         let shares = Shares::new(Capacity { connections: 64 });
         let crowd: Vec<_> = (0..44)
             .flat_map(|number| entered(&shares, user(number / 8), 1, true))
@@ -794,7 +809,7 @@ mod tests {
             "their places are taken by themselves"
         );
         assert!(!crowd.iter().chain(&first).any(is_closed));
-        // Whoever has many and uses them not makes room for one who has few.
+        // A caller with many idle connections loses one to a caller with few.
         crowd[0].0.finish();
         assert!(!refused(&shares, user(100)));
         assert!(is_closed(&crowd[0]));

@@ -1,27 +1,49 @@
-//! What a description of an API says beyond what its routes say of themselves: every status that each of them answers with,
-//! what bytes are, which bodies may be left out.
+//! Completes OpenAPI documents beyond what routes declare: the error statuses of each route, binary
+//! bodies, and optional bodies.
 
 use std::collections::BTreeMap;
 
 use cynode_api::ErrorCode;
 use serde_json::{Map, Value, json};
+use utoipa::{
+    Modify,
+    openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme},
+};
 
-/// Refusals of one route, named `POST /v1/things`.
+/// Makes every route require a bearer token.
+#[derive(Debug)]
+pub struct Bearer;
+
+impl Modify for Bearer {
+    fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
+        let components = document.components.get_or_insert_default();
+        components.add_security_scheme(
+            "bearer",
+            SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer)),
+        );
+        document.security = Some(vec![SecurityRequirement::new(
+            "bearer",
+            Vec::<String>::new(),
+        )]);
+    }
+}
+
+/// The error codes of one route, such as `POST /v1/things`.
 pub type Refusals = (String, &'static [ErrorCode]);
 
 const JSON: &str = "application/json";
 const PROBLEM: &str = "application/problem+json";
 
-/// Any route can answer so.
+/// Errors of every route.
 const ANY: &[ErrorCode] = &[
     ErrorCode::InvalidRequest,
     ErrorCode::Unauthorized,
     ErrorCode::Internal,
 ];
-/// So can one that takes a body.
+/// Errors of routes with a body.
 const BODY: &[ErrorCode] = &[ErrorCode::RequestTimeout, ErrorCode::TooLarge];
 
-/// What calls on one session refuse with, on whichever side they are answered: a method and a path below `…/sessions`.
+/// Errors of the session calls of both APIs, by method and path below `…/sessions`.
 const SESSION: &[(&str, &[ErrorCode])] = &[
     ("GET /{id}", &[ErrorCode::SessionNotFound]),
     (
@@ -121,7 +143,7 @@ const SESSION: &[(&str, &[ErrorCode])] = &[
     ),
 ];
 
-/// A call that needs a sandbox that runs.
+/// Errors of calls that need a running sandbox.
 const SANDBOX: &[ErrorCode] = &[
     ErrorCode::SessionNotFound,
     ErrorCode::NotRunning,
@@ -135,7 +157,7 @@ const EXEC: &[ErrorCode] = &[
     ErrorCode::NotRunning,
     ErrorCode::SessionEnded,
 ];
-/// One that works on files there.
+/// Errors of calls on files.
 const FILES: &[ErrorCode] = &[
     ErrorCode::PermissionDenied,
     ErrorCode::SessionNotFound,
@@ -155,7 +177,7 @@ const CHANGED: &[ErrorCode] = &[
     ErrorCode::NoSpace,
 ];
 
-/// The refusals of calls on one session, for the addresses below `sessions`.
+/// The errors of the session calls below the path `sessions`.
 #[must_use]
 pub fn in_sessions(sessions: &str) -> Vec<Refusals> {
     let place = |route: &str| route.replacen(' ', &format!(" {sessions}"), 1);
@@ -165,13 +187,13 @@ pub fn in_sessions(sessions: &str) -> Vec<Refusals> {
         .collect()
 }
 
-/// Completes a description. `any` is what every route of this role refuses with, `some` what single routes do: `default` stays,
-/// for what newer roles may answer, and a caller can rely on the rest.
+/// Completes a document. `any` lists the errors of every route of the role, `some` those of single
+/// routes. `default` stays, for errors of newer versions.
 #[must_use]
 pub fn complete(mut document: Value, any: &[ErrorCode], some: &[Refusals]) -> Value {
     let schemas = document["components"]["schemas"].take();
     let paths = document["paths"].take();
-    // Refusals that several routes share are written once.
+    // Responses that several routes share are written once.
     let (mut described, mut shared) = (Map::new(), Map::new());
     for (path, mut operations) in object(paths) {
         let path = path.replace("{*", "{");
@@ -190,7 +212,7 @@ pub fn complete(mut document: Value, any: &[ErrorCode], some: &[Refusals]) -> Va
     document["paths"] = described.into();
     document["components"]["schemas"] = schemas;
     document["components"]["responses"] = shared.into();
-    // By name, whatever order maps keep in this build: the description is checked in.
+    // Sorted, because the document is checked in and the order of maps depends on features.
     document.sort_all_objects();
     document
 }
@@ -210,7 +232,7 @@ fn complete_operation(
     is_head: bool,
     mut codes: Vec<ErrorCode>,
 ) {
-    // Two things may have a `list`; a name belongs to one operation.
+    // Operation ids must be unique, and several tags have a `list`.
     if let (Some(tag), Some(name)) = (
         operation["tags"][0].as_str(),
         operation["operationId"].as_str(),
@@ -243,7 +265,7 @@ fn complete_operation(
             if schemas[name]["properties"]["version"].is_object() {
                 codes.push(ErrorCode::UnsupportedVersion);
             }
-            // No body is an empty object.
+            // A missing body means an empty object.
             body["required"] = schemas[name]["required"].is_array().into();
         }
     }
@@ -251,7 +273,7 @@ fn complete_operation(
         return;
     };
     for (status, response) in responses.iter_mut() {
-        // Nothing to say is not the same as not saying it: the standard wants the member.
+        // The standard requires a description.
         if response["description"].as_str().is_none_or(str::is_empty) {
             let status = status
                 .parse::<u16>()
@@ -259,7 +281,7 @@ fn complete_operation(
                 .and_then(|status| http::StatusCode::from_u16(status).ok());
             response["description"] = status
                 .and_then(|status| status.canonical_reason())
-                .unwrap_or("A refusal that is not named above")
+                .unwrap_or("Any other error")
                 .into();
         }
         bytes_as_such(&mut response["content"]);
@@ -277,7 +299,8 @@ fn complete_operation(
         }
     }
     for (status, names) in by_status {
-        let mut response = json!({"description": names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")});
+        let names: Vec<_> = names.iter().map(|name| format!("`{name}`")).collect();
+        let mut response = json!({"description": names.join(", ")});
         let mut name = names.join(".");
         if is_head {
             name += ".head";
@@ -295,7 +318,7 @@ fn complete_operation(
     }
 }
 
-/// Bytes are no list of numbers.
+/// Marks byte arrays as binary strings.
 fn bytes_as_such(content: &mut Value) {
     for (kind, content) in content.as_object_mut().into_iter().flatten() {
         if !kind.ends_with("json") && content["schema"]["type"] == "array" {
@@ -314,8 +337,19 @@ mod tests {
             "paths": {"/v1/things/{*path}": {"put": {
                 "tags": ["things"], "operationId": "put",
                 "parameters": [{"in": "path", "name": "path"}],
-                "requestBody": {"required": true, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Thing"}}}},
-                "responses": {"200": {"description": "", "content": {"application/octet-stream": {"schema": {"type": "array"}}}}, "default": {"description": ""}},
+                "requestBody": {
+                    "required": true,
+                    "content": {"application/json": {
+                        "schema": {"$ref": "#/components/schemas/Thing"},
+                    }},
+                },
+                "responses": {
+                    "200": {
+                        "description": "",
+                        "content": {"application/octet-stream": {"schema": {"type": "array"}}},
+                    },
+                    "default": {"description": ""},
+                },
             }}},
             "components": {"schemas": {"Thing": {"properties": {"version": {}}}}},
         });

@@ -1,4 +1,4 @@
-//! The HTTP edge: problems as answers, strict bodies and queries, request ids.
+//! The HTTP edge: problem responses, strict bodies and queries, request ids.
 
 use axum::{
     RequestExt as _,
@@ -10,27 +10,29 @@ use axum::{
 use cynode_api::{ErrorCode, Problem, file_limits};
 use futures_util::StreamExt as _;
 use http::{HeaderName, HeaderValue, StatusCode, header, request::Parts};
+use percent_encoding::percent_decode_str;
 use serde::de::DeserializeOwned;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-use crate::{body, compute, connections::Connection, json, unique::doubled};
+use crate::{body, compute, connections::Connection, json, unique::duplicate_member};
 
-/// Largest JSON body.
+/// The largest JSON body.
 pub const MAX_BODY: usize = 10 * 1024 * 1024;
-/// Longest value of a query parameter, decoded. Words of a terminal's command are bounded with the address alone.
+/// The longest decoded value of a query parameter. The arguments of a terminal's command are
+/// bounded only by the length of the URL.
 pub const MAX_PARAMETER_BYTES: usize = 4_096;
-/// And of one that is base64.
+/// The longest value of a base64 parameter.
 const MAX_BASE64_PARAMETER_BYTES: usize = 5_464;
-/// Bodies over `compute::INLINE_BYTES` that are taken into memory at once; others wait.
+/// Bodies over `compute::INLINE_BYTES` that are buffered concurrently; others wait.
 const MAX_LARGE_BODIES: usize = 6;
 
 static LARGE_BODIES: Semaphore = Semaphore::const_new(MAX_LARGE_BODIES);
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// A problem on its way to the caller.
+/// A problem as a response.
 #[derive(Clone, Debug)]
-pub struct ApiError(pub Box<Problem>);
+pub struct ApiError(Box<Problem>);
 
 impl ApiError {
     pub fn new(code: ErrorCode, detail: impl Into<String>) -> Self {
@@ -39,6 +41,41 @@ impl ApiError {
 
     pub fn invalid(detail: impl Into<String>) -> Self {
         Self::new(ErrorCode::InvalidRequest, detail)
+    }
+
+    #[must_use]
+    pub fn with_remedy(self, remedy: impl Into<String>) -> Self {
+        self.0.with_remedy(remedy).into()
+    }
+
+    #[must_use]
+    pub fn with(self, name: &str, value: impl Into<serde_json::Value>) -> Self {
+        self.0.with(name, value).into()
+    }
+
+    #[must_use]
+    pub fn into_problem(self) -> Box<Problem> {
+        self.0
+    }
+}
+
+impl std::fmt::Display for ApiError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(&self.0, f)
+    }
+}
+
+impl std::ops::Deref for ApiError {
+    type Target = Problem;
+
+    fn deref(&self) -> &Problem {
+        &self.0
+    }
+}
+
+impl std::ops::DerefMut for ApiError {
+    fn deref_mut(&mut self) -> &mut Problem {
+        &mut self.0
     }
 }
 
@@ -73,8 +110,8 @@ fn render(problem: &Problem) -> Response {
     response
 }
 
-/// Gives every request an id, puts it into the answer and into problems, and logs failures of ours under it. A request that is
-/// passed on to another role carries it there.
+/// Gives every request an id, returns it in the response and in problems, and logs server errors
+/// under it. A forwarded request carries the id to the next role.
 pub async fn request_id(mut request: Request, next: Next) -> Response {
     let given = request
         .headers()
@@ -92,7 +129,10 @@ pub async fn request_id(mut request: Request, next: Next) -> Response {
     let mut response = next.run(request).await;
     if let Some(ApiError(mut problem)) = response.extensions_mut().remove::<ApiError>() {
         if problem.status >= 500 {
-            tracing::warn!(request_id = id, %method, path, code = problem.code, detail = problem.detail, "A request failed.");
+            tracing::warn!(
+                request_id = id, %method, path, code = problem.code, detail = problem.detail,
+                "A request failed."
+            );
         }
         problem.request_id = Some(id.clone());
         let headers = std::mem::take(response.headers_mut());
@@ -111,7 +151,8 @@ pub async fn request_id(mut request: Request, next: Next) -> Response {
     response
 }
 
-/// A JSON body, read strictly: bounded, unknown and doubled fields refused, the fault named by its place.
+/// A strictly parsed JSON body: bounded, without unknown or duplicate fields; errors name the
+/// location.
 #[derive(Debug)]
 pub struct JsonBody<T>(pub T);
 
@@ -124,7 +165,8 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for JsonBody<T> {
     }
 }
 
-/// The bytes of a body that says that it is JSON, or says nothing. While it lives, it holds what its size costs.
+/// The bytes of a JSON body (by content type, or without one). Holds the permits for its size while
+/// it lives.
 #[derive(Debug)]
 pub struct JsonBytes {
     pub bytes: Bytes,
@@ -161,20 +203,21 @@ impl<S: Send + Sync> FromRequest<S> for JsonBytes {
     }
 }
 
-/// The limit of a route whose JSON bodies are shorter or longer than others'.
+/// The body limit of a route, instead of the default.
 #[derive(Clone, Copy, Debug)]
 pub struct BodyLimit(pub usize);
 
-/// Reads a body to its end, and counts its nodes on the way.
+/// Reads a body to its end and counts its JSON nodes.
 async fn take(
     request: Request,
     is_reserved: bool,
 ) -> Result<(Bytes, usize, Option<SemaphorePermit<'static>>), ApiError> {
-    let most = request
+    let max_bytes = request
         .extensions()
         .get::<BodyLimit>()
         .map_or(MAX_BODY, |limit| limit.0);
-    // Whoever may stall without being known must not hold what others wait for: such bodies are short, and few at once.
+    // An unauthenticated client that stalls must not hold a permit that others wait for; such
+    // bodies are short and few.
     let is_reserved = is_reserved
         || request
             .extensions()
@@ -188,22 +231,22 @@ async fn take(
         if large.is_none() && !is_reserved && bytes.len() + piece.len() > compute::INLINE_BYTES {
             large = LARGE_BODIES.acquire().await.ok();
         }
-        if bytes.len() + piece.len() > most {
-            return Err(too_large(most));
+        if bytes.len() + piece.len() > max_bytes {
+            return Err(too_large(max_bytes));
         }
         bytes.extend_from_slice(&piece);
     }
     Ok((bytes.into(), scan.nodes(), large))
 }
 
-fn too_large(most: usize) -> ApiError {
+fn too_large(max_bytes: usize) -> ApiError {
     ApiError::new(
         ErrorCode::TooLarge,
-        format!("the body exceeds {most} bytes"),
+        format!("the body exceeds {max_bytes} bytes"),
     )
 }
 
-/// The problem of a body that could not be read.
+/// The problem for a failed read of a body.
 fn body_error(error: &axum::Error) -> ApiError {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = cause {
@@ -215,10 +258,10 @@ fn body_error(error: &axum::Error) -> ApiError {
     body::problem(error, "the body could not be read to its end")
 }
 
-/// Parses JSON as bodies are parsed. An empty body is an empty object.
+/// Parses JSON like a body. An empty body is an empty object.
 pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     let bytes = if bytes.is_empty() { b"{}" } else { bytes };
-    // A derived type would also take a list of its fields' values, by their order.
+    // A derived type would also accept a list of its fields' values, in order.
     if bytes.trim_ascii_start().first() != Some(&b'{') {
         return Err(ApiError::invalid("the body must be a JSON object"));
     }
@@ -236,10 +279,10 @@ pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     deserializer
         .end()
         .map_err(|error| ApiError::invalid(format!("after the body's object: {error}")))?;
-    doubled(bytes).map_or(Ok(value), |error| Err(ApiError::invalid(error)))
+    duplicate_member(bytes).map_or(Ok(value), |error| Err(ApiError::invalid(error)))
 }
 
-/// A query string, read strictly.
+/// A strictly parsed query string.
 #[derive(Debug)]
 pub struct QueryParams<T>(pub T);
 
@@ -250,7 +293,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for QueryParams<T>
         check_query(&parts.uri)?;
         if let Some(name) = not_utf8(parts.uri.query().unwrap_or_default()) {
             return Err(ApiError::invalid(format!(
-                "{name}: is not UTF-8; where bytes are taken, {name}_b64 takes them in base64"
+                "{name}: is not UTF-8; where bytes are allowed, send them as {name}_b64 in base64"
             )));
         }
         axum::extract::Query::try_from_uri(&parts.uri)
@@ -259,56 +302,36 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for QueryParams<T>
     }
 }
 
-/// Refuses a query with a parameter that is longer than any that means something.
+/// Refuses queries with overlong parameters.
 pub fn check_query(uri: &http::Uri) -> Result<(), ApiError> {
     for pair in uri.query().unwrap_or_default().split('&') {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
-        let most = match name {
+        let max_bytes = match name {
             "argv" => continue,
             "path" => file_limits::MAX_PATH_BYTES,
             _ if name.ends_with("_b64") => MAX_BASE64_PARAMETER_BYTES,
             _ => MAX_PARAMETER_BYTES,
         };
-        // An escape of three letters stands for one byte.
+        // A three-character escape is one byte.
         let length = |text: &str| {
             text.len()
                 - 2 * memchr::memchr_iter(b'%', text.as_bytes())
                     .count()
                     .min(text.len() / 3)
         };
-        if length(name) > MAX_PARAMETER_BYTES || length(value) > most {
+        if length(name) > MAX_PARAMETER_BYTES || length(value) > max_bytes {
             let name: String = name.chars().take(50).collect();
             return Err(ApiError::invalid(format!(
-                "{name}: must have at most {most} bytes"
+                "{name}: must have at most {max_bytes} bytes"
             )));
         }
     }
     Ok(())
 }
 
-/// The name of a parameter whose value is not UTF-8. Decoding would put something else in its place.
+/// The name of a parameter whose value is not UTF-8. Lossy decoding would change the value.
 fn not_utf8(query: &str) -> Option<String> {
-    let decode = |text: &str| {
-        let mut decoded = Vec::with_capacity(text.len());
-        let mut rest = text.as_bytes();
-        while let Some((&first, after)) = rest.split_first() {
-            let escaped = if first == b'%' {
-                after.split_at_checked(2)
-            } else {
-                None
-            };
-            let escaped = escaped.and_then(|(digits, after)| {
-                Some((
-                    u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?,
-                    after,
-                ))
-            });
-            let (byte, after) = escaped.unwrap_or((first, after));
-            decoded.push(byte);
-            rest = after;
-        }
-        String::from_utf8(decoded)
-    };
+    let decode = |text: &str| String::from_utf8(percent_decode_str(text).collect());
     query.split('&').find_map(|pair| {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
         let shown = decode(name).map(|name| name.chars().take(50).collect());
@@ -328,7 +351,7 @@ fn source_text(error: &dyn std::error::Error) -> String {
     deepest.to_string()
 }
 
-/// Times every request by its route.
+/// Records the duration of every request by route.
 pub async fn measure(request: Request, next: Next) -> Response {
     let route = request
         .extensions()
@@ -342,19 +365,19 @@ pub async fn measure(request: Request, next: Next) -> Response {
     response
 }
 
-/// The answer to an address that does not exist.
+/// The response for an unknown path.
 pub fn not_found() -> std::future::Ready<ApiError> {
     std::future::ready(ApiError(Box::new(
         Problem::new(ErrorCode::NotFound, "no such address")
-            .with_remedy("See /openapi.json for the addresses."),
+            .with_remedy("See /openapi.json for the paths."),
     )))
 }
 
-/// The answer to a method that an address does not have.
+/// The response for an unsupported method.
 pub fn method_not_allowed() -> std::future::Ready<ApiError> {
     std::future::ready(ApiError::new(
         ErrorCode::MethodNotAllowed,
-        "this address does not take that method",
+        "the path does not support this method",
     ))
 }
 
@@ -364,43 +387,43 @@ mod tests {
 
     #[test]
     fn a_parameter_is_taken_up_to_its_bound_and_not_beyond() {
-        let asked = |query: &str| {
+        let check = |query: &str| {
             check_query(&format!("/x?{query}").parse().expect("an address"))
                 .map_err(|error| error.0.detail)
         };
         let longest = file_limits::MAX_PATH_BYTES;
-        assert_eq!(asked(&format!("x=1&path={}", "a".repeat(longest))), Ok(()));
+        assert_eq!(check(&format!("x=1&path={}", "a".repeat(longest))), Ok(()));
         assert_eq!(
-            asked(&format!("path={}", "%C3%BC".repeat(longest / 2))),
+            check(&format!("path={}", "%C3%BC".repeat(longest / 2))),
             Ok(())
         );
         assert_eq!(
-            asked(&format!("x=1&path={}", "a".repeat(longest + 1))),
+            check(&format!("x=1&path={}", "a".repeat(longest + 1))),
             Err(format!("path: must have at most {longest} bytes"))
         );
-        assert!(asked(&format!("path={}", "%61".repeat(longest + 1))).is_err());
+        assert!(check(&format!("path={}", "%61".repeat(longest + 1))).is_err());
         assert_eq!(
-            asked(&format!(
+            check(&format!(
                 "path_b64={}",
                 "A".repeat(MAX_BASE64_PARAMETER_BYTES)
             )),
             Ok(())
         );
         assert!(
-            asked(&format!(
+            check(&format!(
                 "path_b64={}",
                 "A".repeat(MAX_BASE64_PARAMETER_BYTES + 1)
             ))
             .is_err()
         );
         assert_eq!(
-            asked(&format!("cursor={}", "a".repeat(MAX_PARAMETER_BYTES))),
+            check(&format!("cursor={}", "a".repeat(MAX_PARAMETER_BYTES))),
             Ok(())
         );
-        assert!(asked(&format!("cursor={}", "a".repeat(MAX_PARAMETER_BYTES + 1))).is_err());
-        assert!(asked(&"a".repeat(MAX_PARAMETER_BYTES + 1)).is_err());
+        assert!(check(&format!("cursor={}", "a".repeat(MAX_PARAMETER_BYTES + 1))).is_err());
+        assert!(check(&"a".repeat(MAX_PARAMETER_BYTES + 1)).is_err());
         assert_eq!(
-            asked(&format!("argv=sh&argv={}", "a".repeat(60_000))),
+            check(&format!("argv=sh&argv={}", "a".repeat(60_000))),
             Ok(())
         );
     }

@@ -1,4 +1,4 @@
-//! Files that must be whole after a crash: written beside the target, then renamed over it.
+//! Crash-safe files: written to a temporary name, then renamed over the target.
 
 use std::{
     io,
@@ -18,7 +18,7 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     replaced
 }
 
-/// Writes a file beside its place.
+/// Writes the temporary file.
 fn stage(path: &Path, bytes: &[u8]) -> io::Result<PathBuf> {
     let name = path
         .file_name()
@@ -41,7 +41,8 @@ fn stage(path: &Path, bytes: &[u8]) -> io::Result<PathBuf> {
     Ok(staged)
 }
 
-/// Reads a token file (one line), making it first when it is not there. Of several that make it at once, one does.
+/// Reads a token file (one line), and creates it if it does not exist. Concurrent callers agree on
+/// one token.
 pub fn read_or_create_token(path: &Path) -> io::Result<String> {
     let token = || {
         format!(

@@ -1,11 +1,11 @@
-//! Bounds of JSON texts, checked before they are parsed.
+//! Bounds of JSON texts, checked before parsing.
 //!
-//! A parsed value takes many times the memory of its text: ten million zeros are 10 MiB of text and 400 MiB of values. The scan
-//! counts what a parser would make, in one pass and without allocating. It does not check that the text is valid JSON; the
-//! parser does that afterwards.
+//! A parsed value takes many times the memory of its text: ten million zeros are 10 MiB of text and
+//! 400 MiB of values. The scan counts the nodes that a parser would create, in one pass and without
+//! allocating. It does not validate the JSON; the parser does that afterwards.
 //!
-//! What must stay true: whoever parses more than `compute::INLINE_BYTES` holds a share of one budget meanwhile, so that parsed
-//! values of all callers together stay within it.
+//! Invariant: a caller that parses more than `compute::INLINE_BYTES` holds a share of one budget
+//! meanwhile, which bounds the parsed values of all callers together.
 
 use std::{
     pin::Pin,
@@ -19,20 +19,21 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::{ApiError, compute};
 
-/// Values and member names of one text. Leaves room for every argv that `execve` takes: 2 MiB hold at most 233,016 words.
+/// Values and member names in one text. Allows every argv that `execve` accepts: 2 MiB hold at most
+/// 233,016 arguments.
 pub const MAX_NODES: usize = 250_000;
-/// Objects and lists within one another.
+/// Nesting of objects and lists.
 pub const MAX_DEPTH: usize = 127;
 /// Estimated memory of a parsed value beyond its text.
 const NODE_BYTES: usize = 128;
-/// Memory for all texts and values that are being parsed, in KiB.
+/// Memory for all texts and values being parsed, in KiB.
 const MAX_PARSING_KIB: usize = 96 * 1024;
-/// What a body gives to its reader at once.
+/// The size of the pieces in which a buffered body is read.
 const PIECE: usize = 64 * 1024;
 
 static PARSING: Semaphore = Semaphore::const_new(MAX_PARSING_KIB);
 
-/// Counts the nodes and the depth of a text that comes in pieces.
+/// Counts the nodes and the depth of a text that arrives in pieces.
 #[derive(Clone, Debug)]
 pub struct Scan {
     max_nodes: usize,
@@ -62,7 +63,7 @@ impl Scan {
         }
     }
 
-    /// Refuses a text as soon as it holds too many nodes.
+    /// Fails as soon as the text has too many nodes.
     pub fn feed(&mut self, piece: &[u8]) -> Result<(), ApiError> {
         let mut rest = piece;
         while !rest.is_empty() {
@@ -99,7 +100,7 @@ impl Scan {
                 return Err(ApiError::new(
                     ErrorCode::TooLarge,
                     format!(
-                        "the body holds more than {} values and names",
+                        "the body contains more than {} values and names",
                         self.max_nodes
                     ),
                 ));
@@ -109,39 +110,40 @@ impl Scan {
         Ok(())
     }
 
-    /// At least as many as a parser would make.
+    /// An upper bound of the nodes that a parser would create.
     #[must_use]
     pub const fn nodes(&self) -> usize {
         self.separators + 1
     }
 }
 
-/// Counts the nodes of a whole text, and refuses one that holds too many.
+/// Counts the nodes of a text; fails if there are too many.
 pub fn count(text: &[u8]) -> Result<usize, ApiError> {
     let mut scan = Scan::default();
     scan.feed(text)?;
     Ok(scan.nodes())
 }
 
-/// Refuses a text that holds too many nodes or is too deep.
+/// Fails if a text has too many nodes or is nested too deeply.
 pub fn check(text: &[u8]) -> Result<(), ApiError> {
     let mut scan = Scan::default();
     scan.feed(text)?;
     if scan.deepest > MAX_DEPTH {
         return Err(ApiError::invalid(format!(
-            "the body is nested more than {MAX_DEPTH} levels deep"
+            "the body is nested deeper than {MAX_DEPTH} levels"
         )));
     }
     Ok(())
 }
 
-/// A share of the memory for parsing.
+/// A share of the parsing budget.
 #[derive(Debug, Default)]
 pub struct Room(
     #[expect(dead_code, reason = "held for its drop")] Option<SemaphorePermit<'static>>,
 );
 
-/// Waits for memory to parse a text of this size. Small texts need none: requests in flight are bounded by their number.
+/// Waits for budget to parse a text of this size. Small texts need none: the number of requests in
+/// flight bounds them.
 pub async fn room(bytes: usize, nodes: usize) -> Room {
     if bytes <= compute::INLINE_BYTES {
         return Room::default();
@@ -159,11 +161,11 @@ pub async fn room(bytes: usize, nodes: usize) -> Room {
     )
 }
 
-/// Marks a request whose body holds its room already.
+/// Marks a request whose body already holds its share of the budget.
 #[derive(Clone, Copy, Debug)]
 pub struct Reserved;
 
-/// A body that is in memory, and gives its room back when it has been read.
+/// A buffered body that returns its share of the budget once it has been read.
 pub fn body(bytes: Bytes, room: Room) -> Body {
     if bytes.len() <= PIECE {
         Body::from(bytes)
@@ -203,13 +205,15 @@ mod tests {
     use super::*;
 
     fn code(text: &str) -> Option<String> {
-        check(text.as_bytes()).err().map(|error| error.0.code)
+        check(text.as_bytes())
+            .err()
+            .map(|error| error.into_problem().code)
     }
 
     #[test]
     fn as_many_values_as_the_bound_are_taken_and_one_more_is_not() {
         let list = |count: usize| format!("[{}0]", "0,".repeat(count - 1));
-        // The list itself is a value too.
+        // The list itself counts as a value too.
         assert_eq!(count(list(MAX_NODES - 1).as_bytes()).ok(), Some(MAX_NODES));
         assert_eq!(code(&list(MAX_NODES)).as_deref(), Some("too_large"));
         let names = |count: usize| format!("{{{}\"x\":0}}", "\"x\":0,".repeat(count - 1));
@@ -229,7 +233,7 @@ mod tests {
             code(&nested(MAX_DEPTH + 1)).as_deref(),
             Some("invalid_request")
         );
-        // Beside one another they are not deep.
+        // Siblings do not add to the depth.
         assert_eq!(code(&format!("[{}0]", "[],".repeat(1_000))), None);
     }
 

@@ -1,5 +1,5 @@
-//! What every role of CyNode shares: configuration, telemetry, the HTTP edge (problems, bodies, authentication, admin
-//! routes, TLS) and shutdown.
+//! Code shared by all roles of CyNode: configuration, telemetry, the HTTP edge (problems, bodies,
+//! authentication, admin routes, TLS) and shutdown.
 #![forbid(unsafe_code)]
 
 pub mod admin;
@@ -19,6 +19,7 @@ pub mod json;
 pub mod linger;
 pub mod listen;
 pub mod multipart;
+pub mod output;
 mod pace;
 pub mod pages;
 pub mod private;

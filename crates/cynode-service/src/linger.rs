@@ -1,5 +1,5 @@
-//! A refusal must arrive. A connection that is closed while its caller still sends takes an answer that the caller has not
-//! read yet down with it, so what is left of a body is read away, within bounds, while the answer is on its way.
+//! Drains the rest of a refused body, within bounds, so that the refusal arrives. Closing a
+//! connection while the client still sends resets it, and the client may lose the response.
 
 use std::{
     pin::Pin,
@@ -16,16 +16,17 @@ use axum::{
 use futures_util::{Stream, StreamExt as _};
 use http::header;
 
-const MOST_BYTES: usize = 128 * 1024 * 1024;
-const LONGEST: Duration = Duration::from_secs(10);
+const MAX_DRAINED_BYTES: usize = 128 * 1024 * 1024;
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-pub async fn read_away(request: Request, next: Next) -> Response {
+/// Drains the body of every request whose handler drops it early.
+pub async fn drain_body(request: Request, next: Next) -> Response {
     let waits = request.headers().contains_key(header::EXPECT);
     let request = request.map(|body| {
         if body.is_end_stream() {
             body
         } else {
-            Body::from_stream(Lingering {
+            Body::from_stream(DrainedBody {
                 rest: Some(body.into_data_stream()),
                 waits,
             })
@@ -34,15 +35,15 @@ pub async fn read_away(request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-/// A body that is read to its end, by whoever it is for or, when they drop it, by nobody.
-struct Lingering {
-    /// Until its end.
+/// A body that is drained in the background if its reader drops it early.
+struct DrainedBody {
+    /// `None` after the end.
     rest: Option<BodyDataStream>,
-    /// The caller sends nothing before it is asked to; reading would ask.
+    /// The client waits for `100 Continue`, which reading would send.
     waits: bool,
 }
 
-impl Stream for Lingering {
+impl Stream for DrainedBody {
     type Item = Result<Bytes, axum::Error>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
@@ -58,13 +59,13 @@ impl Stream for Lingering {
     }
 }
 
-impl Drop for Lingering {
+impl Drop for DrainedBody {
     fn drop(&mut self) {
         let Some(mut rest) = self.rest.take().filter(|_| !self.waits) else {
             return;
         };
-        tokio::spawn(tokio::time::timeout(LONGEST, async move {
-            let mut left = MOST_BYTES;
+        tokio::spawn(tokio::time::timeout(DRAIN_TIMEOUT, async move {
+            let mut left = MAX_DRAINED_BYTES;
             while let Some(Ok(piece)) = rest.next().await {
                 left = left.saturating_sub(piece.len());
                 if left == 0 {
@@ -81,13 +82,13 @@ mod tests {
 
     use super::*;
 
-    fn body(seen: &std::sync::Arc<parking_lot::Mutex<usize>>, waits: bool) -> Lingering {
+    fn body(seen: &std::sync::Arc<parking_lot::Mutex<usize>>, waits: bool) -> DrainedBody {
         let seen = std::sync::Arc::clone(seen);
         let pieces = stream::iter((0..10).map(Ok::<_, std::io::Error>)).map(move |piece| {
             *seen.lock() += 1;
             piece.map(|_: i32| Bytes::from_static(b"piece"))
         });
-        Lingering {
+        DrainedBody {
             rest: Some(Body::from_stream(pieces).into_data_stream()),
             waits,
         }
@@ -108,7 +109,7 @@ mod tests {
                 assert!(matches!(body.next().await, Some(Ok(_))));
             }
             drop(body);
-            // The reader in the background has its turn.
+            // Lets the background task run.
             for _ in 0..100 {
                 tokio::task::yield_now().await;
             }

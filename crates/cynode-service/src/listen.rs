@@ -1,20 +1,19 @@
-//! Listening: plain on loopback, TLS elsewhere.
+//! Listeners: plain HTTP on loopback, TLS elsewhere.
 
 use std::{net::SocketAddr, path::PathBuf, sync::Arc};
 
+use serde::Deserialize;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio_rustls::rustls;
 
 pub use crate::serve::{CONNECTIONS, CONNECTIONS_RANGE, Peer, raise_open_files, serve};
 
-/// Connections that the kernel holds until they are accepted, as far as it is configured to.
+/// The backlog of unaccepted connections; the kernel may cap it.
 const BACKLOG: u32 = 4_096;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
-    #[error(
-        "{0} is not a loopback address: give tls.cert and tls.key, or --insecure-listen to do without"
-    )]
+    #[error("{0} is not a loopback address: set tls.cert and tls.key, or pass --insecure-listen")]
     Insecure(SocketAddr),
     #[error("can't listen on {address}")]
     Bind {
@@ -23,23 +22,28 @@ pub enum ListenError {
     },
     #[error("tls.cert and tls.key must be given together")]
     HalfTls,
-    #[error("can't read {path} as {what}")]
+    #[error("can't read {path} as {kind}")]
     Pem {
         path: PathBuf,
-        what: &'static str,
+        kind: &'static str,
         source: rustls::pki_types::pem::Error,
     },
-    #[error("the certificate and key can't be used")]
+    #[error("the certificate and key are unusable")]
     Tls(#[source] rustls::Error),
 }
 
-#[derive(Clone, Debug, Default)]
-pub struct Tls {
+/// The TLS section of a role's configuration: certificate chain, key and authorities, as PEM files.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TlsFiles {
     pub cert: Option<PathBuf>,
     pub key: Option<PathBuf>,
-    /// Whom this role trusts when it calls others. Not for the listener; only looked at, so that a bad file is found before a port opens.
+    /// The only authorities that this role trusts when it calls its peers. When absent: those of
+    /// the system, and those in `CYNODE_CA_FILE`.
     pub ca: Option<PathBuf>,
-    pub insecure: bool,
+    /// The name in the certificate, by which callers on this machine connect; the address when
+    /// absent.
+    pub name: Option<String>,
 }
 
 /// A bound listener, not yet serving.
@@ -66,20 +70,26 @@ impl Bound {
     }
 }
 
-/// A listener whose rules are kept and whose files are read; nothing is open yet.
+/// A validated listener with loaded certificates, not yet bound.
 #[derive(Debug)]
 pub struct Prepared {
     address: SocketAddr,
     tls: Option<Arc<rustls::ServerConfig>>,
 }
 
-pub fn prepare(address: SocketAddr, tls: &Tls) -> Result<Prepared, ListenError> {
+/// Checks an address and its TLS files. `insecure` allows plain HTTP beyond loopback.
+pub fn prepare(
+    address: SocketAddr,
+    tls: &TlsFiles,
+    insecure: bool,
+) -> Result<Prepared, ListenError> {
+    // The listener does not use the authorities; a bad file must still fail before a port opens.
     if let Some(path) = &tls.ca {
         authorities(path)?;
     }
     let tls = match (&tls.cert, &tls.key) {
         (Some(cert), Some(key)) => Some(Arc::new(tls_config(cert, key)?)),
-        (None, None) if address.ip().is_loopback() || tls.insecure => None,
+        (None, None) if address.ip().is_loopback() || insecure => None,
         (None, None) => return Err(ListenError::Insecure(address)),
         _ => return Err(ListenError::HalfTls),
     };
@@ -89,7 +99,7 @@ pub fn prepare(address: SocketAddr, tls: &Tls) -> Result<Prepared, ListenError> 
 impl Prepared {
     #[expect(
         clippy::unused_async,
-        reason = "registering a socket needs a runtime, which being async makes sure of"
+        reason = "registering a socket needs a runtime, which an async fn guarantees"
     )]
     pub async fn bind(self) -> Result<Bound, ListenError> {
         let Self { address, tls } = self;
@@ -114,12 +124,12 @@ impl Prepared {
     }
 }
 
-/// Certificates of those who are trusted; at least one.
+/// Checks that a file contains trusted certificates.
 fn authorities(path: &PathBuf) -> Result<(), ListenError> {
     use rustls::pki_types::{CertificateDer, pem, pem::PemObject as _};
     let failed = |source| ListenError::Pem {
         path: path.clone(),
-        what: "trusted certificates",
+        kind: "trusted certificates",
         source,
     };
     let found: Vec<_> = CertificateDer::pem_file_iter(path)
@@ -134,9 +144,9 @@ fn authorities(path: &PathBuf) -> Result<(), ListenError> {
 
 fn tls_config(cert: &PathBuf, key: &PathBuf) -> Result<rustls::ServerConfig, ListenError> {
     use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _};
-    let pem = |path: &PathBuf, what| {
+    let pem = |path: &PathBuf, kind| {
         let path = path.clone();
-        move |source| ListenError::Pem { path, what, source }
+        move |source| ListenError::Pem { path, kind, source }
     };
     let chain = CertificateDer::pem_file_iter(cert)
         .and_then(Iterator::collect)

@@ -1,8 +1,8 @@
-//! `multipart/form-data` (RFC 7578), read strictly and as a stream.
+//! A strict streaming parser for `multipart/form-data` (RFC 7578).
 //!
-//! Invariants: memory stays bounded by the pieces of the body and the limits below; a body that two readers could understand
-//! differently is refused: nothing stands before the first delimiter or after the last one, a delimiter is a whole line, a part
-//! says its name once.
+//! Invariants: memory is bounded by the pieces of the body and the limits below; ambiguous bodies
+//! are refused: no bytes before the first delimiter or after the last one, a delimiter is a whole
+//! line, a part has exactly one name.
 
 use axum::body::{Body, BodyDataStream};
 use bytes::{Buf as _, Bytes, BytesMut};
@@ -15,14 +15,14 @@ use http::{HeaderMap, header};
 
 use crate::{ApiError, body};
 
-/// Longest boundary (RFC 2046).
+/// The longest boundary (RFC 2046).
 const MAX_BOUNDARY: usize = 70;
-/// All header lines of a part.
+/// All header lines of a part, in bytes.
 const MAX_PART_HEAD: usize = 4 * 1024;
 const MAX_PART_HEADERS: usize = 16;
 const MAX_NAME: usize = 64;
 
-/// The boundary, when the body is a form; `None` when it is of another type.
+/// The boundary if the body is a form; `None` for another content type.
 pub fn boundary(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
     let mut types = headers.get_all(header::CONTENT_TYPE).iter();
     let Some(kind) = types.next() else {
@@ -86,12 +86,12 @@ enum State {
     Ended,
 }
 
-/// A form that is read part by part.
+/// A form, read part by part.
 #[derive(Debug)]
 pub struct Multipart {
     pieces: BodyDataStream,
     buffer: BytesMut,
-    /// With the line end before it.
+    /// Includes the line end before it.
     delimiter: Vec<u8>,
     state: State,
 }
@@ -99,7 +99,7 @@ pub struct Multipart {
 impl Multipart {
     #[must_use]
     pub fn new(body: Body, boundary: &str) -> Self {
-        // The first delimiter has no line before it.
+        // The first delimiter has no preceding line.
         Self {
             pieces: body.into_data_stream(),
             buffer: BytesMut::from(&b"\r\n"[..]),
@@ -108,7 +108,8 @@ impl Multipart {
         }
     }
 
-    /// The name of the next part; `None` after the last one. Skips what was not read of the part before.
+    /// The name of the next part; `None` after the last one. Skips the unread rest of the current
+    /// part.
     pub async fn next_part(&mut self) -> Result<Option<String>, ApiError> {
         if self.state == State::Start {
             self.state = State::Within;
@@ -151,7 +152,7 @@ impl Multipart {
                 }
                 return self.pass_delimiter().await.map(|()| None);
             }
-            // The end of the buffer may be the beginning of a delimiter.
+            // The end of the buffer may be the start of a delimiter.
             let sure = (self.buffer.len() + 1).saturating_sub(self.delimiter.len());
             if sure > 0 {
                 return Ok(Some(self.buffer.split_to(sure).freeze()));
@@ -162,7 +163,7 @@ impl Multipart {
         }
     }
 
-    /// What follows a delimiter: a line end and the next part, or `--` and nothing more.
+    /// Reads past a delimiter: a line end before the next part, or `--` at the end.
     async fn pass_delimiter(&mut self) -> Result<(), ApiError> {
         let length = self.delimiter.len();
         while self.buffer.len() < length + 2 {
@@ -194,7 +195,7 @@ impl Multipart {
         }
     }
 
-    /// Takes in more of the body. False at its end.
+    /// Buffers more of the body. False at its end.
     async fn fill(&mut self) -> Result<bool, ApiError> {
         match self.pieces.next().await {
             Some(Ok(piece)) => {
@@ -214,7 +215,7 @@ fn cut_off() -> ApiError {
     ApiError::invalid("the body ends before its last boundary")
 }
 
-/// The name of a part by its header lines.
+/// The name of a part, from its header lines.
 fn part_name(head: &[u8]) -> Result<String, ApiError> {
     let text = std::str::from_utf8(head)
         .map_err(|_| ApiError::invalid("the head of a part is not UTF-8"))?;
@@ -325,7 +326,7 @@ pub struct ExecForm {
 }
 
 impl ExecForm {
-    /// Reads the part `request`; what `next_piece` gives then is the input.
+    /// Reads the part `request`; `next_piece` then returns the input.
     pub async fn open(body: Body, boundary: &str) -> Result<(Bytes, Self), ApiError> {
         let mut form = Multipart::new(body, boundary);
         expect(form.next_part().await?, "request", "first")?;
@@ -349,12 +350,15 @@ impl ExecForm {
         ))
     }
 
-    /// The next bytes of the input; `None` when all of it and the end of the form have come.
+    /// The next bytes of the input; `None` at the end of the form.
     pub async fn next_piece(&mut self) -> Result<Option<Bytes>, ApiError> {
         if let Some(piece) = self.form.next_piece().await? {
             let left = self.left.checked_sub(piece.len() as u64);
             self.left = left.ok_or_else(|| {
-                let detail = format!("stdin: more than {MAX_FORM_STDIN_BYTES} bytes; put it into a file, or use stdin_open and the stdin call");
+                let detail = format!(
+                    "stdin: more than {MAX_FORM_STDIN_BYTES} bytes; put it into a file, \
+                     or use stdin_open and the stdin call"
+                );
                 ApiError::new(ErrorCode::TooLarge, detail)
             })?;
             return Ok(Some(piece));
@@ -403,14 +407,22 @@ mod tests {
             .block_on(future)
     }
 
-    /// All parts of a form, or what is wrong with it.
+    /// All parts of a form, or the error.
     fn parts(bytes: &[u8], boundary: &str, piece: usize) -> Result<Vec<(String, Vec<u8>)>, String> {
         block_on(async {
             let mut form = Multipart::new(body(bytes, piece), boundary);
             let mut all = Vec::new();
-            while let Some(name) = form.next_part().await.map_err(|error| error.0.detail)? {
+            while let Some(name) = form
+                .next_part()
+                .await
+                .map_err(|error| error.into_problem().detail)?
+            {
                 let mut content = Vec::new();
-                while let Some(piece) = form.next_piece().await.map_err(|error| error.0.detail)? {
+                while let Some(piece) = form
+                    .next_piece()
+                    .await
+                    .map_err(|error| error.into_problem().detail)?
+                {
                     content.extend_from_slice(&piece);
                 }
                 all.push((name, content));
@@ -423,9 +435,13 @@ mod tests {
         block_on(async {
             let (request, mut form) = ExecForm::open(body(bytes, piece), "B")
                 .await
-                .map_err(|error| error.0.detail)?;
+                .map_err(|error| error.into_problem().detail)?;
             let mut stdin = Vec::new();
-            while let Some(piece) = form.next_piece().await.map_err(|error| error.0.detail)? {
+            while let Some(piece) = form
+                .next_piece()
+                .await
+                .map_err(|error| error.into_problem().detail)?
+            {
                 stdin.extend_from_slice(&piece);
             }
             Ok((request.to_vec(), stdin))
@@ -445,7 +461,7 @@ mod tests {
                 header::CONTENT_TYPE,
                 HeaderValue::from_str(kind).expect("a header"),
             );
-            boundary(&headers).map_err(|error| error.0.detail)
+            boundary(&headers).map_err(|error| error.into_problem().detail)
         };
         let some = |text: &str| Ok(Some(text.to_owned()));
         assert_eq!(read("application/json"), Ok(None));
@@ -477,7 +493,7 @@ mod tests {
         }
         assert!(read(&format!("multipart/form-data; boundary={}", "x".repeat(71))).is_err());
         assert_eq!(
-            boundary(&HeaderMap::new()).map_err(|error| error.0.detail),
+            boundary(&HeaderMap::new()).map_err(|error| error.into_problem().detail),
             Ok(None)
         );
     }
@@ -496,7 +512,7 @@ mod tests {
             format!("--B\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\nx\r\n")
         };
         let (request, stdin) = (part("request"), part("stdin"));
-        for (form, said) in [
+        for (form, expected) in [
             (String::new(), "ends before its last boundary"),
             ("--B--".to_owned(), "'request' is missing"),
             (format!("{request}--B--"), "'stdin' is missing"),
@@ -562,7 +578,7 @@ mod tests {
         ] {
             for piece in [1, 3, 10_000] {
                 let error = exec(form.as_bytes(), piece).expect_err(&form);
-                assert!(error.contains(said), "{said:?}: {error} ({form})");
+                assert!(error.contains(expected), "{expected:?}: {error} ({form})");
             }
         }
     }
@@ -585,10 +601,14 @@ mod tests {
                 let (_, mut form) =
                     ExecForm::open(body(&whole("B", b"{}", &vec![0; size]), 7), "B")
                         .await
-                        .map_err(|error| error.0.code)?;
+                        .map_err(|error| error.into_problem().code)?;
                 form.left = 10;
                 let mut count = 0;
-                while let Some(piece) = form.next_piece().await.map_err(|error| error.0.code)? {
+                while let Some(piece) = form
+                    .next_piece()
+                    .await
+                    .map_err(|error| error.into_problem().code)?
+                {
                     count += piece.len();
                 }
                 Ok::<_, String>(count)
@@ -611,7 +631,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_input_comes_out_as_it_went_in(
-            // Full of what looks like delimiters.
+            // Full of near-delimiters.
             stdin in proptest::collection::vec(prop_oneof![any::<u8>(), proptest::sample::select(&b"\r\n--B"[..])], 0..300),
             piece in 1_usize..40,
         ) {

@@ -1,7 +1,9 @@
-//! The pace of a connection: a client that sends a head or reads an answer keeps up a least rate, or is cut off.
+//! The pace of a connection: a client that sends a head or reads a response below a minimum rate is
+//! disconnected.
 //!
-//! Invariant: only the client's own time counts. The clock of a head starts with its first byte; the clock of an answer runs while
-//! bytes wait for a client that does not take them, and never while there is nothing to send.
+//! Invariant: only the client's own time counts. The clock of a head starts with its first byte;
+//! the clock of a response runs only while bytes wait for the client, never while there is nothing
+//! to send.
 
 use std::{
     io,
@@ -18,30 +20,32 @@ use tokio::{
 
 use crate::connections::{Connection, Place};
 
-/// A head that has begun: the time before its rate counts, bytes a second, and the time for all of it.
+/// For a head: the time before the minimum rate applies, the rate in bytes per second, and the
+/// total time.
 const HEAD_SLACK: Duration = Duration::from_secs(5);
 const HEAD_RATE: u64 = 128;
 const MAX_HEAD_TIME: Duration = Duration::from_secs(15);
-/// An answer, while its bytes wait for the client: the same, and the longest time in which the client takes nothing.
+/// For a response, while its bytes wait for the client: the same, and the longest time without
+/// progress.
 const ANSWER_SLACK: Duration = Duration::from_secs(120);
 const ANSWER_RATE: u64 = 256;
 const MAX_ANSWER_PAUSE: Duration = Duration::from_secs(60);
-/// That time for event streams and upgraded connections, whose readers may stop for longer.
+/// The same for event streams and upgraded connections, whose readers may pause for longer.
 const MAX_STREAM_PAUSE: Duration = Duration::from_secs(600);
 
-/// The slowest that something may go.
+/// A minimum pace.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pace {
-    /// Before the rate counts.
+    /// The time before the rate applies.
     pub(crate) slack: Duration,
-    /// Bytes a second.
+    /// Bytes per second.
     pub(crate) rate: u64,
-    /// For all of it.
+    /// The total time.
     pub(crate) total: Duration,
 }
 
 impl Pace {
-    /// How long so many bytes may take.
+    /// The time that `bytes` may take.
     pub(crate) fn allowance(&self, bytes: u64) -> Duration {
         let earned = bytes
             .saturating_mul(1_000)
@@ -79,30 +83,31 @@ impl Default for Paces {
 }
 
 #[derive(Debug)]
-struct Head {
+struct HeadClock {
     number: u64,
     first: Instant,
     bytes: u64,
 }
 
 #[derive(Debug, Default)]
-struct Answer {
+struct ResponseClock {
     number: u64,
     bytes: u64,
-    /// How long its bytes have waited for the client, without the present wait.
+    /// How long bytes have waited for the client, without the current wait.
     waited: Duration,
     since: Option<Instant>,
 }
 
-/// A connection that is held to its pace. It counts in its share until this is dropped, whatever it was upgraded to.
+/// A connection with a minimum pace. It keeps its place in its share until dropped, even after an
+/// upgrade.
 #[derive(Debug)]
 pub(crate) struct PacedStream {
     stream: TcpStream,
     place: Place,
     paces: Paces,
-    head: Option<Head>,
+    head: Option<HeadClock>,
     head_timer: Option<Pin<Box<Sleep>>>,
-    answer: Answer,
+    answer: ResponseClock,
     answer_timer: Option<Pin<Box<Sleep>>>,
 }
 
@@ -114,7 +119,7 @@ impl PacedStream {
             paces,
             head: None,
             head_timer: None,
-            answer: Answer::default(),
+            answer: ResponseClock::default(),
             answer_timer: None,
         }
     }
@@ -131,12 +136,12 @@ impl PacedStream {
             .head
             .take()
             .filter(|head| head.number == number)
-            .unwrap_or_else(|| Head {
+            .unwrap_or_else(|| HeadClock {
                 number,
                 first: Instant::now(),
                 bytes: 0,
             });
-        self.head = Some(Head {
+        self.head = Some(HeadClock {
             bytes: head.bytes + bytes as u64,
             ..head
         });
@@ -160,16 +165,16 @@ impl PacedStream {
         );
         Poll::Ready(io::Error::new(
             io::ErrorKind::TimedOut,
-            "the head of a request came too slowly",
+            "the head of a request arrived too slowly",
         ))
     }
 
     fn count_answer(&mut self, bytes: usize) {
         let number = self.connection().requests();
         if self.answer.number != number {
-            self.answer = Answer {
+            self.answer = ResponseClock {
                 number,
-                ..Answer::default()
+                ..ResponseClock::default()
             };
         }
         self.answer.bytes += bytes as u64;
@@ -202,7 +207,7 @@ impl PacedStream {
         metrics::counter!("cynode_unread_answers_total").increment(1);
         Poll::Ready(io::Error::new(
             io::ErrorKind::TimedOut,
-            "the client does not read its answer",
+            "the client is not reading its response",
         ))
     }
 

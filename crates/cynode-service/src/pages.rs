@@ -1,9 +1,9 @@
 //! Pages of lists, bounded in bytes as well as in items.
 
-/// The items of a page, as JSON, have at most this many bytes. One item alone may have more: its fields have bounds of their own.
+/// The largest page, as JSON. A single item may be larger: its fields have their own bounds.
 pub const MAX_PAGE_BYTES: usize = 1024 * 1024;
 
-/// A page that is being filled, until it has as many items as were asked for or as many bytes as a page may have.
+/// Collects the items of a page up to the requested count and the maximum size.
 #[derive(Debug)]
 pub struct PageBuilder<T> {
     items: Vec<T>,
@@ -20,7 +20,7 @@ impl<T> PageBuilder<T> {
         }
     }
 
-    /// Adds an item that has this size. False when it belongs to the next page.
+    /// Adds an item of this size. False if it belongs to the next page.
     pub fn add(&mut self, item: T, size: usize) -> bool {
         let has_room = self.items.len() < self.limit
             && (self.items.is_empty() || self.bytes + size <= MAX_PAGE_BYTES);
@@ -31,7 +31,7 @@ impl<T> PageBuilder<T> {
         has_room
     }
 
-    /// How many items more there may be.
+    /// The number of items still missing.
     pub const fn left(&self) -> usize {
         self.limit - self.items.len()
     }
@@ -41,7 +41,7 @@ impl<T> PageBuilder<T> {
     }
 }
 
-/// How long something is as JSON.
+/// The length of a value as JSON.
 pub fn json_size(value: &impl serde::Serialize) -> usize {
     struct Counter(usize);
     impl std::io::Write for Counter {
@@ -55,7 +55,7 @@ pub fn json_size(value: &impl serde::Serialize) -> usize {
         }
     }
     let mut counter = Counter(0);
-    // What can't be written is not sent either.
+    // A value that can't be serialized is never sent.
     serde_json::to_writer(&mut counter, value).map_or(0, |()| counter.0)
 }
 

@@ -1,7 +1,8 @@
-//! Directories and lock files that belong to one user alone, also where others can write.
+//! Directories and lock files that are private to one user, even in places where others can write.
 //!
-//! Invariant: nothing here follows a symbolic link that somebody put in place of the last component, and what is checked is the open
-//! descriptor, not the name. A lock that others can open is theirs to hold: `flock` needs no more than a descriptor.
+//! Invariants: a symbolic link as the last component is never followed, and checks apply to the
+//! open descriptor, not to the name. A lock file must not be readable by others: any descriptor
+//! suffices for `flock`.
 
 use std::{fs::File, io, path::Path};
 
@@ -13,11 +14,12 @@ use rustix::{
 
 const OTHERS: u32 = 0o077;
 
-/// Makes a directory for this user alone. One that is there already must be exactly that: a directory, ours, and 0700. For places where
-/// others can write, such as `/tmp`: whoever made it first may have put something into it.
+/// Creates a private directory. An existing one must be a directory, owned by this user, with mode
+/// 0700. For places where others can write, such as `/tmp`: another user may have created it first
+/// and planted files.
 pub fn private_directory(path: &Path) -> io::Result<()> {
     make(path)?;
-    // By its name it could be another one by now.
+    // The name could refer to another file by now.
     let directory = open(
         path,
         OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC,
@@ -31,14 +33,16 @@ pub fn private_directory(path: &Path) -> io::Result<()> {
         mode => Err(refused(
             path,
             &format!(
-                "is open to others (mode {mode:03o}): look at what is in it, then run 'chmod 700 {}'",
+                "is open to others (mode {mode:03o}): look at what is in it, then run 'chmod 700 \
+                 {}'",
                 path.display()
             ),
         )),
     }
 }
 
-/// Makes a directory for this user alone, and closes one of ours that is there already. For places where nobody else can write.
+/// Creates a private directory, or removes the permissions of others from an existing one of this
+/// user. For places where nobody else can write.
 pub fn closed_directory(path: &Path) -> io::Result<()> {
     make(path)?;
     let directory = match open(
@@ -59,7 +63,8 @@ pub fn closed_directory(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Opens a lock file that nobody else can open, and makes it when there is none. It belongs to this user, or to whom its directory belongs.
+/// Opens or creates a lock file that nobody else can open. It belongs to this user or to the owner
+/// of its directory.
 pub fn open_lock(path: &Path) -> io::Result<fs_err::File> {
     let flags =
         OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -142,7 +147,7 @@ mod tests {
         fs_err::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("set");
     }
 
-    /// Gives it to somebody else, where this test may.
+    /// Changes the owner, if the test has the privilege.
     fn give_away(path: &Path) -> bool {
         geteuid().is_root() && std::os::unix::fs::lchown(path, Some(65_534), Some(65_534)).is_ok()
     }
@@ -156,12 +161,12 @@ mod tests {
         private_directory(&path).expect("the same again");
         for open in [0o755, 0o770, 0o777, 0o711, 0o701] {
             set_mode(&path, open);
-            let said = private_directory(&path)
+            let message = private_directory(&path)
                 .expect_err("open to others")
                 .to_string();
             assert!(
-                said.contains("chmod 700") && said.contains(&format!("{open:03o}")),
-                "{said}"
+                message.contains("chmod 700") && message.contains(&format!("{open:03o}")),
+                "{message}"
             );
             assert_eq!(mode(&path), open, "it is left as it was");
         }
@@ -232,9 +237,9 @@ mod tests {
     fn a_lock_can_be_opened_by_its_owner_alone() {
         let root = tempfile::tempdir().expect("a directory");
         let path = root.path().join("lock");
-        let held = open_lock(&path).expect("opened");
+        let lock = open_lock(&path).expect("opened");
         assert_eq!(mode(&path), 0o600);
-        flock(&held, FlockOperation::NonBlockingLockExclusive).expect("held");
+        flock(&lock, FlockOperation::NonBlockingLockExclusive).expect("held");
         assert!(
             flock(
                 open_lock(&path).expect("opened again"),
@@ -242,8 +247,8 @@ mod tests {
             )
             .is_err()
         );
-        drop(held);
-        // One that an earlier version made.
+        drop(lock);
+        // As an earlier version created it.
         set_mode(&path, 0o644);
         drop(open_lock(&path).expect("opened"));
         assert_eq!(mode(&path), 0o600);
@@ -265,7 +270,7 @@ mod tests {
                     .to_string()
                     .contains("belongs to another user")
             );
-            // Whoever owns the directory could put any lock there; root looks at theirs.
+            // The owner of the directory controls its locks anyway; root accepts them.
             assert!(give_away(root.path()));
             assert!(open_lock(&path).is_ok());
         }

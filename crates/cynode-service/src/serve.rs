@@ -1,8 +1,9 @@
-//! Serving connections.
+//! Serves connections.
 //!
-//! What must stay true: who connects and says nothing, or half of something, holds up nobody else. Heads, bodies and the reading of answers
-//! have a least pace (`pace.rs`, `body.rs`), and connections are divided into shares (`connections.rs`) that make room for new ones. A
-//! request of an authenticated caller that keeps that pace is never cut off, however long its body or its answer takes.
+//! Invariant: a client that sends nothing, or half a request, delays nobody else. Heads, bodies and
+//! the reading of responses have a minimum pace (`pace.rs`, `body.rs`), and connections are divided
+//! into shares (`connections.rs`) that make room for new ones. A request of an authenticated caller
+//! that keeps the pace is never cut off, however long its body or response takes.
 
 use std::{
     convert::Infallible,
@@ -35,28 +36,29 @@ use crate::{
     pace::{PacedStream, Paces},
 };
 
-/// Where a request's connection comes from; every request has it among its extensions.
+/// The remote address of a request's connection, in the request's extensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer(pub SocketAddr);
 
-/// How long open requests may take after the stop was asked for.
+/// How long requests in flight may take after shutdown was requested.
 const DRAIN: Duration = Duration::from_secs(5);
-/// The longest head of a request.
+/// The longest request head.
 const MAX_HEAD: usize = 64 * 1024;
-/// The connections of a listener unless configured otherwise, and what can be configured.
+/// The default number of connections of a listener, and the configurable range.
 pub const CONNECTIONS: usize = 4_096;
 pub const CONNECTIONS_RANGE: std::ops::RangeInclusive<u64> = 64..=65_536;
-/// Descriptors that are not for connections.
+/// Descriptors reserved for other uses.
 const OTHER_DESCRIPTORS: u64 = 256;
-/// Descriptors per connection: an orchestrator has two listeners, and passes a call on by another connection.
+/// Descriptors per connection: an orchestrator has two listeners, and forwards each call over
+/// another connection.
 const DESCRIPTORS_EACH: u64 = 4;
 
 #[derive(Clone, Copy, Debug)]
 struct Limits {
     capacity: Capacity,
-    /// For TLS to shake hands.
+    /// Timeout of the TLS handshake.
     handshake: Duration,
-    /// For the head of a request, from the moment when one could come.
+    /// Timeout of a request head, from when the server is ready for it.
     head: Duration,
     paces: Paces,
 }
@@ -72,7 +74,7 @@ impl Limits {
     }
 }
 
-/// Raises the limit of open files as far as it goes.
+/// Raises the soft limit of open files to the hard limit.
 pub fn raise_open_files() {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
@@ -82,17 +84,17 @@ pub fn raise_open_files() {
     }
 }
 
-/// As many of the configured connections as there are descriptors for.
+/// The number of connections that the descriptors allow.
 fn affordable(connections: usize, descriptors: Option<u64>) -> usize {
     let Some(descriptors) = descriptors else {
         return connections;
     };
-    let most = (descriptors.saturating_sub(OTHER_DESCRIPTORS) / DESCRIPTORS_EACH)
+    let max = (descriptors.saturating_sub(OTHER_DESCRIPTORS) / DESCRIPTORS_EACH)
         .max(*CONNECTIONS_RANGE.start());
-    connections.min(usize::try_from(most).unwrap_or(usize::MAX))
+    connections.min(usize::try_from(max).unwrap_or(usize::MAX))
 }
 
-/// Serves until the token is cancelled, then lets open requests end within a short while.
+/// Serves until the token is cancelled, then drains requests in flight for a short time.
 pub async fn serve(
     bound: Bound,
     router: Router,
@@ -123,7 +125,7 @@ async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, lim
             let (stream, peer) = match listener.accept().await {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // Out of descriptors, most likely: the connection that has been awaited longest gives its own.
+                    // Most likely out of descriptors: close the connection awaited longest.
                     tracing::warn!(%error, "Accepting a connection failed.");
                     let pause = if shares.close_oldest() { 1 } else { 100 };
                     tokio::time::sleep(Duration::from_millis(pause)).await;
@@ -142,7 +144,7 @@ async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, lim
             let stream = PacedStream::new(stream, place, limits.paces);
             connections.spawn(async move {
                 tokio::select! {
-                    // What has come is looked at before the connection is closed.
+                    // Handle what has arrived before closing the connection.
                     biased;
                     () = attend(stream, Peer(peer), tls, router, &connection, stop, limits) => {}
                     () = connection.closed() => {}
@@ -202,7 +204,7 @@ async fn attend_http(
             }
             connection.answer();
             Ok::<_, Infallible>(response.map(|body| {
-                Body::new(Answer {
+                Body::new(ResponseBody {
                     body,
                     rest: Bytes::new(),
                     _served: served,
@@ -219,7 +221,7 @@ async fn attend_http(
         .serve_connection(TokioIo::new(stream), service)
         .with_upgrades();
     let mut serving = std::pin::pin!(serving);
-    // How a connection ends is its client's business.
+    // Errors of a connection only concern its client.
     tokio::select! {
         ended = serving.as_mut() => return drop(ended),
         () = stop.cancelled() => serving.as_mut().graceful_shutdown(),
@@ -242,19 +244,19 @@ impl Drop for Served {
     }
 }
 
-/// An answer's body; it is being served until the body has been sent.
-struct Answer {
+/// A response body; the request is in flight until it has been sent.
+struct ResponseBody {
     body: Body,
-    /// What is left of a large piece: hyper takes a piece into its own memory whole, and asks for the next one only when there
-    /// is room, so small pieces keep this here until nearly all has been sent.
+    /// The rest of a large piece. hyper buffers whole pieces and polls for the next one only when
+    /// it has room, so small pieces keep the rest here until nearly all of it is sent.
     rest: Bytes,
     _served: Served,
 }
 
-/// The most that is given to hyper at once.
+/// The largest piece handed to hyper.
 const PIECE: usize = 64 * 1024;
 
-impl HttpBody for Answer {
+impl HttpBody for ResponseBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -311,7 +313,7 @@ mod tests {
     use super::*;
     use crate::{
         connections::CallerId,
-        listen::{Tls, prepare},
+        listen::{TlsFiles, prepare},
         pace::Pace,
     };
 
@@ -338,7 +340,7 @@ mod tests {
         }
     }
 
-    /// Takes everybody for the user that they say they are.
+    /// Trusts the user named in the request.
     async fn authenticate(request: Request, next: Next) -> Response {
         let number = request
             .headers()
@@ -354,7 +356,7 @@ mod tests {
         }
     }
 
-    /// A server with small limits; `/slow` answers when it is told to.
+    /// A server with small limits; `/slow` responds on demand.
     async fn server(
         connections: usize,
     ) -> (
@@ -374,7 +376,7 @@ mod tests {
         CancellationToken,
         tokio::task::JoinHandle<()>,
     ) {
-        let bound = prepare(([127, 0, 0, 1], 0).into(), &Tls::default())
+        let bound = prepare(([127, 0, 0, 1], 0).into(), &TlsFiles::default(), false)
             .expect("prepared")
             .bind()
             .await
@@ -416,10 +418,10 @@ mod tests {
         stream
     }
 
-    /// All that comes until the end.
+    /// Everything until the end.
     async fn rest(stream: &mut TcpStream) -> String {
         let mut bytes = Vec::new();
-        // A reset is an end as well.
+        // A reset is an end, too.
         drop(stream.read_to_end(&mut bytes).await);
         String::from_utf8_lossy(&bytes).into_owned()
     }
@@ -436,7 +438,7 @@ mod tests {
         slow.read_exact(&mut first)
             .await
             .expect("the answer begins");
-        // A crowd that says nothing.
+        // A crowd of silent connections.
         let mut crowd = Vec::new();
         for _ in 0..12 {
             crowd.push(connected(address, b"").await);
@@ -464,13 +466,14 @@ mod tests {
     }
 
     #[tokio::test]
+    // invariant: deadlines
     async fn who_does_not_finish_the_head_of_a_request_is_closed() {
         let (address, ..) = server(10).await;
         for sent in [&b""[..], b"GET /sl", b"GET /slow HTTP/1.1\r\nHost: x\r\n"] {
             let mut stream = connected(address, sent).await;
             assert!(!rest(&mut stream).await.contains("200"), "{sent:?}");
         }
-        // Nor is a connection kept for long on which nothing more is asked for.
+        // An idle connection is closed soon, too.
         let mut stream = connected(
             address,
             b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi",
@@ -480,6 +483,7 @@ mod tests {
     }
 
     #[tokio::test]
+    // invariant: deadlines
     async fn a_head_below_its_rate_is_cut_off_long_before_its_total_time() {
         let pace = Pace {
             slack: Duration::from_millis(200),
@@ -507,7 +511,7 @@ mod tests {
         tokio::time::timeout(hour / 60, trickle)
             .await
             .expect("it is cut off");
-        // A second request on a kept connection has a clock of its own.
+        // A second request on a keep-alive connection has its own clock.
         late.write_all(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi")
             .await
             .expect("still open");
@@ -535,6 +539,7 @@ mod tests {
     }
 
     #[tokio::test]
+    // invariant: deadlines
     async fn an_answer_that_nobody_reads_is_given_up_and_a_stream_of_events_is_not() {
         let paces = Paces {
             answer_pause: Duration::from_millis(300),
@@ -601,7 +606,7 @@ mod tests {
         for _ in 0..8 {
             crowd.push(connected(address, format!("{}h", head(1)).as_bytes()).await);
         }
-        // Served once all of the crowd are.
+        // Served once the whole crowd is.
         let mut refused = loop {
             let mut another = connected(address, format!("{}hi", head(1)).as_bytes()).await;
             let answer = rest(&mut another).await;
@@ -644,7 +649,7 @@ mod tests {
         let (address, go, stop, serving) = server(16).await;
         let mut open = connected(address, WHOLE).await;
         let mut idle = connected(address, b"").await;
-        // Both are accepted once a third one has been served.
+        // Both have been accepted once a third one is served.
         let mut third = connected(address, ECHO).await;
         assert!(rest(&mut third).await.ends_with("hi"));
         stop.cancel();

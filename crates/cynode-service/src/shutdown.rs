@@ -1,4 +1,4 @@
-//! Ending in order: SIGTERM and SIGINT ask for it.
+//! Graceful shutdown on SIGTERM and SIGINT.
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;

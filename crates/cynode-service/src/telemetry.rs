@@ -1,10 +1,11 @@
-//! Logs: to stderr, plain for people or JSON for machines (`CYNODE_LOG_FORMAT=json`), filtered by `CYNODE_LOG`.
+//! Logs: to stderr, plain for people or JSON for machines (`CYNODE_LOG_FORMAT=json`), filtered by
+//! `CYNODE_LOG`.
 
 use tracing_subscriber::EnvFilter;
 
 pub fn init() {
     let filter = EnvFilter::try_from_env("CYNODE_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    // It tells what tools are called with and what they answer, which is nobody's business here.
+    // rmcp logs the arguments and results of tools, which must not appear in logs.
     let filter = "rmcp=warn".parse().map_or_else(
         |_| EnvFilter::new("info"),
         |quiet| filter.add_directive(quiet),
@@ -13,7 +14,8 @@ pub fn init() {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_target(false);
-    // Whoever read our stderr may be gone; complaining about that on stderr would panic and take a worker down with it.
+    // The reader of stderr may be gone; reporting that on stderr would panic and take the worker
+    // down.
     let builder = builder.log_internal_errors(false);
     let installed = if std::env::var("CYNODE_LOG_FORMAT").is_ok_and(|format| format == "json") {
         builder.json().try_init()
@@ -22,7 +24,7 @@ pub fn init() {
             .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
             .try_init()
     };
-    // Only fails when a subscriber is there already.
+    // Fails only if a subscriber is already installed.
     drop(installed);
 }
 

@@ -1,71 +1,72 @@
-//! JSON objects that name a member twice. Types refuse doubled fields by themselves, but a map would keep the last one.
+//! Duplicate members in JSON objects. Derived types reject duplicate fields, but a map would keep
+//! the last one.
 
 use std::{collections::BTreeSet, fmt};
 
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
-/// Says which member is named twice, when one is. What is no JSON is not its business.
-pub(crate) fn doubled(bytes: &[u8]) -> Option<String> {
-    let error = serde_json::from_slice::<Checked>(bytes).err()?;
+/// The first duplicate member, if any. Ignores texts that are not JSON.
+pub(crate) fn duplicate_member(bytes: &[u8]) -> Option<String> {
+    let error = serde_json::from_slice::<UniqueMembers>(bytes).err()?;
     error.is_data().then(|| error.to_string())
 }
 
-/// Any value in which no object names a member twice.
-struct Checked;
+/// Any value without duplicate members.
+struct UniqueMembers;
 
-impl<'de> Deserialize<'de> for Checked {
+impl<'de> Deserialize<'de> for UniqueMembers {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(Check)
+        deserializer.deserialize_any(UniqueMembersVisitor)
     }
 }
 
-struct Check;
+struct UniqueMembersVisitor;
 
-impl<'de> Visitor<'de> for Check {
-    type Value = Checked;
+impl<'de> Visitor<'de> for UniqueMembersVisitor {
+    type Value = UniqueMembers;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("JSON")
     }
 
-    fn visit_bool<E: Error>(self, _: bool) -> Result<Checked, E> {
-        Ok(Checked)
+    fn visit_bool<E: Error>(self, _: bool) -> Result<UniqueMembers, E> {
+        Ok(UniqueMembers)
     }
 
-    fn visit_i64<E: Error>(self, _: i64) -> Result<Checked, E> {
-        Ok(Checked)
+    fn visit_i64<E: Error>(self, _: i64) -> Result<UniqueMembers, E> {
+        Ok(UniqueMembers)
     }
 
-    fn visit_u64<E: Error>(self, _: u64) -> Result<Checked, E> {
-        Ok(Checked)
+    fn visit_u64<E: Error>(self, _: u64) -> Result<UniqueMembers, E> {
+        Ok(UniqueMembers)
     }
 
-    fn visit_f64<E: Error>(self, _: f64) -> Result<Checked, E> {
-        Ok(Checked)
+    fn visit_f64<E: Error>(self, _: f64) -> Result<UniqueMembers, E> {
+        Ok(UniqueMembers)
     }
 
-    fn visit_str<E: Error>(self, _: &str) -> Result<Checked, E> {
-        Ok(Checked)
+    fn visit_str<E: Error>(self, _: &str) -> Result<UniqueMembers, E> {
+        Ok(UniqueMembers)
     }
 
-    fn visit_unit<E: Error>(self) -> Result<Checked, E> {
-        Ok(Checked)
+    fn visit_unit<E: Error>(self) -> Result<UniqueMembers, E> {
+        Ok(UniqueMembers)
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Checked, A::Error> {
-        while list.next_element::<Checked>()?.is_some() {}
-        Ok(Checked)
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<UniqueMembers, A::Error> {
+        while list.next_element::<UniqueMembers>()?.is_some() {}
+        Ok(UniqueMembers)
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Checked, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<UniqueMembers, A::Error> {
         let mut names = BTreeSet::new();
         while let Some(name) = map.next_key::<String>()? {
-            map.next_value::<Checked>()?;
+            map.next_value::<UniqueMembers>()?;
             if let Some(name) = names.replace(name) {
                 return Err(A::Error::custom(format_args!("{name:?} is named twice")));
             }
         }
-        Ok(Checked)
+        Ok(UniqueMembers)
     }
 }
 
@@ -81,7 +82,7 @@ mod tests {
             r#"[{"a":1},{"a":2}]"#,
             "broken",
         ] {
-            assert_eq!(doubled(good.as_bytes()), None, "{good}");
+            assert_eq!(duplicate_member(good.as_bytes()), None, "{good}");
         }
         for bad in [
             r#"{"a":1,"a":1}"#,
@@ -89,7 +90,8 @@ mod tests {
             r#"[[{"b":1,"a":{},"a":{}}]]"#,
         ] {
             assert!(
-                doubled(bad.as_bytes()).is_some_and(|text| text.contains("\"a\" is named twice")),
+                duplicate_member(bad.as_bytes())
+                    .is_some_and(|text| text.contains("\"a\" is named twice")),
                 "{bad}"
             );
         }

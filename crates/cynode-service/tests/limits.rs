@@ -1,4 +1,4 @@
-//! Holds docs/limits.md against the constants that it names.
+//! Compares docs/limits.md with the constants that it names.
 
 use std::{
     collections::BTreeSet,
@@ -59,7 +59,7 @@ fn rows() -> Vec<Row> {
     rows.map(row).collect()
 }
 
-/// A value as the table writes it.
+/// Parses a value of the table.
 fn written(text: &str) -> Option<Value> {
     let (number, unit) = text.split_once(' ').unwrap_or((text, ""));
     let number: u64 = number.replace(',', "").parse().ok()?;
@@ -74,7 +74,7 @@ fn written(text: &str) -> Option<Value> {
     })
 }
 
-/// Evaluates the expressions that constants are made of; the names of other constants of the same file are looked up there.
+/// Evaluates the expression of a constant; other constants are looked up in the same file.
 fn evaluated(expression: &str, source: &str) -> Option<Value> {
     let expression = expression.trim();
     if let Some(call) = expression.strip_prefix("Duration::from_") {
@@ -138,22 +138,23 @@ fn definition(name: &str, source: &str) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// Whether a constant in seconds or milliseconds that is a plain number holds what the table says as a time.
-fn agrees(stated: Value, held: Value, constant: &str) -> bool {
-    match (stated, held) {
-        (Value::Millis(stated), Value::Number(held)) => {
+/// Whether a plain number in seconds or milliseconds equals the time in the table.
+fn agrees(stated: Value, actual: Value, constant: &str) -> bool {
+    match (stated, actual) {
+        (Value::Millis(stated), Value::Number(actual)) => {
             stated
                 == if constant.ends_with("_MS") {
-                    held
+                    actual
                 } else {
-                    held * 1_000
+                    actual * 1_000
                 }
         }
-        _ => stated == held,
+        _ => stated == actual,
     }
 }
 
 #[test]
+// invariant: bounded
 fn the_table_of_limits_says_what_the_constants_hold() {
     let rows = rows();
     assert!(
@@ -172,11 +173,11 @@ fn the_table_of_limits_says_what_the_constants_hold() {
             .unwrap_or_else(|error| panic!("{bound}: {file}: {error}"));
         let defined = definition(&constant, &source)
             .unwrap_or_else(|| panic!("{bound}: {file} has no constant {constant} on one line"));
-        let held = evaluated(&defined, &source)
+        let actual = evaluated(&defined, &source)
             .unwrap_or_else(|| panic!("{bound}: {constant} = {defined} is not understood here"));
         assert!(
-            agrees(value, held, &constant),
-            "{bound}: the table says {value:?}, {constant} in {file} is {held:?}"
+            agrees(value, actual, &constant),
+            "{bound}: the table says {value:?}, {constant} in {file} is {actual:?}"
         );
     }
 }

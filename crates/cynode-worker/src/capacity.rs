@@ -1,7 +1,8 @@
-//! What this node has for sandboxes: the largest limits of one, and the memory of all together.
+//! The node's resources for sandboxes: the largest limits of one, and the memory of all together.
 //!
-//! Invariant: no sandbox is given a limit beyond the node, and where the host allows it all sandboxes run below one cgroup that
-//! leaves the reserve to the rest of the machine, whatever their own limits add up to.
+//! Invariant: no sandbox gets a limit beyond the node. Where the host allows it, all sandboxes run
+//! below one cgroup that leaves the reserve to the rest of the machine, whatever their own limits
+//! add up to.
 
 use std::path::{Path, PathBuf};
 
@@ -12,8 +13,8 @@ use cynode_service::{ApiError, ConfigError, checks::check_limits};
 
 use crate::{config::Config, host, limits::Cgroups};
 
-const PAGE: u64 = 4_096;
-/// Bounds of the reserve when none is configured: an eighth of the memory, within these.
+const PAGE_BYTES: u64 = 4_096;
+/// Bounds of the default reserve, an eighth of the memory.
 const MIN_RESERVE: u64 = 256 << 20;
 const MAX_RESERVE: u64 = 2 << 30;
 const MAX_OVERCOMMIT: u32 = 1_000;
@@ -22,10 +23,10 @@ const MAX_OVERCOMMIT: u32 = 1_000;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Capacity {
     pub(crate) memory_bytes: u64,
-    /// Memory that no sandbox gets.
+    /// Memory that is not available to sandboxes.
     pub(crate) reserved_memory_bytes: u64,
     pub(crate) largest: LargestLimits,
-    /// What the memory limits of all sandboxes may add up to.
+    /// Maximum sum of the memory limits of all sandboxes.
     pub(crate) promised_memory_bytes: u64,
     max_nofile: u64,
 }
@@ -41,7 +42,7 @@ impl Capacity {
         let reserved_memory_bytes = config
             .reserved_memory_bytes
             .unwrap_or_else(|| (memory_bytes / 8).clamp(MIN_RESERVE, MAX_RESERVE));
-        let left = memory_bytes.saturating_sub(reserved_memory_bytes) / PAGE * PAGE;
+        let left = memory_bytes.saturating_sub(reserved_memory_bytes) / PAGE_BYTES * PAGE_BYTES;
         let largest = LargestLimits {
             memory_bytes: left,
             cpus: f64::from(processors),
@@ -49,7 +50,7 @@ impl Capacity {
         };
         let promised_memory_bytes = match config.memory_overcommit {
             Some(factor) => times(left, factor),
-            // As many default sandboxes as are admitted at all.
+            // Enough for the maximum number of default sandboxes.
             None => left.max(
                 (config.max_sandboxes as u64)
                     .saturating_mul(Limits::default().memory_bytes.min(left)),
@@ -64,7 +65,7 @@ impl Capacity {
         }
     }
 
-    /// The limits of a sandbox that asks for none. A node that is smaller than the defaults gives what it has.
+    /// The limits of a sandbox whose request sets none; lower than the defaults on a small node.
     pub(crate) fn default_limits(&self) -> Limits {
         let default = Limits::default();
         Limits {
@@ -74,7 +75,7 @@ impl Capacity {
         }
     }
 
-    /// The limits of a sandbox by its request; refused by name when one is beyond the node.
+    /// The limits of a request with defaults applied. The error names a limit beyond the node.
     pub(crate) fn limits(&self, request: LimitsRequest) -> Result<Limits, ApiError> {
         check_limits(&request)?;
         let default = self.default_limits();
@@ -89,13 +90,13 @@ impl Capacity {
         Ok(limits)
     }
 
-    /// Refuses limits beyond the node.
+    /// Rejects limits beyond the node.
     pub(crate) fn check(&self, limits: &Limits) -> Result<(), ApiError> {
         let refuse = |detail: String| Err(ApiError::new(ErrorCode::LimitUnenforceable, detail));
         if let Some(excess) = self.largest.excess(limits) {
             return refuse(format!(
                 "limits.{}: this node gives a sandbox at most {}",
-                excess.limit, excess.most
+                excess.limit, excess.max
             ));
         }
         if limits.nofile > self.max_nofile {
@@ -118,7 +119,7 @@ fn times(bytes: u64, factor: f64) -> u64 {
     (bytes as f64 * factor) as u64
 }
 
-/// Refuses a division of the node that leaves nothing to sandboxes.
+/// Rejects a configuration that leaves nothing to sandboxes.
 pub(crate) fn check_config(config: &Config) -> Result<(), ConfigError> {
     let bad = |key: &str, message: String| {
         Err(ConfigError::Value {
@@ -133,7 +134,7 @@ pub(crate) fn check_config(config: &Config) -> Result<(), ConfigError> {
     {
         return bad(
             "reserved_memory_bytes",
-            format!("leaves no sandbox its {MIN_MEMORY_BYTES} bytes: this machine has {memory}"),
+            format!("leaves less than {MIN_MEMORY_BYTES} of {memory} bytes to sandboxes"),
         );
     }
     if config
@@ -142,14 +143,14 @@ pub(crate) fn check_config(config: &Config) -> Result<(), ConfigError> {
     {
         return bad(
             "memory_overcommit",
-            format!("must lie between 1 and {MAX_OVERCOMMIT}"),
+            format!("must be between 1 and {MAX_OVERCOMMIT}"),
         );
     }
     let pids = cynode_api::session_limits::MIN_PIDS..=1 << 20;
     if !pids.contains(&config.max_pids) {
         return bad(
             "max_pids",
-            format!("must lie between {} and {}", pids.start(), pids.end()),
+            format!("must be between {} and {}", pids.start(), pids.end()),
         );
     }
     let name = &config.cgroup_parent;
@@ -168,7 +169,7 @@ pub(crate) fn check_config(config: &Config) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// The memory of this machine, or of the container that all of it runs in.
+/// The memory of this machine, or of the container that the worker and its sandboxes run in.
 pub(crate) fn memory() -> u64 {
     let text = fs_err::read_to_string("/proc/meminfo").unwrap_or_default();
     let kilobytes = text.lines().find_map(|line| {
@@ -180,25 +181,26 @@ pub(crate) fn memory() -> u64 {
             .ok()
     });
     let machine = kilobytes.unwrap_or(0) * 1024;
-    // The top of the tree is what bounds a sandbox too; the worker's own group may be a unit with a limit of its own.
+    // The root of the hierarchy also limits sandboxes; the worker's own group may be a unit with a
+    // separate limit.
     let bounded = Cgroups::of(std::process::id().cast_signed())
         .ok()
         .and_then(|groups| groups.memory_of_machine());
     machine.min(bounded.unwrap_or(u64::MAX))
 }
 
-/// The cgroup that all sandboxes of this node run below.
+/// The parent cgroup of all sandboxes on this node.
 #[derive(Clone, Debug)]
-pub(crate) struct Parent {
-    /// As the runtime is told it.
+pub(crate) struct ParentCgroup {
+    /// The name as passed to the runtime.
     pub(crate) name: String,
     bytes: u64,
-    /// Where the limit is, when it is ours to write.
+    /// The limit file, if this worker writes it.
     file: Option<PathBuf>,
 }
 
-impl Parent {
-    /// Makes the cgroup and limits it. Fails with the reason when the host does not let us.
+impl ParentCgroup {
+    /// Creates the cgroup and sets its limit; fails with a reason if the host does not permit it.
     pub(crate) async fn prepare(
         config: &Config,
         manager: &str,
@@ -208,18 +210,18 @@ impl Parent {
         let name = &config.cgroup_parent;
         if config.podman_socket.is_some() && config.engine == crate::Engine::Podman {
             return Err(
-                "somebody else's Podman service decides where its containers run".to_owned(),
+                "an external Podman service chooses the cgroups of its containers".to_owned(),
             );
         }
         if manager == "systemd" {
             let slice = format!("{name}.slice");
-            let (property, whose) = (
+            let (property, scope) = (
                 format!("MemoryMax={bytes}"),
                 if rootless { "--user" } else { "--system" },
             );
             host::run(
                 "systemctl",
-                &[whose, "set-property", "--runtime", &slice, &property],
+                &[scope, "set-property", "--runtime", &slice, &property],
             )
             .await
             .map_err(|error| format!("systemctl set-property: {error}"))?;
@@ -230,7 +232,7 @@ impl Parent {
             });
         }
         if rootless {
-            return Err("an ordinary user has no cgroup of its own here".to_owned());
+            return Err("an ordinary user has no delegated cgroup here".to_owned());
         }
         let parent = Self {
             name: format!("/{name}"),
@@ -241,7 +243,7 @@ impl Parent {
         Ok(parent)
     }
 
-    /// Whether such a cgroup can be made here: one of another name is, and goes again.
+    /// Checks that such a cgroup can be created, by creating a temporary one.
     pub(crate) fn probe() -> Result<(), String> {
         let file = Self::file(&format!("cynode-probe-{}", uuid::Uuid::new_v4().simple()))?;
         let parent = Self {
@@ -265,7 +267,7 @@ impl Parent {
         Ok(top.join(name).join(file))
     }
 
-    /// Makes sure that the cgroup is there with its limit. Cheap when it is.
+    /// Ensures that the cgroup exists with its limit; cheap if it does.
     pub(crate) fn limit(&self) -> std::io::Result<()> {
         let Some(file) = &self.file else {
             return Ok(());
@@ -286,14 +288,14 @@ impl Parent {
         if !file.exists()
             && let Some(top) = directory.parent()
         {
-            // Version 2: a controller is there for whom the group above hands it on to.
+            // In version 2, the parent group must delegate the controller.
             fs_err::write(top.join("cgroup.subtree_control"), "+memory")?;
         }
         fs_err::write(file, self.bytes.to_string())?;
         match limit(file) {
-            Some(kept) if kept <= self.bytes => Ok(()),
-            kept => Err(std::io::Error::other(format!(
-                "{} says {kept:?} after {} was written",
+            Some(actual) if actual <= self.bytes => Ok(()),
+            actual => Err(std::io::Error::other(format!(
+                "{} contains {actual:?} after writing {}",
                 file.display(),
                 self.bytes
             ))),
@@ -302,218 +304,4 @@ impl Parent {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GIB: u64 = 1 << 30;
-
-    fn node(memory: u64, change: impl FnOnce(&mut Config)) -> Capacity {
-        let mut config = Config::default();
-        change(&mut config);
-        Capacity::divide(&config, memory, 2, 4_096)
-    }
-
-    fn refusal(node: &Capacity, request: LimitsRequest) -> Option<String> {
-        node.limits(request).err().map(|error| {
-            assert!(error.0.is(ErrorCode::LimitUnenforceable), "{error:?}");
-            error.0.detail
-        })
-    }
-
-    #[test]
-    fn a_sandbox_gets_at_most_the_node_less_its_reserve() {
-        let node = node(24 * GIB, |_| {});
-        assert_eq!(
-            (node.reserved_memory_bytes, node.largest.memory_bytes),
-            (2 * GIB, 22 * GIB)
-        );
-        let memory = |bytes| LimitsRequest {
-            memory_bytes: Some(bytes),
-            ..Default::default()
-        };
-        assert_eq!(
-            node.limits(memory(22 * GIB))
-                .expect("all of it")
-                .memory_bytes,
-            22 * GIB
-        );
-        for bytes in [22 * GIB + 1, 1 << 45] {
-            let said = refusal(&node, memory(bytes)).expect("more than there is");
-            assert_eq!(
-                said,
-                format!(
-                    "limits.memory_bytes: this node gives a sandbox at most {} bytes of memory",
-                    22 * GIB
-                )
-            );
-        }
-        let cpus = |cpus| LimitsRequest {
-            cpus: Some(cpus),
-            ..Default::default()
-        };
-        assert_eq!(
-            node.limits(cpus(2.0)).expect("all of them").cpus.to_bits(),
-            2.0_f64.to_bits()
-        );
-        for more in [2.01, 1_000.0] {
-            assert_eq!(
-                refusal(&node, cpus(more)).expect("more"),
-                "limits.cpus: this node gives a sandbox at most 2 processors"
-            );
-        }
-        let pids = |pids| LimitsRequest {
-            pids: Some(pids),
-            ..Default::default()
-        };
-        assert_eq!(node.limits(pids(4_096)).expect("the most").pids, 4_096);
-        assert_eq!(
-            refusal(&node, pids(4_097)).expect("more"),
-            "limits.pids: this node gives a sandbox at most 4096 processes"
-        );
-        let nofile = |nofile| LimitsRequest {
-            nofile: Some(nofile),
-            ..Default::default()
-        };
-        assert_eq!(node.limits(nofile(4_096)).expect("the most").nofile, 4_096);
-        assert!(
-            refusal(&node, nofile(4_097))
-                .expect("more")
-                .starts_with("limits.nofile: ")
-        );
-    }
-
-    #[test]
-    fn two_hundred_default_sandboxes_fit_unless_the_operator_promises_less() {
-        let default = Limits::default().memory_bytes;
-        assert_eq!(node(24 * GIB, |_| {}).promised_memory_bytes, 200 * default);
-        assert_eq!(
-            node(24 * GIB, |config| config.memory_overcommit = Some(1.0)).promised_memory_bytes,
-            22 * GIB
-        );
-        assert_eq!(
-            node(24 * GIB, |config| config.memory_overcommit = Some(1.5)).promised_memory_bytes,
-            33 * GIB
-        );
-        // The largest sandbox fits on a node that admits few.
-        assert_eq!(
-            node(24 * GIB, |config| config.max_sandboxes = 2).promised_memory_bytes,
-            22 * GIB
-        );
-    }
-
-    #[test]
-    fn a_node_smaller_than_the_defaults_gives_what_it_has() {
-        let small = node(GIB, |config| config.max_pids = 100);
-        assert_eq!(
-            (small.reserved_memory_bytes, small.largest.memory_bytes),
-            (256 << 20, 768 << 20)
-        );
-        let limits = small
-            .limits(LimitsRequest::default())
-            .expect("defaults always fit");
-        assert_eq!((limits.memory_bytes, limits.pids), (768 << 20, 100));
-        assert_eq!(small.promised_memory_bytes, 200 * (768 << 20));
-        let asked = LimitsRequest {
-            memory_bytes: Some(2 * GIB),
-            ..Default::default()
-        };
-        assert!(
-            refusal(&small, asked).is_some(),
-            "who asks for it by name is told"
-        );
-    }
-
-    #[test]
-    fn the_division_of_a_node_leaves_something_to_sandboxes() {
-        let refused = |change: fn(&mut Config)| {
-            let mut config = Config::default();
-            change(&mut config);
-            check_config(&config).err().map(|error| error.to_string())
-        };
-        assert_eq!(refused(|_| {}), None);
-        assert!(
-            refused(|config| config.reserved_memory_bytes = Some(u64::MAX))
-                .expect("refused")
-                .contains("worker.reserved_memory_bytes")
-        );
-        assert_eq!(
-            refused(|config| config.reserved_memory_bytes = Some(0)),
-            None
-        );
-        for factor in [0.99, 1_001.0, f64::NAN] {
-            let config = Config {
-                memory_overcommit: Some(factor),
-                ..Config::default()
-            };
-            assert!(
-                check_config(&config)
-                    .expect_err("refused")
-                    .to_string()
-                    .contains("worker.memory_overcommit")
-            );
-        }
-        for (pids, fits) in [
-            (7, false),
-            (8, true),
-            (1 << 20, true),
-            ((1 << 20) + 1, false),
-        ] {
-            assert_eq!(
-                check_config(&Config {
-                    max_pids: pids,
-                    ..Config::default()
-                })
-                .is_ok(),
-                fits,
-                "{pids}"
-            );
-        }
-        for (name, fits) in [
-            ("cynode", true),
-            ("a-b_1", true),
-            ("", false),
-            ("a/b", false),
-            ("..", false),
-            ("-a", false),
-            ("a b", false),
-        ] {
-            assert_eq!(
-                check_config(&Config {
-                    cgroup_parent: name.to_owned(),
-                    ..Config::default()
-                })
-                .is_ok(),
-                fits,
-                "{name}"
-            );
-        }
-    }
-
-    #[test]
-    fn the_limit_of_all_sandboxes_is_written_once_and_read_back() {
-        let root = tempfile::tempdir().expect("a directory");
-        let file = root.path().join("cynode/memory.limit_in_bytes");
-        let parent = |bytes| Parent {
-            name: "/cynode".to_owned(),
-            bytes,
-            file: Some(file.clone()),
-        };
-        fs_err::create_dir(root.path().join("cynode")).expect("a directory");
-        fs_err::write(&file, "9223372036854771712\n").expect("a file");
-        parent(1_000).limit().expect("written");
-        assert_eq!(fs_err::read_to_string(&file).expect("there"), "1000");
-        let written = fs_err::metadata(&file)
-            .expect("there")
-            .modified()
-            .expect("a time");
-        parent(1_000).limit().expect("there already");
-        assert_eq!(
-            fs_err::metadata(&file)
-                .expect("there")
-                .modified()
-                .expect("a time"),
-            written,
-            "nothing is written twice"
-        );
-    }
-}
+mod tests;

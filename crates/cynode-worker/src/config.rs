@@ -7,12 +7,15 @@ use std::{
 };
 
 use cynode_api::{ExecVia, Unenforced};
-use cynode_service::{ConfigError, config, listen};
+use cynode_service::{
+    ConfigError, config,
+    listen::{self, TlsFiles},
+};
 use serde::Deserialize;
 
 use crate::{capacity, control, rootless};
 
-/// What `make up` builds and loads.
+/// The image that `make up` builds and loads.
 pub const DEFAULT_IMAGE: &str = "localhost/cynode/sba-runner:latest";
 
 #[derive(Clone, Debug, Deserialize)]
@@ -23,76 +26,69 @@ pub struct Config {
     pub listen: SocketAddr,
     pub tls: TlsFiles,
     pub insecure_listen: bool,
-    /// What `image_ref: "default"` means.
+    /// The image that `image_ref: "default"` resolves to.
     pub default_image: String,
     pub exec_via: ExecVia,
     pub max_sandboxes: usize,
-    /// Memory of the machine that no sandbox gets, neither one nor all together; an eighth, at most 2 GiB, when absent.
+    /// Memory of the machine that is not available to sandboxes. Default: an eighth, at most 2 GiB.
     pub reserved_memory_bytes: Option<u64>,
-    /// How many times the memory for sandboxes their limits may add up to. When absent, `max_sandboxes` default sandboxes fit.
+    /// Maximum sum of the memory limits of all sandboxes, as a multiple of the memory available to
+    /// them. Default: enough for `max_sandboxes` sandboxes with default limits.
     pub memory_overcommit: Option<f64>,
-    /// Processes of one sandbox, at most.
+    /// Maximum number of processes in one sandbox.
     pub max_pids: u32,
-    /// The cgroup that all sandboxes run below. Workers of one machine that have it in common share its memory.
+    /// The parent cgroup of all sandboxes. Workers on one machine with the same parent share its
+    /// memory limit.
     pub cgroup_parent: String,
     pub workspace_grace_seconds: u64,
-    /// The agent's binary; looked for beside this program when absent.
+    /// The agent's binary. Default: next to this program.
     pub agent_binary: Option<PathBuf>,
     pub engine: Engine,
     pub docker_socket: PathBuf,
     pub podman: String,
-    /// The socket of a Podman service that somebody else runs.
+    /// The socket of a Podman service not managed by this worker.
     pub podman_socket: Option<PathBuf>,
     pub podman_root: Option<PathBuf>,
     pub podman_runroot: Option<PathBuf>,
-    /// A further, read-only image store.
+    /// An additional, read-only image store.
     pub podman_image_store: Option<PathBuf>,
-    /// How long the container runtime may take for a call before it counts as hung.
+    /// Timeout of calls to the container runtime.
     pub runtime_timeout_seconds: u64,
-    /// The OCI runtime by name (`runsc`, `kata`, …); found out when absent.
+    /// The OCI runtime by name (`runsc`, `kata`, …). Default: detected.
     pub oci_runtime: Option<String>,
-    /// What may go unenforced on this host. Anything else that can't be enforced is refused.
+    /// Limits that may go unenforced on this host. A sandbox whose other limits can't be enforced
+    /// is rejected.
     pub allow_unenforced: BTreeSet<Unenforced>,
-    /// Sandboxes of the default image with default limits that are made ahead.
+    /// Number of warm sandboxes with the default image and limits.
     pub pool_size: usize,
-    /// New work is refused while less than this is free where the state directory lies.
+    /// New work is rejected while the file system of the state directory has less free space.
     pub min_free_bytes: u64,
-    /// The control plane that this node belongs to (`http://127.0.0.1:12082`); on its own when absent.
+    /// The orchestrator of this node (`http://127.0.0.1:12082`). Default: none, a standalone
+    /// worker.
     pub orchestrator_url: Option<String>,
-    /// A file with the key by which the node registers there.
+    /// A file with the key for registration with the orchestrator.
     pub registration_key_file: Option<PathBuf>,
-    /// What the node is called there; the host's name when absent.
+    /// The node's name at the orchestrator. Default: the host name.
     pub name: Option<String>,
-    /// Where orchestrators reach the Worker API; the address that it listens on when absent.
+    /// The URL at which orchestrators reach the Worker API. Default: the listen address.
     pub api_url: Option<String>,
     pub labels: BTreeMap<String, String>,
-    /// A file with a token that may read `/metrics` from beyond this machine, besides the worker's own; made when it is not there.
+    /// A file with a token, besides the worker's own, that may read `/metrics` from other machines;
+    /// created if missing.
     pub metrics_token_file: Option<PathBuf>,
-    /// A terminal whose client is not heard of for this long, though it is asked, is ended.
+    /// A terminal ends when its client has not answered pings for this long.
     pub pty_timeout_seconds: u64,
-    /// Connections to the Worker API at the same time.
+    /// Maximum number of concurrent connections to the Worker API.
     pub max_connections: usize,
 }
 
-/// What runs the containers.
+/// The container engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Engine {
     #[default]
     Podman,
     Docker,
-}
-
-/// Certificate chain, key and authority, as PEM files.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct TlsFiles {
-    pub cert: Option<PathBuf>,
-    pub key: Option<PathBuf>,
-    /// Who signed the certificates of the orchestrators; no other is trusted then. When absent, whom the system trusts and `CYNODE_CA_FILE`.
-    pub ca: Option<PathBuf>,
-    /// The name in the certificate, by which those on this machine call; the address when absent.
-    pub name: Option<String>,
 }
 
 impl Default for Config {
@@ -136,7 +132,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Reads the file, then `CYNODE_WORKER_*`, then the flags.
+    /// Reads the file, then `CYNODE_WORKER_*`, then the flags; later sources take precedence.
     pub fn load(
         path: Option<&Path>,
         state_dir: Option<PathBuf>,
@@ -148,7 +144,7 @@ impl Config {
                 std::env::var(name).ok()
             })
         });
-        // Not everything that uses them runs where this process does.
+        // Other processes that use these paths may have a different working directory.
         let absolute = |path: &Path| {
             std::path::absolute(path).map_err(|source| ConfigError::Read {
                 path: path.to_owned(),
@@ -169,7 +165,7 @@ impl Config {
         if read.max_sandboxes == 0 || read.max_sandboxes > MAX_SANDBOXES {
             return Err(ConfigError::Value {
                 key: "worker.max_sandboxes".to_owned(),
-                message: format!("must lie between 1 and {MAX_SANDBOXES}"),
+                message: format!("must be between 1 and {MAX_SANDBOXES}"),
             });
         }
         if read.runtime_timeout_seconds == 0 {
@@ -186,7 +182,7 @@ impl Config {
         }
         let range = listen::CONNECTIONS_RANGE;
         if !range.contains(&(read.max_connections as u64)) {
-            let message = format!("must lie between {} and {}", range.start(), range.end());
+            let message = format!("must be between {} and {}", range.start(), range.end());
             return Err(ConfigError::Value {
                 key: "worker.max_connections".to_owned(),
                 message,
@@ -197,7 +193,8 @@ impl Config {
         Ok(read)
     }
 
-    /// Keys and tokens go to the orchestrator and back, so the way there has to be as safe as the listener.
+    /// Keys and tokens travel to and from the orchestrator, so that connection must be as secure as
+    /// the listener.
     fn check_orchestrator(&self) -> Result<(), ConfigError> {
         let Some(url) = &self.orchestrator_url else {
             return Ok(());
@@ -214,25 +211,27 @@ impl Config {
         {
             return bad(
                 "orchestrator_url",
-                "leads beyond this machine without TLS: give an https address, or --insecure-listen to do without",
+                "is not on this machine and not https: use an https URL, or --insecure-listen to \
+                 allow plain http",
             );
         }
         if self.listen.ip().is_unspecified() && self.api_url.is_none() {
             return bad(
                 "api_url",
-                "must say where orchestrators reach this worker, which listens on every address",
+                "is required when listen is an unspecified address: orchestrators need a URL for \
+                 this worker",
             );
         }
         Ok(())
     }
 
-    /// Where this worker keeps its own things.
+    /// The worker's directory in the state directory.
     #[must_use]
     pub fn directory(&self) -> PathBuf {
         self.state_dir.join("worker")
     }
 
-    /// The setting that allows all of these to go unenforced, besides those that are allowed already.
+    /// The setting that also allows `more` to go unenforced.
     pub(crate) fn allowance(&self, more: &[Unenforced]) -> String {
         let names: BTreeSet<Unenforced> =
             self.allow_unenforced.iter().chain(more).copied().collect();
@@ -242,10 +241,10 @@ impl Config {
         )
     }
 
-    /// Podman's program with the arguments that choose its store.
+    /// Podman's program and the arguments that select its store.
     #[must_use]
     pub fn podman_command(&self) -> Vec<String> {
-        // An ordinary user's Podman needs a runtime directory, which not every session has.
+        // Rootless Podman needs a runtime directory, which not every login session has.
         let mut command = Vec::new();
         if !rustix::process::geteuid().is_root()
             && let Ok(directory) = rootless::runtime_directory()
@@ -275,5 +274,5 @@ impl Config {
     }
 }
 
-/// Above this the range of ids that one worker claims would not suffice for kept workspaces too.
+/// With more sandboxes, the id range of one worker would not suffice for retained workspaces.
 const MAX_SANDBOXES: usize = 400;

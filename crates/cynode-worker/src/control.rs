@@ -1,7 +1,8 @@
-//! The node's side of the control plane: it registers, says that it is alive and what it has, and takes over new tokens.
+//! The node's client of the orchestrator: registers, sends heartbeats with the node's capability,
+//! and rotates tokens.
 //!
-//! What must stay true: nothing here is needed for sandboxes to go on. While no orchestrator answers, the node does its work,
-//! keeps its results, and asks again. Tokens are on disk before they are used.
+//! Invariant: sandboxes don't depend on this. While the orchestrator is unreachable, the node keeps
+//! working, retains its results and retries. Tokens are on disk before they are used.
 
 use std::{
     io,
@@ -26,61 +27,62 @@ use crate::{
     sessions::{Sessions, Upstream},
 };
 
-const CALL: Duration = Duration::from_secs(20);
-const FIRST_PAUSE: Duration = Duration::from_millis(500);
-const LONGEST_PAUSE: Duration = Duration::from_secs(15);
-/// How long the token before the present one stays good. Orchestrators look for a new one every few seconds.
-const OVERLAP: Duration = Duration::from_secs(10);
+const CALL_TIMEOUT: Duration = Duration::from_secs(20);
+const FIRST_BACKOFF: Duration = Duration::from_millis(500);
+const LONGEST_BACKOFF: Duration = Duration::from_secs(15);
+/// How long the previous worker token stays valid after a rotation. Orchestrators reload tokens
+/// every few seconds.
+const TOKEN_OVERLAP: Duration = Duration::from_secs(10);
 
-/// What an orchestrator gave us, kept over restarts.
+/// The node's registration with an orchestrator, persisted across restarts.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Registration {
     orchestrator_url: String,
     api_url: String,
     node_token: String,
     worker_token: String,
-    /// Good for as long as an orchestrator may not have heard that we have the new one.
+    /// Valid until every orchestrator has learned of the new token.
     previous_worker_token: Option<String>,
 }
 
 #[derive(Debug)]
-pub(crate) struct Node {
+pub(crate) struct ControlClient {
     sessions: Arc<Sessions>,
     ready: Arc<Readiness>,
     http: reqwest::Client,
     api_url: String,
     path: PathBuf,
     registration: Option<Registration>,
-    /// Whether its tokens were refused when they were last shown.
-    was_refused: bool,
-    /// The one on disk for people on this machine.
-    own_token: auth::Token,
+    /// The orchestrator rejected the tokens of the last heartbeat.
+    was_rejected: bool,
+    /// The token on disk, for callers on this machine.
+    local_token: auth::Token,
     accepted: auth::Tokens,
-    /// When the present tokens were first shown to an orchestrator.
-    shown_since: Option<Instant>,
-    /// What was last said.
-    said: Option<Capability>,
+    /// When the current tokens were first used with an orchestrator.
+    tokens_used_since: Option<Instant>,
+    /// The capability in the last report.
+    reported_capability: Option<Capability>,
     config: NodeConfig,
 }
 
 #[derive(Debug, thiserror::Error)]
-enum Failed {
+enum ControlError {
     #[error("the orchestrator does not know this node")]
-    Unknown,
+    UnknownNode,
     #[error("{0}")]
     Other(String),
 }
 
-fn other(error: impl std::fmt::Display) -> Failed {
-    Failed::Other(error.to_string())
+fn other(error: impl std::fmt::Display) -> ControlError {
+    ControlError::Other(error.to_string())
 }
 
-/// With its causes: a certificate that is not trusted is one.
-fn unsent(error: reqwest::Error) -> Failed {
-    Failed::Other(Chain(&error.without_url()).to_string())
+/// Includes the causes, such as an untrusted certificate.
+fn send_failed(error: reqwest::Error) -> ControlError {
+    ControlError::Other(Chain(&error.without_url()).to_string())
 }
 
-/// Whether an address leads to nobody but ourselves.
+/// Returns whether a URL's host is the loopback interface.
 pub(crate) fn is_on_this_machine(url: &str) -> bool {
     let url: Option<reqwest::Url> = url.parse().ok();
     match url.as_ref().and_then(reqwest::Url::host_str) {
@@ -93,13 +95,13 @@ pub(crate) fn is_on_this_machine(url: &str) -> bool {
     }
 }
 
-impl Node {
-    /// Reads what is known from before: its tokens are good at once.
+impl ControlClient {
+    /// Loads an earlier registration; its tokens are accepted at once.
     pub(crate) fn new(
         sessions: &Arc<Sessions>,
         ready: Arc<Readiness>,
         url: &str,
-        own_token: auth::Token,
+        local_token: auth::Token,
         accepted: auth::Tokens,
     ) -> io::Result<Self> {
         let config = &sessions.config;
@@ -114,11 +116,11 @@ impl Node {
             .orchestrator_url
             .as_deref()
             .map(|url| url.trim_end_matches('/'));
-        let registration = registration.filter(|known: &Registration| {
-            Some(known.orchestrator_url.trim_end_matches('/')) == orchestrator
+        let registration = registration.filter(|registration: &Registration| {
+            Some(registration.orchestrator_url.trim_end_matches('/')) == orchestrator
         });
         let mut builder = reqwest::Client::builder()
-            .timeout(CALL)
+            .timeout(CALL_TIMEOUT)
             .redirect(reqwest::redirect::Policy::none());
         let certificates = |path: &Path| {
             reqwest::Certificate::from_pem_bundle(&fs_err::read(path)?).map_err(io::Error::other)
@@ -138,68 +140,72 @@ impl Node {
             builder = builder.no_proxy();
         }
         let http = builder.build().map_err(io::Error::other)?;
-        let node = Self {
+        let client = Self {
             sessions: Arc::clone(sessions),
             ready,
             http,
             api_url,
             path,
             registration,
-            was_refused: false,
-            own_token,
+            was_rejected: false,
+            local_token,
             accepted,
-            shown_since: None,
-            said: None,
+            tokens_used_since: None,
+            reported_capability: None,
             config: NodeConfig {
                 heartbeat_seconds: 5,
                 ..NodeConfig::default()
             },
         };
-        node.accept();
-        Ok(node)
+        client.apply_registration();
+        Ok(client)
     }
 
-    fn accept(&self) {
-        let mut tokens = vec![self.own_token.clone()];
-        if let Some(known) = &self.registration {
-            tokens.push(auth::Token::new(&known.worker_token));
+    fn apply_registration(&self) {
+        let mut tokens = vec![self.local_token.clone()];
+        if let Some(registration) = &self.registration {
+            tokens.push(auth::Token::new(&registration.worker_token));
             tokens.extend(
-                known
+                registration
                     .previous_worker_token
                     .as_ref()
                     .map(|token| auth::Token::new(token)),
             );
         }
         self.accepted.set(tokens);
-        let upstream = |known: &Registration| Upstream {
+        let upstream = |registration: &Registration| Upstream {
             http: self.http.clone(),
-            base: known.orchestrator_url.trim_end_matches('/').to_owned(),
-            node_token: known.node_token.clone(),
+            base: registration
+                .orchestrator_url
+                .trim_end_matches('/')
+                .to_owned(),
+            node_token: registration.node_token.clone(),
         };
         self.sessions
             .set_upstream(self.registration.as_ref().map(upstream));
     }
 
-    fn keep(&mut self, registration: Registration) -> Result<(), Failed> {
+    fn store(&mut self, registration: Registration) -> Result<(), ControlError> {
         let bytes = serde_json::to_vec(&registration).map_err(other)?;
         files::replace(&self.path, &bytes).map_err(other)?;
         self.registration = Some(registration);
-        self.accept();
+        self.apply_registration();
         Ok(())
     }
 
-    /// One word with the orchestrator: registration when it does not know us, a heartbeat when it does. A key may be spent,
-    /// and a refusal a mistake: so what we have is kept, and shown again after a registration that was refused.
-    async fn speak(&mut self, base: &str) -> Result<(), Failed> {
-        if std::mem::take(&mut self.was_refused) || self.registration.is_none() {
+    /// Registers if the node is unknown, then sends a heartbeat. The registration key may be spent
+    /// and a rejection a mistake, so the current tokens are retained, and tried again after a
+    /// failed registration.
+    async fn sync(&mut self, base: &str) -> Result<(), ControlError> {
+        if std::mem::take(&mut self.was_rejected) || self.registration.is_none() {
             self.register(base).await?;
         }
-        let outcome = self.beat(base).await;
-        self.was_refused = matches!(outcome, Err(Failed::Unknown));
+        let outcome = self.heartbeat(base).await;
+        self.was_rejected = matches!(outcome, Err(ControlError::UnknownNode));
         outcome
     }
 
-    async fn register(&mut self, base: &str) -> Result<(), Failed> {
+    async fn register(&mut self, base: &str) -> Result<(), ControlError> {
         let config = &self.sessions.config;
         let path = config
             .registration_key_file
@@ -221,25 +227,25 @@ impl Node {
             api_url: self.api_url.clone(),
             capability: capability.clone(),
         };
-        let answer: NodeRegistered = self
+        let response: NodeRegistered = self
             .post(&format!("{base}/v1/nodes/register"), None, &request)
             .await?;
-        self.keep(Registration {
+        self.store(Registration {
             orchestrator_url: base.to_owned(),
             api_url: self.api_url.clone(),
-            node_token: answer.node_token,
-            worker_token: answer.worker_token,
+            node_token: response.node_token,
+            worker_token: response.worker_token,
             previous_worker_token: None,
         })?;
-        self.said = Some(capability);
-        self.apply(answer.config);
+        self.reported_capability = Some(capability);
+        self.apply(response.config);
         tracing::info!("Registered with the orchestrator.");
         Ok(())
     }
 
-    async fn beat(&mut self, base: &str) -> Result<(), Failed> {
-        let Some(known) = self.registration.clone() else {
-            return Err(Failed::Unknown);
+    async fn heartbeat(&mut self, base: &str) -> Result<(), ControlError> {
+        let Some(registration) = self.registration.clone() else {
+            return Err(ControlError::UnknownNode);
         };
         let capability = self.capability().await;
         let not_ready = match &capability {
@@ -248,85 +254,89 @@ impl Node {
         };
         let capability = capability
             .ok()
-            .filter(|capability| self.said.as_ref() != Some(capability));
-        let beat = Heartbeat {
+            .filter(|capability| self.reported_capability.as_ref() != Some(capability));
+        let heartbeat = Heartbeat {
             version: Some(API_VERSION),
             running_sandboxes: self.sessions.live_count(),
             not_ready,
             config_revision: self.config.revision,
             capability: capability.clone(),
-            api_url: (known.api_url != self.api_url).then(|| self.api_url.clone()),
+            api_url: (registration.api_url != self.api_url).then(|| self.api_url.clone()),
             adopted: Vec::new(),
         };
-        let answer: HeartbeatAnswer = self
+        let response: HeartbeatAnswer = self
             .post(
                 &format!("{base}/v1/nodes/heartbeat"),
-                Some(&known.node_token),
-                &beat,
+                Some(&registration.node_token),
+                &heartbeat,
             )
             .await?;
         if capability.is_some() {
-            self.said = capability;
+            self.reported_capability = capability;
         }
-        if answer.resend_capability {
-            self.said = None;
+        if response.resend_capability {
+            self.reported_capability = None;
         }
-        let known = Registration {
+        let registration = Registration {
             api_url: self.api_url.clone(),
-            ..known
+            ..registration
         };
-        if let Some(new) = answer.rotate {
-            let previous = if new.worker_token == known.worker_token {
-                known.previous_worker_token
+        if let Some(new) = response.rotate {
+            let previous = if new.worker_token == registration.worker_token {
+                registration.previous_worker_token
             } else {
-                Some(known.worker_token)
+                Some(registration.worker_token)
             };
             let registration = Registration {
                 node_token: new.node_token,
                 worker_token: new.worker_token,
                 previous_worker_token: previous,
-                ..known
+                ..registration
             };
-            self.keep(registration)?;
-            self.shown_since = None;
-        } else if known.previous_worker_token.is_some()
-            && self.shown_since.get_or_insert_with(Instant::now).elapsed() > OVERLAP
+            self.store(registration)?;
+            self.tokens_used_since = None;
+        } else if registration.previous_worker_token.is_some()
+            && self
+                .tokens_used_since
+                .get_or_insert_with(Instant::now)
+                .elapsed()
+                > TOKEN_OVERLAP
         {
-            // The new one was shown to an orchestrator so long ago that every one of them has looked again.
-            self.keep(Registration {
+            // By now every orchestrator has reloaded the tokens.
+            self.store(Registration {
                 previous_worker_token: None,
-                ..known
+                ..registration
             })?;
-        } else if beat.api_url.is_some() {
-            self.keep(known)?;
+        } else if heartbeat.api_url.is_some() {
+            self.store(registration)?;
         }
-        if answer.config_revision != self.config.revision {
+        if response.config_revision != self.config.revision {
             let token = self
                 .registration
                 .as_ref()
-                .map(|known| known.node_token.clone());
+                .map(|registration| registration.node_token.clone());
             let request = self
                 .http
                 .get(format!("{base}/v1/nodes/config"))
                 .bearer_auth(token.unwrap_or_default());
-            let config = read(request.send().await.map_err(unsent)?).await?;
+            let config = read(request.send().await.map_err(send_failed)?).await?;
             self.apply(config);
         }
         Ok(())
     }
 
-    /// Says that something happened to a job. What it is, the orchestrator asks.
-    async fn report(&self, base: &str, id: JobId) -> Result<(), Failed> {
-        let Some(known) = &self.registration else {
+    /// Notifies the orchestrator that a job changed; it then fetches the job.
+    async fn report(&self, base: &str, id: JobId) -> Result<(), ControlError> {
+        let Some(registration) = &self.registration else {
             return Ok(());
         };
         let body = serde_json::json!({ "version": API_VERSION });
         let request = self
             .http
             .post(format!("{base}/v1/nodes/jobs/{id}/status"))
-            .bearer_auth(&known.node_token)
+            .bearer_auth(&registration.node_token)
             .json(&body);
-        request.send().await.map(drop).map_err(unsent)
+        request.send().await.map(drop).map_err(send_failed)
     }
 
     fn apply(&mut self, config: NodeConfig) {
@@ -341,22 +351,22 @@ impl Node {
         url: &str,
         token: Option<&str>,
         body: &impl Serialize,
-    ) -> Result<T, Failed> {
+    ) -> Result<T, ControlError> {
         let mut request = self.http.post(url).json(body);
         if let Some(token) = token {
             request = request.bearer_auth(token);
         }
-        read(request.send().await.map_err(unsent)?).await
+        read(request.send().await.map_err(send_failed)?).await
     }
 
-    async fn capability(&self) -> Result<Capability, Failed> {
+    async fn capability(&self) -> Result<Capability, ControlError> {
         let config = &self.sessions.config;
         let mut images = self.sessions.runtime.images().await.map_err(other)?;
         images.sort_by(|one, two| one.reference.cmp(&two.reference));
         Ok(Capability {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             engine: engine(config).to_owned(),
-            // Podman's own mark for whoever lives in a user's namespace.
+            // Podman sets this variable in a user's namespace.
             rootless: std::env::var_os("_CONTAINERS_ROOTLESS_UID").is_some(),
             cpus: std::thread::available_parallelism()
                 .map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX)),
@@ -371,15 +381,15 @@ impl Node {
     }
 }
 
-async fn read<T: DeserializeOwned>(answer: reqwest::Response) -> Result<T, Failed> {
-    let status = answer.status();
-    let bytes = answer.bytes().await.map_err(other)?;
+async fn read<T: DeserializeOwned>(response: reqwest::Response) -> Result<T, ControlError> {
+    let status = response.status();
+    let bytes = response.bytes().await.map_err(other)?;
     if status == StatusCode::UNAUTHORIZED {
-        return Err(Failed::Unknown);
+        return Err(ControlError::UnknownNode);
     }
     if !status.is_success() {
-        let said: String = String::from_utf8_lossy(&bytes).chars().take(300).collect();
-        return Err(Failed::Other(format!("it answered {status}: {said}")));
+        let body: String = String::from_utf8_lossy(&bytes).chars().take(300).collect();
+        return Err(ControlError::Other(format!("status {status}: {body}")));
     }
     serde_json::from_slice(&bytes).map_err(other)
 }
@@ -397,37 +407,45 @@ fn host_name(id: cynode_api::NodeId) -> String {
         .to_string_lossy()
         .into_owned();
     let id = id.to_string();
-    // Two workers on one host have one name between them.
+    // Two workers on one host must have different names.
     format!("{name}-{}", &id[id.len() - 6..])
 }
 
-/// Speaks with the orchestrator until the worker stops.
-pub(crate) async fn keep(mut node: Node, mut jobs: mpsc::Receiver<JobId>, stop: CancellationToken) {
-    let Some(base) = node.sessions.config.orchestrator_url.clone() else {
+/// Keeps the node registered until the worker stops.
+pub(crate) async fn run(
+    mut client: ControlClient,
+    mut jobs: mpsc::Receiver<JobId>,
+    stop: CancellationToken,
+) {
+    let Some(base) = client.sessions.config.orchestrator_url.clone() else {
         return;
     };
     let base = base.trim_end_matches('/').to_owned();
-    let mut pause = FIRST_PAUSE;
+    let mut backoff = FIRST_BACKOFF;
     loop {
-        let next = match stop.run_until_cancelled(node.speak(&base)).await {
+        let delay = match stop.run_until_cancelled(client.sync(&base)).await {
             None => return,
             Some(Ok(())) => {
-                pause = FIRST_PAUSE;
-                Duration::from_secs(node.config.heartbeat_seconds.max(1))
+                backoff = FIRST_BACKOFF;
+                Duration::from_secs(client.config.heartbeat_seconds.max(1))
             }
             Some(Err(error)) => {
-                tracing::warn!(%error, "The orchestrator can't be spoken to; trying again.");
-                pause = (pause * 2).min(LONGEST_PAUSE);
-                pause
+                tracing::warn!(%error, "Failed to register or send a heartbeat; retrying.");
+                backoff = (backoff * 2).min(LONGEST_BACKOFF);
+                backoff
             }
         };
-        let next = tokio::time::Instant::now() + next;
+        let next = tokio::time::Instant::now() + delay;
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
                 Some(id) = jobs.recv() => {
-                    if let Some(Err(error)) = stop.run_until_cancelled(node.report(&base, id)).await {
-                        tracing::debug!(%error, "The orchestrator was not told of a job; it will ask.");
+                    let report = client.report(&base, id);
+                    if let Some(Err(error)) = stop.run_until_cancelled(report).await {
+                        tracing::debug!(
+                            %error,
+                            "Failed to report a job; the orchestrator polls for it."
+                        );
                     }
                 }
                 () = tokio::time::sleep_until(next) => break,

@@ -1,7 +1,9 @@
-//! A disk of its own for each workspace: a sparse file with an ext4 file system, mounted by a loop device.
+//! A disk for each workspace: a sparse file with an ext4 file system, mounted through a loop
+//! device.
 //!
-//! What must stay true: a sandbox that fills its disk fills nothing else. The file system is made once per size and copied,
-//! holes and all, because a copy costs a tenth of making it. Nothing here looks at what a sandbox wrote.
+//! Invariant: a sandbox that fills its disk fills nothing else. The file system is formatted once
+//! per size and then copied sparsely, which takes a tenth of the time. Nothing here reads what a
+//! sandbox wrote.
 
 use std::{
     io::{self, Read as _, Seek as _, SeekFrom, Write as _},
@@ -10,28 +12,28 @@ use std::{
     time::Duration,
 };
 
-use rustix::fs::SeekFrom as Place;
+use rustix::fs::SeekFrom as SparseSeek;
 
 use crate::{journal::blocking, process};
 
-/// Formatting, mounting and unmounting take milliseconds; a disk that needs longer has other problems.
-const LIMIT: Duration = Duration::from_secs(30);
-/// `noinit_itable`: zeroing the inode tables by and by would fill the holes. `discard`: what is deleted inside is free again
-/// outside.
+/// Formatting, mounting and unmounting normally take milliseconds.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
+/// `noinit_itable`: background zeroing of inode tables would fill the holes. `discard`: space freed
+/// inside is also freed on the host.
 const MOUNT_OPTIONS: &str = "loop,nosuid,nodev,noatime,noinit_itable,discard,errors=remount-ro";
-/// Checking and enlarging a file system that people keep their work in is not cut off lightly.
-const GROWTH: Duration = Duration::from_secs(600);
-/// How long a loop device may take to let go of a file after the last mount of it is gone.
-const RELEASED: Duration = Duration::from_secs(10);
-/// What `probe` makes.
+/// Generous: interrupting the check or resize of a file system risks its data.
+const GROW_TIMEOUT: Duration = Duration::from_secs(600);
+/// How long a loop device may take to release a file after its last unmount.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Size of the image that `probe` creates.
 const PROBE_BYTES: u64 = 16 << 20;
-/// Formatted images that are kept to copy from.
+/// Formatted images retained as templates.
 const MAX_TEMPLATES: usize = 8;
 
 #[derive(Debug)]
 pub(crate) struct Disks {
     templates: PathBuf,
-    /// Held while a template is made.
+    /// Held while a template is created.
     making: tokio::sync::Mutex<()>,
 }
 
@@ -44,31 +46,31 @@ impl Disks {
         }
     }
 
-    /// Whether disks can be made and mounted here: by trying.
+    /// Checks that disks can be created and mounted on this host, by doing so.
     pub(crate) async fn probe(&self) -> Result<(), String> {
         let directory = self
             .templates
             .join(format!(".probe-{}", uuid::Uuid::new_v4().simple()));
         let (image, target) = (directory.join("disk.img"), directory.join("mounted"));
-        // Made anew each time: what a crash left of an earlier one says nothing about this host.
+        // Format anew each time: a leftover of an earlier probe proves nothing.
         drop(fs_err::remove_file(
             self.templates.join(format!("{PROBE_BYTES}.img")),
         ));
-        let tried = async {
+        let attempt = async {
             fs_err::create_dir_all(&target)?;
             self.make(&image, PROBE_BYTES).await?;
             mount(&image, &target).await?;
             unmount(&target).await
         };
-        let tried = tried.await.map_err(|error| error.to_string());
+        let result = attempt.await.map_err(|error| error.to_string());
         drop(fs_err::remove_dir_all(&directory));
-        tried
+        result
     }
 
-    /// Makes an image of this size; one that is there already stays, and grows when it is smaller.
+    /// Creates an image of this size. An existing one is retained, and grown if it is smaller.
     pub(crate) async fn make(&self, image: &Path, bytes: u64) -> io::Result<()> {
         match fs_err::metadata(image) {
-            // A growth that was cut off is done again, however far it came.
+            // Repeat a growth that was interrupted at any point.
             Ok(found) if found.len() < bytes || growing(image).exists() => {
                 return grow(image, bytes.max(found.len())).await;
             }
@@ -85,7 +87,8 @@ impl Disks {
         .await
     }
 
-    /// A formatted image of this size. Open, so that it can be copied although somebody forgets it meanwhile.
+    /// Opens a formatted image of this size; the open file can be copied even if it is evicted
+    /// meanwhile.
     async fn template(&self, bytes: u64) -> io::Result<fs_err::File> {
         let path = self.templates.join(format!("{bytes}.img"));
         let _making = self.making.lock().await;
@@ -93,7 +96,7 @@ impl Disks {
             return fs_err::File::open(path);
         }
         fs_err::create_dir_all(&self.templates)?;
-        self.forget_templates();
+        self.evict_templates();
         let staged = path.with_extension("new");
         create_sparse(&staged, bytes)?;
         run(
@@ -115,8 +118,8 @@ impl Disks {
         Ok(formatted)
     }
 
-    /// Callers choose sizes: only so many are kept, in no order that matters.
-    fn forget_templates(&self) {
+    /// Evicts templates beyond the limit, in arbitrary order: callers choose the sizes.
+    fn evict_templates(&self) {
         let Ok(entries) = fs_err::read_dir(&self.templates) else {
             return;
         };
@@ -130,7 +133,7 @@ impl Disks {
     }
 }
 
-/// Mounts an image. One that is mounted there already stays.
+/// Mounts an image; does nothing if it is already mounted.
 pub(crate) async fn mount(image: &Path, target: &Path) -> io::Result<()> {
     if is_mounted(target)? {
         Ok(())
@@ -144,13 +147,13 @@ pub(crate) async fn mount(image: &Path, target: &Path) -> io::Result<()> {
     }
 }
 
-/// Unmounts a directory; the loop device goes with it. Where nothing is mounted there is nothing to do.
+/// Unmounts a directory and detaches its loop device; does nothing if it is not mounted.
 pub(crate) async fn unmount(target: &Path) -> io::Result<()> {
     if !is_mounted(target)? {
         return Ok(());
     }
     let unmounted = run("umount", &[], &[target]).await;
-    // Somebody still looks: out of sight now, gone when he is done.
+    // Still in use: detach it now; the kernel unmounts it when it is released.
     if unmounted.is_err() && is_mounted(target)? {
         run("umount", &["--lazy"], &[target]).await
     } else {
@@ -168,7 +171,7 @@ fn is_mounted(target: &Path) -> io::Result<bool> {
     Ok(own.is_some() && own != device(target.parent().unwrap_or(Path::new("/")))?)
 }
 
-/// Everything that is mounted below a directory, the innermost first.
+/// All mounts below a directory, innermost first.
 pub(crate) fn mounted_below(directory: &Path) -> io::Result<Vec<PathBuf>> {
     let mounts = fs_err::read_to_string("/proc/self/mountinfo")?;
     let mut found: Vec<PathBuf> = mounts
@@ -181,7 +184,7 @@ pub(crate) fn mounted_below(directory: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// A path as `/proc` writes it: space, tab, newline and backslash as three octal digits.
+/// Decodes a path in `/proc`, where space, tab, newline and backslash are octal escapes.
 pub(crate) fn unescape(text: &str) -> PathBuf {
     PathBuf::from(
         text.replace("\\040", " ")
@@ -191,10 +194,11 @@ pub(crate) fn unescape(text: &str) -> PathBuf {
     )
 }
 
-/// Makes an image larger that is not mounted.
+/// Grows an image that is not mounted.
 async fn grow(image: &Path, bytes: u64) -> io::Result<()> {
-    // A container that was just being made may still hold a copy of the mount; changing the file below it would ruin it.
-    let deadline = tokio::time::Instant::now() + RELEASED;
+    // A container being created may still hold a copy of the mount; changing the file would corrupt
+    // it.
+    let deadline = tokio::time::Instant::now() + RELEASE_TIMEOUT;
     while is_attached(image)? {
         if tokio::time::Instant::now() >= deadline {
             return Err(io::Error::new(
@@ -210,24 +214,25 @@ async fn grow(image: &Path, bytes: u64) -> io::Result<()> {
         .write(true)
         .open(image)?
         .set_len(bytes)?;
-    // The marker is locked by whoever works on the image, also when the worker that started it is gone.
-    let work = r#"e2fsck -f -p "$1"; code=$?; [ $code -le 1 ] || exit $code; resize2fs "$1""#;
+    // The lock on the marker serializes growth, even with a process that an earlier worker left
+    // running.
+    let script = r#"e2fsck -f -p "$1"; code=$?; [ $code -le 1 ] || exit $code; resize2fs "$1""#;
     let mut command = command("flock");
     command
         .arg(&marker)
-        .args(["/bin/sh", "-c", work, "grow"])
+        .args(["/bin/sh", "-c", script, "grow"])
         .arg(image)
         .kill_on_drop(false);
-    finish("growing a disk", command, GROWTH).await?;
+    finish("growing a disk", command, GROW_TIMEOUT).await?;
     fs_err::remove_file(&marker)
 }
 
-/// There while an image is being made larger.
+/// The marker file that exists while an image is being grown.
 fn growing(image: &Path) -> PathBuf {
     image.with_extension("growing")
 }
 
-/// Whether a loop device has this file.
+/// Returns whether a loop device is attached to this file.
 fn is_attached(image: &Path) -> io::Result<bool> {
     let image = fs_err::canonicalize(image)?;
     let devices = fs_err::read_dir("/sys/block")?
@@ -242,7 +247,7 @@ fn is_attached(image: &Path) -> io::Result<bool> {
 async fn run(program: &str, options: &[&str], paths: &[&Path]) -> io::Result<()> {
     let mut command = command(program);
     command.args(options).args(paths);
-    finish(program, command, LIMIT).await
+    finish(program, command, COMMAND_TIMEOUT).await
 }
 
 fn command(program: &str) -> tokio::process::Command {
@@ -250,7 +255,7 @@ fn command(program: &str) -> tokio::process::Command {
     command
         .stdin(std::process::Stdio::null())
         .kill_on_drop(true);
-    // An ordinary user's PATH does not hold what is root's.
+    // An ordinary user's PATH often lacks the sbin directories.
     let path = std::env::var("PATH").unwrap_or_default();
     command.env("PATH", format!("{path}:/usr/sbin:/sbin"));
     command
@@ -263,17 +268,18 @@ async fn finish(
 ) -> io::Result<()> {
     let output = tokio::time::timeout(limit, command.output())
         .await
-        .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, format!("{program} hangs")))??;
+        .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, format!("{program} timed out")))??;
     if output.status.success() {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
+    let stderr = String::from_utf8_lossy(&output.stderr);
     Err(io::Error::other(format!(
         "{program}: {}",
-        said.trim()
+        stderr
+            .trim()
             .lines()
             .last()
-            .unwrap_or("failed without a word")
+            .unwrap_or("failed without a message")
     )))
 }
 
@@ -289,17 +295,17 @@ fn create_sparse(path: &Path, bytes: u64) -> io::Result<fs_err::File> {
     Ok(file)
 }
 
-/// Copies a file without its holes.
+/// Copies a file, preserving its holes.
 fn copy_sparse(mut source: fs_err::File, to: &Path) -> io::Result<()> {
     let length = source.metadata()?.len();
     let mut target = create_sparse(to, length)?;
     let mut at = 0;
     loop {
-        // Past the last data there is only the hole up to the end.
-        let Ok(start) = rustix::fs::seek(&source, Place::Data(at)) else {
+        // No more data: only the hole up to the end remains.
+        let Ok(start) = rustix::fs::seek(&source, SparseSeek::Data(at)) else {
             return Ok(());
         };
-        let end = rustix::fs::seek(&source, Place::Hole(start))?;
+        let end = rustix::fs::seek(&source, SparseSeek::Hole(start))?;
         source.seek(SeekFrom::Start(start))?;
         target.seek(SeekFrom::Start(start))?;
         let mut left = (&mut source).take(end - start);
@@ -315,27 +321,28 @@ fn copy_sparse(mut source: fs_err::File, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Free bytes for us where a path lies.
+/// Free bytes available to this process on the file system of a path.
 pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     let stat = rustix::fs::statvfs(path)?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// What a mounted disk has of the host's.
+/// How much of the host's disk a mounted disk uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Claim {
-    /// Bytes that the files in it have, wherever they are by now. Exact, but blind to what is written into space that was set
-    /// aside before.
+pub(crate) struct DiskUsage {
+    /// Bytes of the files in it, on disk or in memory. Exact, but does not show writes into
+    /// preallocated space.
     pub(crate) used: u64,
-    /// Bytes that its image takes on the host. Nothing escapes it, but what programs write comes here late.
+    /// Bytes that its image occupies on the host. Complete, but lags behind writes.
     pub(crate) written: u64,
-    /// Bytes that are not on the host yet and may come, whoever is killed meanwhile: what programs inside have written and is only
-    /// in memory so far, and space that was set aside for files. What is written into that shows nowhere before it is on the host.
-    pub(crate) promised: u64,
+    /// Bytes that may still reach the host even if all processes are killed: dirty pages, and
+    /// preallocated space, writes into which show nowhere before they are on the host.
+    pub(crate) pending: u64,
 }
 
-/// What the disk of `image`, mounted at `target`, has of the host's. Looks at the file system, not at anything in it.
-pub(crate) fn claim(image: &Path, target: &Path) -> io::Result<Claim> {
+/// The usage of the disk `image`, mounted at `target`. Inspects the file system only, not its
+/// contents.
+pub(crate) fn usage(image: &Path, target: &Path) -> io::Result<DiskUsage> {
     let written = fs_err::metadata(image)?.blocks() * 512;
     let device = fs_err::symlink_metadata(target)?.dev();
     let device = fs_err::read_link(format!(
@@ -343,24 +350,25 @@ pub(crate) fn claim(image: &Path, target: &Path) -> io::Result<Claim> {
         rustix::fs::major(device),
         rustix::fs::minor(device)
     ))?;
-    let waiting = Path::new("/sys/fs/ext4")
+    let dirty = Path::new("/sys/fs/ext4")
         .join(device.file_name().unwrap_or_default())
         .join("delayed_allocation_blocks");
-    let waiting: u64 = fs_err::read_to_string(waiting)?
+    let dirty: u64 = fs_err::read_to_string(dirty)?
         .trim()
         .parse()
         .map_err(io::Error::other)?;
-    // The kernel counts a block twice for the moment in which it gets its place; not at two looks in a row.
+    // The kernel briefly counts a block twice while allocating it, but not in two consecutive
+    // reads.
     let (one, two) = (rustix::fs::statvfs(target)?, rustix::fs::statvfs(target)?);
     let used = one.f_blocks.saturating_sub(one.f_bfree.max(two.f_bfree));
-    let (used, waiting) = (
+    let (used, dirty) = (
         used.saturating_mul(one.f_frsize),
-        waiting.saturating_mul(one.f_frsize),
+        dirty.saturating_mul(one.f_frsize),
     );
-    Ok(Claim {
+    Ok(DiskUsage {
         used,
         written,
-        promised: waiting.max(used.saturating_sub(written)),
+        pending: dirty.max(used.saturating_sub(written)),
     })
 }
 

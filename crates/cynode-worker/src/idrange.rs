@@ -1,9 +1,10 @@
-//! Ids on the host for sandboxes: each workspace has a block of its own, so that no two sandboxes share an owner.
+//! Host ids for sandboxes: each workspace has its own block, so that no two sandboxes share an
+//! owner.
 //!
-//! A worker claims one of a few ranges: as root above what systemd hands out and below 2³¹, as an ordinary user within
-//! the user's subordinate ids. The claim names the state directory, and a range whose owner is gone, or does not run and
-//! has no workspace left, is free again. The block belongs to the workspace, not to the container, because files keep
-//! their owner when a workspace is mounted again.
+//! A worker claims one of a few ranges: as root above systemd's and below 2³¹, as an ordinary user
+//! within the subordinate ids. A claim names the state directory. A range is free again once its
+//! owner is gone, or does not run and has no workspace left. A block belongs to the workspace
+//! rather than the container, because files keep their owner when a workspace is mounted again.
 
 use std::{
     collections::BTreeSet,
@@ -22,48 +23,48 @@ use crate::{
     runtime::{IdMap, IdSpace},
 };
 
-pub(crate) const FIRST: u32 = 0x7000_0000;
-pub(crate) const BLOCK: u32 = 65_536;
-/// Uid and gid of the sandbox's user, inside.
+pub(crate) const FIRST_ID: u32 = 0x7000_0000;
+pub(crate) const BLOCK_SIZE: u32 = 65_536;
+/// Uid and gid of the sandbox's user, inside the sandbox.
 pub(crate) const AGENT_ID: u32 = 1_000;
 
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("can't claim a range of ids under {path}")]
+pub enum IdRangeError {
+    #[error("failed to claim a range of ids in {path}")]
     Claim { path: PathBuf, source: io::Error },
-    #[error("all {ranges} ranges of ids are claimed by other workers here ({registry} names them)")]
+    #[error("all {ranges} ranges of ids are claimed by other workers (see {registry})")]
     AllClaimed { ranges: u32, registry: PathBuf },
 }
 
 /// How ids are divided among workers and workspaces.
 #[derive(Clone, Copy, Debug)]
-struct Layout {
+struct IdLayout {
     first: u32,
-    /// Ids in a block.
+    /// Ids per block.
     size: u32,
-    /// Blocks in a range.
+    /// Blocks per range.
     blocks: u32,
     ranges: u32,
 }
 
-/// Of root: eight workers, 512 workspaces each.
-const ROOTS: Layout = Layout {
-    first: FIRST,
-    size: BLOCK,
+/// The layout for root: eight workers with 512 workspaces each.
+const ROOT_LAYOUT: IdLayout = IdLayout {
+    first: FIRST_ID,
+    size: BLOCK_SIZE,
     blocks: 512,
     ranges: 8,
 };
 
-impl Layout {
-    /// Of an ordinary user. Most have ids for 32 sandboxes, and one worker then gets them all; with more, others have
-    /// their share.
+impl IdLayout {
+    /// The layout for an ordinary user. Most have ids for 32 sandboxes, which one worker then gets;
+    /// with more, several workers share.
     fn within(ids: IdMap) -> Self {
-        let all = ids.count / rootless::BLOCK;
-        let ranges = (all / 32).clamp(1, ROOTS.ranges);
+        let all = ids.count / rootless::ROOTLESS_BLOCK_SIZE;
+        let ranges = (all / 32).clamp(1, ROOT_LAYOUT.ranges);
         Self {
             first: ids.first,
-            size: rootless::BLOCK,
-            blocks: (all / ranges).min(ROOTS.blocks),
+            size: rootless::ROOTLESS_BLOCK_SIZE,
+            blocks: (all / ranges).min(ROOT_LAYOUT.blocks),
             ranges,
         }
     }
@@ -78,21 +79,22 @@ pub(crate) struct IdBlocks {
     used: Mutex<BTreeSet<u32>>,
 }
 
-/// How many sandboxes a worker can have of so many subordinate ids, kept workspaces counted.
+/// How many sandboxes, including retained workspaces, a worker can have with `ids` subordinate ids.
 pub(crate) fn sandboxes_within(ids: u32) -> u32 {
-    Layout::within(IdMap {
+    IdLayout::within(IdMap {
         first: 1,
         count: ids,
     })
     .blocks
 }
 
-/// Whether no worker runs on this directory and no file of a sandbox is in it.
+/// Returns whether no worker runs on this directory and no sandbox files are left in it.
 fn is_unused(directory: &Path) -> bool {
     let holds_none = |name: &str| {
         fs_err::read_dir(directory.join(name)).is_ok_and(|mut entries| entries.next().is_none())
     };
-    // Shared, so that two who look do not take one another for a worker. A worker that starts in this moment tries again.
+    // A shared lock, so that two concurrent checks don't mistake each other for a worker. A worker
+    // that starts at this moment retries.
     let runs = || {
         fs_err::File::open(directory.join("lock"))
             .is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockShared).is_err())
@@ -100,8 +102,9 @@ fn is_unused(directory: &Path) -> bool {
     !directory.is_dir() || (holds_none("workspaces") && holds_none("trash") && !runs())
 }
 
-/// Removes a lock that earlier versions made for everybody to read: somebody may hold it open still. It is held only for a moment, by a worker
-/// that starts, and nobody else can make another in this directory.
+/// Removes a world-readable lock file of an earlier version, which another user may still hold
+/// open. Workers hold it only briefly at startup, and nobody else can create another in this
+/// directory.
 fn replace_open_lock(path: &Path) -> io::Result<()> {
     match fs_err::symlink_metadata(path) {
         Ok(found) if found.is_file() && found.mode() & 0o077 != 0 => fs_err::remove_file(path),
@@ -110,13 +113,13 @@ fn replace_open_lock(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Claims a range for the worker of `state_dir`, the same one as before when it had one.
-fn claim(ranges: u32, registry: &Path, state_dir: &Path) -> Result<u32, Error> {
-    let failed = |source| Error::Claim {
+/// Claims a range for the worker of `state_dir`; returns its earlier range if it has one.
+fn claim(ranges: u32, registry: &Path, state_dir: &Path) -> Result<u32, IdRangeError> {
+    let failed = |source| IdRangeError::Claim {
         path: registry.to_owned(),
         source,
     };
-    // Whoever could open the lock could hold it, and no worker would start.
+    // Anybody who could open the lock could hold it and prevent workers from starting.
     private::closed_directory(registry).map_err(failed)?;
     replace_open_lock(&registry.join("lock")).map_err(failed)?;
     let lock = private::open_lock(&registry.join("lock")).map_err(failed)?;
@@ -133,7 +136,7 @@ fn claim(ranges: u32, registry: &Path, state_dir: &Path) -> Result<u32, Error> {
             free = Some(range);
         }
     }
-    let range = free.ok_or_else(|| Error::AllClaimed {
+    let range = free.ok_or_else(|| IdRangeError::AllClaimed {
         ranges,
         registry: registry.to_owned(),
     })?;
@@ -146,13 +149,18 @@ fn claim(ranges: u32, registry: &Path, state_dir: &Path) -> Result<u32, Error> {
 }
 
 impl IdBlocks {
-    /// The blocks that a worker has on a runtime like this: a range of its own, or what all sandboxes share.
-    pub(crate) fn on(space: IdSpace, registry: &Path, state_dir: &Path) -> Result<Self, Error> {
+    /// The worker's blocks for a runtime's id space: its own range, or the ids that all sandboxes
+    /// share.
+    pub(crate) fn new(
+        space: IdSpace,
+        registry: &Path,
+        state_dir: &Path,
+    ) -> Result<Self, IdRangeError> {
         let (layout, shared) = match space {
-            IdSpace::Own => (ROOTS, None),
-            IdSpace::Within(ids) => (Layout::within(ids), None),
-            IdSpace::Shared(map) => (ROOTS, Some(map.first)),
-            IdSpace::Host => (ROOTS, Some(0)),
+            IdSpace::Own => (ROOT_LAYOUT, None),
+            IdSpace::Within(ids) => (IdLayout::within(ids), None),
+            IdSpace::Shared(map) => (ROOT_LAYOUT, Some(map.first)),
+            IdSpace::Host => (ROOT_LAYOUT, Some(0)),
         };
         let (first, count) = match shared {
             Some(first) => (first, 1),
@@ -171,29 +179,30 @@ impl IdBlocks {
         })
     }
 
-    /// The ids on this host of a block that is one sandbox's alone.
-    pub(crate) fn own(&self, block: u32) -> Option<std::ops::Range<u32>> {
+    /// The host ids of a block, if it belongs to a single sandbox.
+    pub(crate) fn exclusive_ids(&self, block: u32) -> Option<std::ops::Range<u32>> {
         let IdMap { first, count } = self.map(block);
         matches!(self.space, IdSpace::Own).then(|| first..first.saturating_add(count))
     }
 
-    /// What these blocks do not keep apart.
+    /// The separations that these blocks don't provide.
     pub(crate) const fn unenforced(&self) -> &'static [Unenforced] {
         self.space.unenforced()
     }
 
-    /// Marks a block as used, as the journal says.
+    /// Marks a block from the journal as used.
     pub(crate) fn reserve(&self, block: u32) {
         self.used.lock().insert(block);
     }
 
-    /// A block that nobody uses, or the one that all share; `None` when all are taken.
-    pub(crate) fn take(&self) -> Option<u32> {
+    /// Allocates a free block, or returns the shared one; `None` if all are used.
+    pub(crate) fn allocate(&self) -> Option<u32> {
         if matches!(self.space, IdSpace::Shared(_) | IdSpace::Host) {
             return Some(self.first);
         }
         let mut used = self.used.lock();
-        // The lowest that is free: without root each block has a copy of its own of every image that it was used with.
+        // Prefer the lowest: a rootless runtime keeps a copy of every image for each block it ran
+        // with.
         let block = (0..self.count)
             .map(|index| self.first + index * self.size)
             .find(|block| !used.contains(block))?;
@@ -201,12 +210,12 @@ impl IdBlocks {
         Some(block)
     }
 
-    /// How many blocks there are; absent when all share one.
+    /// The number of blocks; `None` if all sandboxes share one.
     pub(crate) fn count(&self) -> Option<usize> {
         (!matches!(self.space, IdSpace::Shared(_) | IdSpace::Host)).then_some(self.count as usize)
     }
 
-    pub(crate) fn give_back(&self, block: u32) {
+    pub(crate) fn release(&self, block: u32) {
         self.used.lock().remove(&block);
     }
 
@@ -224,7 +233,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_workers_get_ranges_that_do_not_meet_and_keep_them() {
+    // invariant: host-ids
+    fn two_workers_get_disjoint_ranges_and_keep_them() {
         let registry = tempfile::tempdir().expect("a directory");
         let (one, two) = (
             tempfile::tempdir().expect("a directory"),
@@ -233,11 +243,11 @@ mod tests {
         for state in [&one, &two] {
             fs_err::create_dir(state.path().join("worker")).expect("a directory");
         }
-        let first = IdBlocks::on(IdSpace::Own, registry.path(), one.path()).expect("a range");
-        let second = IdBlocks::on(IdSpace::Own, registry.path(), two.path()).expect("a range");
+        let first = IdBlocks::new(IdSpace::Own, registry.path(), one.path()).expect("a range");
+        let second = IdBlocks::new(IdSpace::Own, registry.path(), two.path()).expect("a range");
         assert_ne!(first.first, second.first);
         assert_eq!(
-            IdBlocks::on(IdSpace::Own, registry.path(), one.path())
+            IdBlocks::new(IdSpace::Own, registry.path(), one.path())
                 .expect("a range")
                 .first,
             first.first
@@ -245,7 +255,7 @@ mod tests {
         drop(one);
         let third = tempfile::tempdir().expect("a directory");
         assert_eq!(
-            IdBlocks::on(IdSpace::Own, registry.path(), third.path())
+            IdBlocks::new(IdSpace::Own, registry.path(), third.path())
                 .expect("the freed range")
                 .first,
             first.first
@@ -253,14 +263,15 @@ mod tests {
     }
 
     #[test]
-    fn nobody_else_can_hold_the_lock_of_the_registry() {
+    // invariant: host-ids
+    fn no_other_user_can_hold_the_registry_lock() {
         use std::os::unix::fs::PermissionsExt as _;
         let (root, state) = (
             tempfile::tempdir().expect("a directory"),
             tempfile::tempdir().expect("a directory"),
         );
         let registry = root.path().join("ids");
-        // As earlier versions made it, with somebody who holds the lock by reading it.
+        // As created by earlier versions, with another user holding the lock.
         fs_err::create_dir(&registry).expect("made");
         fs_err::set_permissions(&registry, std::fs::Permissions::from_mode(0o755)).expect("opened");
         fs_err::write(registry.join("lock"), "").expect("written");
@@ -275,12 +286,12 @@ mod tests {
         assert_eq!(
             claim(8, &registry, state.path()).expect("a range"),
             3,
-            "claims stay"
+            "claims are preserved"
         );
         let mode =
             |name: &str| fs_err::metadata(registry.join(name)).expect("there").mode() & 0o777;
         assert_eq!((mode("."), mode("lock")), (0o700, 0o600));
-        // A link in place of the registry, or of the lock, is refused.
+        // A symlink in place of the registry or the lock is rejected.
         fs_err::remove_file(registry.join("lock")).expect("removed");
         std::os::unix::fs::symlink("/dev/null", registry.join("lock")).expect("linked");
         assert!(claim(8, &registry, state.path()).is_err());
@@ -289,32 +300,39 @@ mod tests {
     }
 
     #[test]
-    fn who_looks_for_a_free_range_stops_no_worker_that_starts() {
+    fn looking_for_a_free_range_does_not_stop_a_worker_from_starting() {
         let state = tempfile::tempdir().expect("a directory");
         let config = crate::Config {
             state_dir: state.path().to_owned(),
             ..Default::default()
         };
-        drop(crate::hold(&config).expect("a first time"));
-        let over = std::sync::atomic::AtomicBool::new(false);
+        drop(crate::lock_state(&config).expect("a first time"));
+        let stop = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                while !over.load(std::sync::atomic::Ordering::SeqCst) {
+                while !stop.load(std::sync::atomic::Ordering::SeqCst) {
                     is_unused(&config.directory());
                 }
             });
             let held = (0..50)
-                .map(|_| crate::hold(&config).map(drop))
+                .map(|_| crate::lock_state(&config).map(drop))
                 .collect::<Result<Vec<_>, _>>();
-            over.store(true, std::sync::atomic::Ordering::SeqCst);
+            stop.store(true, std::sync::atomic::Ordering::SeqCst);
             held.expect("nobody else runs");
         });
-        let _held = crate::hold(&config).expect("holds");
-        assert!(!is_unused(&config.directory()), "one that runs is seen");
-        assert!(crate::hold(&config).is_err(), "and has no second beside it");
+        let _held = crate::lock_state(&config).expect("holds");
+        assert!(
+            !is_unused(&config.directory()),
+            "a running worker is detected"
+        );
+        assert!(
+            crate::lock_state(&config).is_err(),
+            "and a second one is refused"
+        );
     }
 
     #[test]
+    // invariant: host-ids
     fn an_ordinary_user_has_small_blocks_within_the_subordinate_ids() {
         let registry = tempfile::tempdir().expect("a directory");
         let (one, two) = (
@@ -328,8 +346,8 @@ mod tests {
             first: 1,
             count: 65_536,
         });
-        let blocks = IdBlocks::on(usual, registry.path(), one.path()).expect("a range");
-        let all: Vec<IdMap> = std::iter::from_fn(|| blocks.take())
+        let blocks = IdBlocks::new(usual, registry.path(), one.path()).expect("a range");
+        let all: Vec<IdMap> = std::iter::from_fn(|| blocks.allocate())
             .map(|block| blocks.map(block))
             .collect();
         assert_eq!((all.len(), all[0].first), (32, 1));
@@ -338,17 +356,17 @@ mod tests {
                 .all(|map| map.count > AGENT_ID && map.first + map.count <= 65_537)
         );
         assert!(
-            IdBlocks::on(usual, registry.path(), two.path()).is_err(),
-            "one worker has them all"
+            IdBlocks::new(usual, registry.path(), two.path()).is_err(),
+            "one worker has all blocks"
         );
         let more = IdSpace::Within(IdMap {
             first: 1,
             count: 131_072,
         });
         assert_eq!(
-            IdBlocks::on(more, registry.path(), two.path())
+            IdBlocks::new(more, registry.path(), two.path())
                 .expect("a range")
-                .take(),
+                .allocate(),
             Some(65_537)
         );
         assert_eq!(
@@ -363,23 +381,23 @@ mod tests {
     }
 
     #[test]
-    fn where_the_runtime_has_one_map_all_workspaces_have_its_ids() {
+    fn with_one_map_all_workspaces_share_its_ids() {
         let registry = tempfile::tempdir().expect("a directory");
         let shared = IdSpace::Shared(IdMap {
             first: 100_000,
-            count: BLOCK,
+            count: BLOCK_SIZE,
         });
-        let blocks = IdBlocks::on(shared, registry.path(), Path::new("/nowhere"))
+        let blocks = IdBlocks::new(shared, registry.path(), Path::new("/nowhere"))
             .expect("no claim is needed");
         assert_eq!(
-            (blocks.take(), blocks.take()),
+            (blocks.allocate(), blocks.allocate()),
             (Some(100_000), Some(100_000))
         );
         assert_eq!(blocks.unenforced(), [Unenforced::IdRange]);
-        let host = IdBlocks::on(IdSpace::Host, registry.path(), Path::new("/nowhere"))
+        let host = IdBlocks::new(IdSpace::Host, registry.path(), Path::new("/nowhere"))
             .expect("no claim is needed");
         assert_eq!(
-            (host.take(), host.unenforced()),
+            (host.allocate(), host.unenforced()),
             (
                 Some(0),
                 [Unenforced::Userns, Unenforced::IdRange].as_slice()
@@ -388,17 +406,18 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_used_once_until_it_is_given_back() {
+    // invariant: host-ids
+    fn a_block_is_used_once_until_it_is_released() {
         let registry = tempfile::tempdir().expect("a directory");
         let blocks =
-            IdBlocks::on(IdSpace::Own, registry.path(), Path::new("/nowhere")).expect("a range");
-        let all: BTreeSet<u32> = std::iter::from_fn(|| blocks.take()).collect();
-        assert_eq!(all.len(), ROOTS.blocks as usize);
+            IdBlocks::new(IdSpace::Own, registry.path(), Path::new("/nowhere")).expect("a range");
+        let all: BTreeSet<u32> = std::iter::from_fn(|| blocks.allocate()).collect();
+        assert_eq!(all.len(), ROOT_LAYOUT.blocks as usize);
         assert!(
             all.iter()
-                .all(|block| u64::from(*block) + u64::from(BLOCK) <= 1 << 31)
+                .all(|block| u64::from(*block) + u64::from(BLOCK_SIZE) <= 1 << 31)
         );
-        blocks.give_back(*all.first().expect("blocks"));
-        assert_eq!(blocks.take(), all.first().copied());
+        blocks.release(*all.first().expect("blocks"));
+        assert_eq!(blocks.allocate(), all.first().copied());
     }
 }

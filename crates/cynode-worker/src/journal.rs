@@ -1,6 +1,8 @@
-//! What a worker must find again after any crash: its identity, its sessions and their containers, its workspaces.
+//! The journal: the worker's identity, sessions, containers, jobs and workspaces, recoverable after
+//! any crash.
 //!
-//! One file per thing, replaced atomically. A file that can't be read is set aside and reported, never silently dropped.
+//! One file per record, replaced atomically. An unreadable file is set aside and reported, never
+//! silently dropped.
 
 use std::{
     io,
@@ -18,38 +20,39 @@ use time::OffsetDateTime;
 
 use crate::{disk, sandbox::InitProcess, tree};
 
-/// A session as it is on disk.
+/// The on-disk record of a session.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SessionRecord {
     pub(crate) request: SessionCreate,
     pub(crate) session: Session,
     pub(crate) sandbox_id: SandboxId,
     pub(crate) image_id: String,
-    /// The environment that the image brings, cleaned.
+    /// The image's environment, filtered.
     pub(crate) image_env: Vec<(String, String)>,
-    /// The first id of its block on the host.
+    /// The first host id of its block.
     pub(crate) id_block: u32,
     pub(crate) idle_timeout_seconds: u64,
     pub(crate) init: Option<InitProcess>,
-    /// Set when it is to end: how the workspace is disposed of.
+    /// Set when the session is to end: the fate of its workspace.
     pub(crate) disposal: Option<Disposal>,
-    /// It had a container before: its workspace holds files, which a failure to start again must not cost.
+    /// The session had a container before: its workspace holds files, which a failed restart must
+    /// not delete.
     #[serde(default)]
     pub(crate) resumed: bool,
-    /// The job whose sandbox this is. Only the job knows of such a session.
+    /// The job that owns this sandbox. Only that job sees the session.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) job_id: Option<JobId>,
 }
 
-/// What becomes of a workspace when its session ends.
+/// The fate of a workspace when its session ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Disposal {
     #[default]
     Delete,
-    /// Until it is asked for.
+    /// Retained until deleted explicitly.
     Keep,
-    /// For the grace period, so that the session can be resumed.
+    /// Retained for the grace period, so that the session can be resumed.
     KeepForAWhile,
 }
 
@@ -58,7 +61,7 @@ impl SessionRecord {
         container_name(self.sandbox_id)
     }
 
-    /// Whether it may have a container.
+    /// Returns whether the session may have a container.
     pub(crate) fn is_live(&self) -> bool {
         matches!(
             self.session.state,
@@ -76,10 +79,11 @@ pub(crate) struct WorkspaceRecord {
     pub(crate) workspace_id: WorkspaceId,
     pub(crate) task_id: TaskId,
     pub(crate) id_block: u32,
-    /// When it is deleted unless a session has it; absent when it is kept until it is asked for.
+    /// When it is deleted unless a session uses it; `None` if it is retained until deleted
+    /// explicitly.
     #[serde(with = "time::serde::rfc3339::option")]
     pub(crate) delete_at: Option<OffsetDateTime>,
-    /// The size of its disk; absent when it has none of its own.
+    /// Size of its disk; `None` if it has no disk of its own.
     #[serde(default)]
     pub(crate) disk_bytes: Option<u64>,
 }
@@ -106,13 +110,13 @@ impl Journal {
         })
     }
 
-    /// This worker's id, made at its first start.
+    /// This worker's id, generated at its first start.
     pub(crate) fn node_id(&self) -> io::Result<NodeId> {
         let path = self.directory.join("node.json");
         if let Some(NodeRecord { node_id }) = read(&path)? {
             return Ok(node_id);
         }
-        // Containers are found by this id: when its file is lost, what the sessions remember of it still holds.
+        // Containers are labeled with this id. If its file is lost, recover it from the sessions.
         let node_id = self
             .sessions()?
             .first()
@@ -133,13 +137,14 @@ impl Journal {
         self.directory.join("workspaces").join(id.to_string())
     }
 
-    /// The image of a workspace's disk, and where it is mounted. Without a disk the second is a plain directory.
+    /// The image of a workspace's disk, and its mount point. Without a disk, the latter is a plain
+    /// directory.
     pub(crate) fn workspace_disk(&self, id: WorkspaceId) -> (PathBuf, PathBuf) {
         let directory = self.workspace_directory(id);
         (directory.join("disk.img"), directory.join("data"))
     }
 
-    /// All disks that are mounted for this worker, wherever a crash left them.
+    /// All mounted disks of this worker, including those left by a crash.
     pub(crate) fn mounts(&self) -> io::Result<Vec<PathBuf>> {
         disk::mounted_below(&self.directory)
     }
@@ -191,7 +196,7 @@ impl Journal {
         read(&self.job_path(id))
     }
 
-    /// Where the record of a job was set aside, if it was.
+    /// The path of a job's record that was set aside as unreadable, if any.
     pub(crate) fn unreadable_job(&self, id: JobId) -> Option<PathBuf> {
         Some(self.job_path(id).with_extension("unreadable")).filter(|path| path.exists())
     }
@@ -203,7 +208,7 @@ impl Journal {
         }
     }
 
-    /// The ids of all jobs that have a record. What a crash left half written goes.
+    /// The ids of all recorded jobs. Removes partial files left by a crash.
     pub(crate) fn jobs(&self) -> io::Result<Vec<JobId>> {
         let directory = self.directory.join("jobs");
         let mut found = Vec::new();
@@ -228,8 +233,8 @@ impl Journal {
         Ok(found)
     }
 
-    /// Directories of sessions whose record never came: a crash was between the two, and nothing refers to them. To be asked
-    /// only while nobody makes new ones.
+    /// Session directories without a record, left by a crash and not referenced by anything. Call
+    /// only while no session is being created.
     pub(crate) fn unrecorded_sessions(&self) -> io::Result<Vec<PathBuf>> {
         let found = self.unrecorded("sessions", "session.json")?;
         Ok(found
@@ -238,7 +243,7 @@ impl Journal {
             .collect())
     }
 
-    /// Directories of workspaces without a record that can be read.
+    /// Workspace directories without a readable record.
     pub(crate) fn unrecorded_workspaces(&self) -> io::Result<Vec<PathBuf>> {
         self.unrecorded("workspaces", "workspace.json")
     }
@@ -248,11 +253,15 @@ impl Journal {
         let paths = names(&directory)?
             .into_iter()
             .map(|name| directory.join(name));
-        Ok(paths.filter(|path| matches!(fs_err::metadata(path.join(file)), Err(error) if error.kind() == io::ErrorKind::NotFound)).collect())
+        let is_missing = |path: &Path| {
+            fs_err::metadata(path.join(file))
+                .is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+        };
+        Ok(paths.filter(|path| is_missing(path)).collect())
     }
 
-    /// Deletes what was thrown away before this was called. One at a time: two at work on the same tree would trip over each
-    /// other, and both leave it.
+    /// Deletes what was discarded before this call. Serialized: concurrent removals of one tree
+    /// would both fail.
     pub(crate) fn empty_trash(&self) {
         let _emptying = self.emptying.lock();
         for entry in fs_err::read_dir(self.trash())
@@ -261,12 +270,16 @@ impl Journal {
             .flatten()
         {
             if let Err(error) = tree::remove(&entry.path()) {
-                tracing::warn!(path = %entry.path().display(), %error, "Emptying the trash failed; it is tried again.");
+                tracing::warn!(
+                    path = %entry.path().display(),
+                    %error,
+                    "Failed to empty the trash; will retry."
+                );
             }
         }
     }
 
-    /// Moves a directory to the trash, at once and whole; the files go later.
+    /// Moves a directory to the trash atomically; its files are deleted later.
     pub(crate) fn discard(&self, path: &Path) -> io::Result<()> {
         match fs_err::rename(path, self.trash().join(uuid::Uuid::now_v7().to_string())) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -289,7 +302,7 @@ fn write(path: &Path, record: &impl Serialize) -> io::Result<()> {
     files::replace(path, &serde_json::to_vec(record)?)
 }
 
-/// Reads a record; `None` when there is none. One that can't be parsed is set aside.
+/// Reads a record; `None` if it does not exist. An unparsable one is set aside.
 fn read<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
     let bytes = match fs_err::read(path) {
         Ok(bytes) => bytes,
@@ -300,14 +313,19 @@ fn read<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
         Ok(record) => Ok(Some(record)),
         Err(error) => {
             let aside = path.with_extension("unreadable");
-            tracing::error!(path = %path.display(), aside = %aside.display(), %error, "A journal file can't be read; it is set aside.");
+            tracing::error!(
+                path = %path.display(),
+                aside = %aside.display(),
+                %error,
+                "Set an unreadable journal file aside."
+            );
             fs_err::rename(path, aside)?;
             Ok(None)
         }
     }
 }
 
-/// Work on files that are synced, which a slow disk can make long: apart from the threads that serve everybody.
+/// Runs file operations that sync, and may be slow, off the async threads.
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
@@ -325,7 +343,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_has_emptied_the_trash_finds_it_empty_whoever_else_does_so() {
+    fn the_trash_is_empty_after_concurrent_removals() {
         let directory = tempfile::tempdir().expect("a directory");
         let journal = Journal::open(directory.path().to_owned()).expect("opens");
         for _ in 0..20 {

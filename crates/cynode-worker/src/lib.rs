@@ -1,8 +1,8 @@
 //! The worker: sandboxes on one node, behind the Worker API.
 //!
-//! One exec, from a caller to the process and back: `api/execs.rs` takes the request, `execs/` records it and speaks to
-//! the agent through `sandbox/`, whose output it keeps in `execs/spool.rs`; `sessions/` makes and ends the containers
-//! through `runtime/`, and writes every step into `journal.rs` first.
+//! The path of one exec: `api/execs.rs` receives the request, `execs/` records it and talks to the
+//! agent through `sandbox/`, and `execs/spool.rs` stores its output. `sessions/` creates and ends
+//! the containers through `runtime/`, and writes every step to `journal.rs` first.
 #![forbid(unsafe_code)]
 #![recursion_limit = "256"]
 
@@ -35,72 +35,74 @@ use std::{
 use cynode_service::{
     admin, auth,
     files::read_or_create_token,
-    listen::{self, ListenError, Tls},
+    listen::{self, ListenError},
     shutdown,
 };
 use rustix::fs::{FlockOperation, flock};
 use sha2::{Digest as _, Sha256};
 
 pub use api::openapi;
-pub use config::{Config, DEFAULT_IMAGE, Engine, TlsFiles};
+pub use config::{Config, DEFAULT_IMAGE, Engine};
 use jobs::Jobs;
 use journal::Journal;
 pub use rootless::enter as enter_user_namespace;
 use runtime::{Docker, DockerOptions, IdSpace, Podman, PodmanOptions, Runtime, ServiceOptions};
-use sessions::{Means, Sessions};
+use sessions::{Sessions, SessionsConfig};
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("another worker uses the state directory {0}")]
     Locked(PathBuf),
-    #[error("{what}")]
+    #[error("{operation}")]
     State {
-        what: String,
+        operation: String,
         source: std::io::Error,
     },
-    #[error("no container can be run on this host: {0}; 'cynode doctor' says more")]
+    #[error("this host can't run containers: {0}; run 'cynode doctor' for details")]
     Host(String),
     #[error(
-        "this runtime does not keep {what}; nothing runs here unless that is allowed by name. Remedy: {remedy}"
+        "this runtime does not enforce {guarantee}, and worker.allow_unenforced does not permit \
+         that. Remedy: {remedy}"
     )]
-    Unenforced { what: String, remedy: String },
+    Unenforced { guarantee: String, remedy: String },
     #[error("{0}")]
     Agent(String),
     #[error(transparent)]
-    Ids(#[from] idrange::Error),
+    Ids(#[from] idrange::IdRangeError),
     #[error(transparent)]
     Listen(#[from] ListenError),
     #[error(transparent)]
-    Runtime(#[from] runtime::Error),
+    Runtime(#[from] runtime::RuntimeError),
 }
 
-fn state(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Error {
-    let what = what.into();
-    move |source| Error::State { what, source }
+fn state(operation: impl Into<String>) -> impl FnOnce(std::io::Error) -> Error {
+    let operation = operation.into();
+    move |source| Error::State { operation, source }
 }
 
-/// A state directory that is ours alone while this lives.
+/// The journal of a state directory, locked for this process while it lives.
 #[derive(Debug)]
-struct Held {
+struct LockedState {
     journal: Journal,
     _lock: fs_err::File,
 }
 
-/// How long a state directory must be held by another before it counts as that one's.
-const HOLD: Duration = Duration::from_secs(1);
+/// How long to wait for the lock before the state directory counts as used by another worker.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
-fn hold(config: &Config) -> Result<Held, Error> {
+fn lock_state(config: &Config) -> Result<LockedState, Error> {
     let directory = config.directory();
-    fs_err::create_dir_all(&directory).map_err(state("making the state directory"))?;
+    fs_err::create_dir_all(&directory).map_err(state("creating the state directory"))?;
     fs_err::set_permissions(
         &directory,
         std::os::unix::fs::PermissionsExt::from_mode(0o700),
     )
-    .map_err(state("closing the state directory"))?;
+    .map_err(state("restricting access to the state directory"))?;
     let lock = cynode_service::private::open_lock(&directory.join("lock"))
         .map_err(state("opening the lock"))?;
-    // Somebody who looks whether a worker runs here has the lock for a moment (`idrange`): one that runs keeps it.
-    let deadline = std::time::Instant::now() + HOLD;
+    // A process that checks whether a worker runs here takes the lock only briefly (`idrange`); a
+    // running worker keeps it.
+    let deadline = std::time::Instant::now() + LOCK_TIMEOUT;
     while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
         if std::time::Instant::now() >= deadline {
             return Err(Error::Locked(config.state_dir.clone()));
@@ -108,13 +110,13 @@ fn hold(config: &Config) -> Result<Held, Error> {
         std::thread::sleep(Duration::from_millis(5));
     }
     let journal = Journal::open(directory).map_err(state("opening the journal"))?;
-    Ok(Held {
+    Ok(LockedState {
         journal,
         _lock: lock,
     })
 }
 
-/// The container runtime as configured, with what was chosen for this host.
+/// The configured container runtime, with the options chosen for this host.
 fn engine(config: &Config, choice: &host::Choice) -> Arc<dyn Runtime> {
     match config.engine {
         Engine::Podman => podman(config, choice),
@@ -131,22 +133,23 @@ fn docker(config: &Config) -> Docker {
     })
 }
 
-/// How sandboxes' ids are kept apart, if that is enough or was allowed not to be.
+/// The id blocks for sandboxes. Fails if the runtime separates ids less than the configuration
+/// allows.
 fn ids(config: &Config, space: IdSpace) -> Result<idrange::IdBlocks, Error> {
     let missing = host::missing_allowances(config, space);
     if missing.is_empty() {
         let registry = rootless::id_registry(matches!(space, IdSpace::Within(_)))
             .map_err(state("finding a runtime directory"))?;
-        return Ok(idrange::IdBlocks::on(space, &registry, &config.state_dir)?);
+        return Ok(idrange::IdBlocks::new(space, &registry, &config.state_dir)?);
     }
-    let what = match space {
-        IdSpace::Host => "the ids of sandboxes apart from the host's",
-        _ => "the ids of sandboxes apart from one another",
+    let guarantee = match space {
+        IdSpace::Host => "the separation of sandbox ids from the host's",
+        _ => "the separation of sandbox ids from one another",
     };
     Err(Error::Unenforced {
-        what: what.to_owned(),
+        guarantee: guarantee.to_owned(),
         remedy: format!(
-            "{}, or use another engine; 'cynode doctor' says more",
+            "set {}, or use another engine; run 'cynode doctor' for details",
             config.allowance(&missing)
         ),
     })
@@ -178,16 +181,10 @@ fn podman(config: &Config, choice: &host::Choice) -> Arc<dyn Runtime> {
 
 /// Runs a worker until it is told to stop.
 pub async fn run(config: Config) -> Result<(), Error> {
-    // What only the configuration decides comes first: it is wrong whatever the host is like.
-    let tls = Tls {
-        cert: config.tls.cert.clone(),
-        key: config.tls.key.clone(),
-        ca: config.tls.ca.clone(),
-        insecure: config.insecure_listen,
-    };
-    let listener = listen::prepare(config.listen, &tls)?;
+    // Check first what depends only on the configuration: errors there don't depend on the host.
+    let listener = listen::prepare(config.listen, &config.tls, config.insecure_listen)?;
     listen::raise_open_files();
-    let held = hold(&config)?;
+    let locked = lock_state(&config)?;
     let agent_binary = store_agent(&config)?;
     let choice = host::choose(&config).await.map_err(|report| {
         Error::Host(
@@ -201,7 +198,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     })?;
     let ids = ids(&config, choice.ids)?;
     let runtime = engine(&config, &choice);
-    let node_id = held
+    let node_id = locked
         .journal
         .node_id()
         .map_err(state("reading the node's id"))?;
@@ -219,14 +216,17 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let disks = disk::Disks::new(config.directory().join("disks"));
     let disks = match disks.probe().await {
         Ok(()) => Ok(disks),
-        Err(why) => {
-            tracing::warn!(why, "Workspaces can't have disks of their own here.");
-            Err(why)
+        Err(reason) => {
+            tracing::warn!(
+                reason,
+                "Workspaces can't have their own disks on this host."
+            );
+            Err(reason)
         }
     };
     let capacity = capacity::Capacity::of(&config, choice.max_nofile);
     let rootless = matches!(choice.ids, IdSpace::Within(_));
-    let parent = match capacity::Parent::prepare(
+    let parent = match capacity::ParentCgroup::prepare(
         &config,
         &choice.cgroup_manager,
         rootless,
@@ -235,17 +235,17 @@ pub async fn run(config: Config) -> Result<(), Error> {
     .await
     {
         Ok(parent) => Some(parent),
-        Err(why) => {
+        Err(reason) => {
             tracing::warn!(
-                why,
-                "The memory of all sandboxes together is not limited on this host."
+                reason,
+                "The total memory of all sandboxes is not limited on this host."
             );
             None
         }
     };
-    let means = Means {
+    let options = SessionsConfig {
         runtime: Arc::clone(&runtime),
-        journal: held.journal.clone(),
+        journal: locked.journal.clone(),
         node_id,
         ids,
         agent_binary,
@@ -254,9 +254,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
         disks,
         config,
     };
-    let sessions = Sessions::new(means).map_err(state("reading the journal"))?;
-    let (job_news, jobs_told) = tokio::sync::mpsc::channel(1024);
-    let jobs = Jobs::open(Arc::clone(&sessions), held.journal.clone(), job_news)
+    let sessions = Sessions::new(options).map_err(state("reading the journal"))?;
+    let (job_changes, changed_jobs) = tokio::sync::mpsc::channel(1024);
+    let jobs = Jobs::open(Arc::clone(&sessions), locked.journal.clone(), job_changes)
         .map_err(state("reading the journal of jobs"))?;
     let api = api::Api {
         sessions: Arc::clone(&sessions),
@@ -281,24 +281,25 @@ pub async fn run(config: Config) -> Result<(), Error> {
         readiness,
         admin::by_tokens(metrics_token, tokens.clone()),
     );
-    let control = control::Node::new(&sessions, ready, &url, auth::Token::new(&token), tokens)
-        .map_err(state("reading the registration"))?;
-    jobs.take_up();
+    let control =
+        control::ControlClient::new(&sessions, ready, &url, auth::Token::new(&token), tokens)
+            .map_err(state("reading the registration"))?;
+    jobs.resume();
     tokio::spawn({
         let sessions = Arc::clone(&sessions);
         async move { sessions.reconcile().await }
     });
-    let pool = tokio::spawn(Arc::clone(&sessions).keep_pool(stop.clone()));
-    let control = tokio::spawn(control::keep(control, jobs_told, stop.clone()));
+    let pool = tokio::spawn(Arc::clone(&sessions).run_pool(stop.clone()));
+    let control = tokio::spawn(control::run(control, changed_jobs, stop.clone()));
     let disk_watcher = tokio::spawn(Arc::clone(&sessions).watch_disk(stop.clone()));
-    let timekeeper = tokio::spawn(Arc::clone(&sessions).keep_time(stop.clone()));
-    let jobs_timekeeper = tokio::spawn(Arc::clone(&jobs).keep_time(stop.clone()));
-    tracing::info!(%url, %node_id, "The worker serves.");
+    let session_timers = tokio::spawn(Arc::clone(&sessions).run_timers(stop.clone()));
+    let job_timers = tokio::spawn(Arc::clone(&jobs).run_timers(stop.clone()));
+    tracing::info!(%url, %node_id, "The worker is ready to serve.");
     listen::serve(bound, router, stop, connections)
         .await
         .map_err(state("serving"))?;
-    drop(timekeeper.await);
-    drop(jobs_timekeeper.await);
+    drop(session_timers.await);
+    drop(job_timers.await);
     drop(disk_watcher.await);
     drop(pool.await);
     drop(control.await);
@@ -306,29 +307,29 @@ pub async fn run(config: Config) -> Result<(), Error> {
         jobs.stop_all().await;
         let ended = sessions.end_all("the worker was stopped").await;
         tracing::info!(ended, "Ended all sandboxes.");
-        // Nothing is left behind, also not what would be deleted by and by.
+        // Delete synchronously what would otherwise be deleted in the background.
         drop(sessions.empty_trash().await);
     }
     runtime.close().await;
     Ok(())
 }
 
-/// Copies the agent's binary into this worker's own store, by its hash: a build beside a running worker changes nothing,
-/// and sandboxes keep the binary that they were started with.
+/// Copies the agent's binary into this worker's store under its hash: rebuilding it does not affect
+/// a running worker, and sandboxes keep the binary that they started with.
 fn store_agent(config: &Config) -> Result<PathBuf, Error> {
     let source = host::agent_binary(config).map_err(Error::Agent)?;
     let bytes = fs_err::read(&source).map_err(state("reading the agent's binary"))?;
     let directory = config
         .directory()
         .join("agents")
-        .join(execs::hex(&Sha256::digest(&bytes)));
+        .join(hex::encode(Sha256::digest(&bytes)));
     let path = directory.join("cynode-sba");
-    forget_unused_agents(&config.directory().join("agents"), &directory);
+    remove_unused_agents(&config.directory().join("agents"), &directory);
     if !path.is_file() {
         let stored = fs_err::create_dir_all(&directory).and_then(|()| {
             let staged = directory.join(format!(".{}", uuid::Uuid::new_v4().simple()));
             fs_err::write(&staged, &bytes)?;
-            // Runnable by the sandbox's user, readable by nobody inside.
+            // Executable by the sandbox's user, but not readable inside.
             fs_err::set_permissions(&staged, std::os::unix::fs::PermissionsExt::from_mode(0o711))?;
             fs_err::rename(&staged, &path)
         });
@@ -337,8 +338,8 @@ fn store_agent(config: &Config) -> Result<PathBuf, Error> {
     Ok(path)
 }
 
-/// Removes binaries that no sandbox is linked to any more.
-fn forget_unused_agents(agents: &Path, current: &Path) {
+/// Removes binaries that no sandbox links to.
+fn remove_unused_agents(agents: &Path, current: &Path) {
     use std::os::unix::fs::MetadataExt as _;
     for entry in fs_err::read_dir(agents).into_iter().flatten().flatten() {
         let unused = fs_err::metadata(entry.path().join("cynode-sba"))
@@ -349,7 +350,7 @@ fn forget_unused_agents(agents: &Path, current: &Path) {
     }
 }
 
-/// What a cleanup removed.
+/// The result of a cleanup.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CleanupReport {
     pub containers: usize,
@@ -358,20 +359,20 @@ pub struct CleanupReport {
 impl std::fmt::Display for CleanupReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.containers {
-            0 => f.write_str("nothing was left"),
+            0 => f.write_str("nothing to remove"),
             1 => f.write_str("removed 1 container"),
             count => write!(f, "removed {count} containers"),
         }
     }
 }
 
-/// Ends everything that belongs to a state directory whose worker does not run.
+/// Removes everything that belongs to a state directory without a running worker.
 pub async fn cleanup(config: &Config) -> Result<CleanupReport, Error> {
     if !config.directory().join("node.json").is_file() {
         return Ok(CleanupReport::default());
     }
-    let held = hold(config)?;
-    let node_id = held
+    let locked = lock_state(config)?;
+    let node_id = locked
         .journal
         .node_id()
         .map_err(state("reading the node's id"))?;
@@ -392,26 +393,27 @@ pub async fn cleanup(config: &Config) -> Result<CleanupReport, Error> {
     for container in &containers {
         runtime.remove(&container.name).await?;
     }
-    for id in held
+    for id in locked
         .journal
         .sandboxes()
         .map_err(state("reading the journal"))?
     {
-        held.journal
-            .discard(&held.journal.sandbox_directory(id))
+        locked
+            .journal
+            .discard(&locked.journal.sandbox_directory(id))
             .map_err(state("removing sockets"))?;
     }
-    for mounted in held
+    for mounted in locked
         .journal
         .mounts()
-        .map_err(state("looking for mounted disks"))?
+        .map_err(state("listing mounted disks"))?
     {
         disk::unmount(&mounted)
             .await
             .map_err(state("unmounting a disk"))?;
     }
     runtime.close().await;
-    tree::remove(&held.journal.trash()).map_err(state("emptying the trash"))?;
+    tree::remove(&locked.journal.trash()).map_err(state("emptying the trash"))?;
     Ok(CleanupReport {
         containers: containers.len(),
     })

@@ -1,4 +1,5 @@
-//! What the kernel really enforces on a sandbox, read back: a runtime may take a limit and not keep it.
+//! Verifies what the kernel enforces on a sandbox: a runtime may accept a limit without applying
+//! it.
 
 use std::{
     io,
@@ -9,11 +10,12 @@ use cynode_api::{Limits, Unenforced};
 
 use crate::{idrange::AGENT_ID, runtime::IdMap};
 
-/// What the kernel adds to a sandbox's score when it looks for somebody to kill: sandboxes go before the rest of the machine.
+/// Added to a sandbox's OOM score, so that the kernel kills sandboxes before the rest of the
+/// machine.
 pub(crate) const OOM_SCORE_ADJ: i32 = 500;
 
-/// Raises the score of a sandbox's process 1, which all others inherit. Written also when the runtime has set it: written by who
-/// may lower scores, nobody inside can lower it again.
+/// Raises the OOM score of a sandbox's process 1, which its children inherit. Written even if the
+/// runtime has set it: a value set by a privileged process can't be lowered from inside.
 pub(crate) fn raise_oom_score(pid: i32) -> io::Result<()> {
     let path = format!("/proc/{pid}/oom_score_adj");
     let score = fs_err::read_to_string(&path)?
@@ -23,7 +25,7 @@ pub(crate) fn raise_oom_score(pid: i32) -> io::Result<()> {
     fs_err::write(path, score.max(OOM_SCORE_ADJ).to_string())
 }
 
-/// Whether the memory of a process is counted below a cgroup.
+/// Returns whether a process's memory is accounted below a cgroup.
 pub(crate) fn is_below(pid: i32, parent: &str) -> bool {
     Cgroups::of(pid).is_ok_and(|groups| {
         groups
@@ -32,16 +34,16 @@ pub(crate) fn is_below(pid: i32, parent: &str) -> bool {
     })
 }
 
-/// The limits and separations that were asked for and do not hold for this process. What can't be read does not hold. The limits of
-/// `parent` and of all above it are nobody's own.
-pub(crate) fn missing(
+/// The requested limits and separations that are not in effect for this process. An unreadable one
+/// counts as missing. Limits of `parent` and above don't count: they are not the sandbox's own.
+pub(crate) fn unenforced(
     pid: i32,
     limits: &Limits,
     ids: IdMap,
     parent: Option<&str>,
 ) -> Vec<Unenforced> {
     let mut cgroups = Cgroups::of(pid).unwrap_or_default();
-    for group in &mut cgroups.found {
+    for group in &mut cgroups.groups {
         group.parent = parent.map(directory_name);
     }
     let mut missing = Vec::new();
@@ -63,14 +65,14 @@ pub(crate) fn missing(
     check(
         cgroups
             .limit("pids", "pids.max", "pids.max")
-            .map(|most| most <= u64::from(limits.pids)),
+            .map(|max| max <= u64::from(limits.pids)),
         Unenforced::Pids,
     );
     check(
-        open_files(pid).map(|most| most <= limits.nofile),
+        open_files(pid).map(|max| max <= limits.nofile),
         Unenforced::Nofile,
     );
-    let owner = outside_of(pid, AGENT_ID);
+    let owner = host_id(pid, AGENT_ID);
     check(owner.map(|owner| owner != AGENT_ID), Unenforced::Userns);
     check(
         owner.map(|owner| owner == ids.first + AGENT_ID),
@@ -79,14 +81,14 @@ pub(crate) fn missing(
     missing
 }
 
-/// Memory and swap together: a sandbox that may swap has more than it was given.
+/// Checks memory and swap together: with swap, a sandbox would exceed its limit.
 fn memory_holds(cgroups: &Cgroups, bytes: u64) -> Option<bool> {
     let memory = cgroups.limit("memory", "memory.limit_in_bytes", "memory.max")?;
     let swap = match cgroups.group("memory")?.version() {
-        Version::One => cgroups
+        CgroupVersion::One => cgroups
             .limit("memory", "memory.memsw.limit_in_bytes", "")
             .map(|both| both <= bytes),
-        Version::Two => cgroups
+        CgroupVersion::Two => cgroups
             .limit("memory", "", "memory.swap.max")
             .map(|swap| swap == 0),
     };
@@ -108,8 +110,8 @@ fn open_files(pid: i32) -> Option<u64> {
     })
 }
 
-/// The id on the host that stands for an id inside.
-fn outside_of(pid: i32, inside: u32) -> Option<u32> {
+/// The host id that an id inside maps to.
+fn host_id(pid: i32, inside: u32) -> Option<u32> {
     let map = fs_err::read_to_string(format!("/proc/{pid}/uid_map")).ok()?;
     map.lines().find_map(|line| {
         let mut numbers = line.split_whitespace().map(|text| text.parse::<u32>().ok());
@@ -119,84 +121,85 @@ fn outside_of(pid: i32, inside: u32) -> Option<u32> {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Version {
+enum CgroupVersion {
     One,
     Two,
 }
 
-/// Where a process's cgroups lie: with version 1 one for each controller, with version 2 one for all, on hybrid hosts both.
+/// The cgroups of a process: one per controller in version 1, one in version 2, both on hybrid
+/// hosts.
 ///
-/// What binds a process is the least of its own group's limits and those of all groups above it. Runtimes differ in where
-/// they put theirs: crun with systemd runs a container in a group below the one that has the limits.
+/// The effective limit is the lowest of a group and all its ancestors. Runtimes differ in where
+/// they set it: crun with systemd runs a container in a group below the one with the limits.
 #[derive(Debug, Default)]
 pub(crate) struct Cgroups {
-    found: Vec<Group>,
+    groups: Vec<Cgroup>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-struct Group {
-    /// None for version 2.
+struct Cgroup {
+    /// Empty for version 2.
     controllers: Vec<String>,
-    /// Where the tree is mounted; what is above that can't be seen.
+    /// The mount point of the hierarchy; groups above it are not visible.
     top: PathBuf,
-    own: PathBuf,
-    /// The worker's own group: what binds it and all others with it is no limit of one sandbox.
+    path: PathBuf,
+    /// The worker's own group: limits that also bind the worker are not limits of one sandbox.
     shared: Option<PathBuf>,
-    /// The name of the group that all sandboxes are in, whose limits are no limits of one either.
+    /// The name of the parent group of all sandboxes, whose limits are not limits of one either.
     parent: Option<String>,
 }
 
-/// The name of the directory that a runtime makes of a cgroup's.
+/// The directory that a runtime creates for a cgroup name.
 fn directory_name(cgroup: &str) -> String {
     cgroup.trim_start_matches('/').to_owned()
 }
 
-impl Group {
-    fn version(&self) -> Version {
+impl Cgroup {
+    fn version(&self) -> CgroupVersion {
         if self.controllers.is_empty() {
-            Version::Two
+            CgroupVersion::Two
         } else {
-            Version::One
+            CgroupVersion::One
         }
     }
 
-    /// The process's own directory, then those above it.
-    fn upwards(&self) -> impl Iterator<Item = &Path> {
+    /// The process's own directory, followed by its ancestors.
+    fn ancestors(&self) -> impl Iterator<Item = &Path> {
         let is_shared = |directory: &Path| {
             self.shared
                 .as_ref()
-                .is_some_and(|shared| shared.starts_with(directory) && directory != self.own)
+                .is_some_and(|shared| shared.starts_with(directory) && directory != self.path)
         };
         let is_parent = |directory: &Path| {
-            directory != self.own
+            directory != self.path
                 && self
                     .parent
                     .as_ref()
                     .is_some_and(|name| directory.ends_with(name))
         };
-        self.own.ancestors().take_while(move |directory| {
+        self.path.ancestors().take_while(move |directory| {
             directory.starts_with(&self.top) && !is_shared(directory) && !is_parent(directory)
         })
     }
 
     fn is_below(&self, parent: &str) -> bool {
         let name = directory_name(parent);
-        self.own
+        self.path
             .ancestors()
             .skip(1)
             .take_while(|directory| directory.starts_with(&self.top))
             .any(|directory| directory.ends_with(&name))
     }
 
-    /// A file's texts where they bind the process: its own first, then upwards.
+    /// The contents of a file in all groups that bind the process, innermost first.
     fn texts(&self, name: &str) -> impl Iterator<Item = String> {
-        // The memory of version 1 could be told that a group does not bind those below it.
+        // In version 1, a memory group may not bind its descendants.
         let binds = |directory: &&Path| {
-            *directory == self.own
+            *directory == self.path
                 || read(&directory.join("memory.use_hierarchy"))
                     .is_none_or(|text| text.trim() != "0")
         };
-        self.upwards()
+        self.ancestors()
             .filter(binds)
             .filter_map(move |directory| read(&directory.join(name)))
     }
@@ -211,23 +214,23 @@ fn read(path: &Path) -> Option<String> {
 impl Cgroups {
     pub(crate) fn of(pid: i32) -> io::Result<Self> {
         let mounts = fs_err::read_to_string("/proc/self/mountinfo")?;
-        let mut found = Self::parse(
+        let mut cgroups = Self::parse(
             &fs_err::read_to_string(format!("/proc/{pid}/cgroup"))?,
             &mounts,
         );
-        let ours = Self::parse(&fs_err::read_to_string("/proc/self/cgroup")?, &mounts);
-        for group in &mut found.found {
-            group.shared = ours
-                .found
+        let worker_cgroups = Self::parse(&fs_err::read_to_string("/proc/self/cgroup")?, &mounts);
+        for group in &mut cgroups.groups {
+            group.shared = worker_cgroups
+                .groups
                 .iter()
                 .find(|own| own.controllers == group.controllers)
-                .map(|own| own.own.clone());
+                .map(|own| own.path.clone());
         }
-        Ok(found)
+        Ok(cgroups)
     }
 
     fn parse(cgroup: &str, mountinfo: &str) -> Self {
-        let mut found = Vec::new();
+        let mut groups = Vec::new();
         for line in cgroup.lines() {
             let mut parts = line.splitn(3, ':');
             let (Some(_), Some(names), Some(path)) = (parts.next(), parts.next(), parts.next())
@@ -254,37 +257,42 @@ impl Cgroups {
                 fits.then(|| (root.to_owned(), target.to_owned()))
             });
             if let Some((root, target)) = mounted {
-                // A mount may show only a part of the tree, from its root on.
+                // A mount may show only a subtree, from its root on.
                 let below = path
                     .strip_prefix(root.trim_end_matches('/'))
                     .unwrap_or(path);
-                let own = PathBuf::from(format!("{target}{below}").trim_end_matches('/'));
-                found.push(Group {
+                let path = PathBuf::from(format!("{target}{below}").trim_end_matches('/'));
+                groups.push(Cgroup {
                     controllers,
                     top: PathBuf::from(target),
-                    own,
+                    path,
                     shared: None,
                     parent: None,
                 });
             }
         }
-        Self { found }
+        Self { groups }
     }
 
-    /// The group that a controller keeps the process in.
-    fn group(&self, controller: &str) -> Option<&Group> {
-        let named = self
-            .found
+    /// The group of the process for a controller.
+    fn group(&self, controller: &str) -> Option<&Cgroup> {
+        let dedicated = self
+            .groups
             .iter()
             .find(|group| group.controllers.iter().any(|name| name == controller));
-        named.or_else(|| self.found.iter().find(|group| group.controllers.is_empty()))
+        dedicated.or_else(|| {
+            self.groups
+                .iter()
+                .find(|group| group.controllers.is_empty())
+        })
     }
 
-    /// The text of a controller's file, by its name in either version, in the nearest group that has it.
+    /// The contents of a controller's file, by its name in either version, in the innermost group
+    /// that has it.
     pub(crate) fn text(&self, controller: &str, one: &str, two: &str) -> Option<String> {
         let group = self.group(controller)?;
         group
-            .texts(if group.version() == Version::One {
+            .texts(if group.version() == CgroupVersion::One {
                 one
             } else {
                 two
@@ -292,11 +300,11 @@ impl Cgroups {
             .next()
     }
 
-    /// The limit that binds. `max` is none, and so is what version 1 says for it.
+    /// The effective limit; `None` if unlimited in either version.
     fn limit(&self, controller: &str, one: &str, two: &str) -> Option<u64> {
         let group = self.group(controller)?;
         group
-            .texts(if group.version() == Version::One {
+            .texts(if group.version() == CgroupVersion::One {
                 one
             } else {
                 two
@@ -305,18 +313,18 @@ impl Cgroups {
             .min()
     }
 
-    /// What bounds everything in the tree that is seen here: there is such a bound in a container, and none on a machine.
+    /// The limit at the root of the visible hierarchy: set in a container, absent on a machine.
     pub(crate) fn memory_of_machine(&self) -> Option<u64> {
         let (top, file) = self.memory_tree()?;
         read(&top.join(file))?.trim().parse().ok()
     }
 
-    /// The top of the tree that limits memory, and the name of the file with the limit.
+    /// The root of the hierarchy with the memory controller, and the name of its limit file.
     pub(crate) fn memory_tree(&self) -> Option<(&Path, &'static str)> {
         let group = self.group("memory")?;
         match group.version() {
-            Version::One => Some((&group.top, "memory.limit_in_bytes")),
-            Version::Two => {
+            CgroupVersion::One => Some((&group.top, "memory.limit_in_bytes")),
+            CgroupVersion::Two => {
                 let controllers = read(&group.top.join("cgroup.controllers"))?;
                 controllers
                     .split_whitespace()
@@ -330,260 +338,20 @@ impl Cgroups {
         let group = self.group("cpu")?;
         let share = |directory: &Path| {
             let text = match group.version() {
-                Version::One => format!(
+                CgroupVersion::One => format!(
                     "{} {}",
                     read(&directory.join("cpu.cfs_quota_us"))?.trim(),
                     read(&directory.join("cpu.cfs_period_us"))?
                 ),
-                Version::Two => read(&directory.join("cpu.max"))?,
+                CgroupVersion::Two => read(&directory.join("cpu.max"))?,
             };
             let mut numbers = text.split_whitespace().map(|text| text.parse::<u32>().ok());
             let (quota, period) = (numbers.next()??, numbers.next()??);
             Some(f64::from(quota) / f64::from(period.max(1)))
         };
-        group.upwards().filter_map(share).min_by(f64::total_cmp)
+        group.ancestors().filter_map(share).min_by(f64::total_cmp)
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const HYBRID: &str = "12:pids:/libpod_parent/libpod-ab\n5:cpu,cpuacct:/libpod_parent/libpod-ab\n3:memory:/libpod_parent/libpod-ab\n0::/\n";
-    const HYBRID_MOUNTS: &str = "\
-30 25 0:26 / /sys/fs/cgroup rw - tmpfs tmpfs rw
-31 30 0:27 / /sys/fs/cgroup/unified rw shared:9 - cgroup2 cgroup2 rw
-33 30 0:29 / /sys/fs/cgroup/cpu,cpuacct rw shared:11 - cgroup cgroup rw,cpu,cpuacct
-34 30 0:30 / /sys/fs/cgroup/memory rw shared:12 - cgroup cgroup rw,memory
-35 30 0:31 / /sys/fs/cgroup/pids rw shared:13 - cgroup cgroup rw,pids
-";
-
-    fn directory(cgroups: &Cgroups, controller: &str) -> Option<PathBuf> {
-        cgroups.group(controller).map(|group| group.own.clone())
-    }
-
-    fn version(cgroups: &Cgroups, controller: &str) -> Option<Version> {
-        cgroups.group(controller).map(Group::version)
-    }
-
-    #[test]
-    fn controllers_are_found_in_every_kind_of_tree() {
-        let hybrid = Cgroups::parse(HYBRID, HYBRID_MOUNTS);
-        assert_eq!(
-            directory(&hybrid, "memory"),
-            Some("/sys/fs/cgroup/memory/libpod_parent/libpod-ab".into())
-        );
-        assert_eq!(
-            directory(&hybrid, "cpu"),
-            Some("/sys/fs/cgroup/cpu,cpuacct/libpod_parent/libpod-ab".into())
-        );
-        assert_eq!(
-            (version(&hybrid, "pids"), version(&hybrid, "io")),
-            (Some(Version::One), Some(Version::Two))
-        );
-
-        let unified = Cgroups::parse(
-            "0::/user.slice/libpod-ab\n",
-            "31 25 0:27 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n",
-        );
-        assert_eq!(version(&unified, "memory"), Some(Version::Two));
-        assert_eq!(
-            directory(&unified, "memory"),
-            Some("/sys/fs/cgroup/user.slice/libpod-ab".into())
-        );
-
-        // Seen from within a container that was given a part of the tree.
-        let part = Cgroups::parse(
-            "4:pids:/outer/inner\n",
-            "35 30 0:31 /outer /sys/fs/cgroup/pids ro - cgroup cgroup rw,pids\n",
-        );
-        assert_eq!(
-            directory(&part, "pids"),
-            Some("/sys/fs/cgroup/pids/inner".into())
-        );
-        assert_eq!(version(&Cgroups::parse("garbage", ""), "memory"), None);
-    }
-
-    /// A made-up tree: files by their path, with their text.
-    fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
-        let root = tempfile::tempdir().expect("a directory");
-        for (path, text) in files {
-            let path = root.path().join(path);
-            fs_err::create_dir_all(path.parent().expect("a parent")).expect("directories");
-            fs_err::write(path, format!("{text}\n")).expect("a file");
-        }
-        root
-    }
-
-    fn unified(root: &Path, group: &str) -> Cgroups {
-        Cgroups::parse(
-            &format!("0::{group}\n"),
-            &format!("31 25 0:27 / {} rw - cgroup2 cgroup2 rw\n", root.display()),
-        )
-    }
-
-    fn limits(cgroups: &Cgroups) -> (Option<u64>, Option<f64>, Option<u64>) {
-        (
-            cgroups.limit("memory", "memory.limit_in_bytes", "memory.max"),
-            cgroups.cpus(),
-            cgroups.limit("pids", "pids.max", "pids.max"),
-        )
-    }
-
-    #[test]
-    fn the_least_limit_of_all_groups_above_binds() {
-        // As crun with systemd makes them: the limits are the scope's, the process is in a group below it.
-        let root = tree(&[
-            ("machine.slice/memory.max", "max"),
-            ("machine.slice/pids.max", "5000"),
-            ("machine.slice/ab.scope/memory.max", "1000"),
-            ("machine.slice/ab.scope/memory.swap.max", "0"),
-            ("machine.slice/ab.scope/cpu.max", "50000 100000"),
-            ("machine.slice/ab.scope/pids.max", "100"),
-            ("machine.slice/ab.scope/memory.events", "oom 0\noom_kill 3"),
-            ("machine.slice/ab.scope/container/memory.max", "max"),
-            ("machine.slice/ab.scope/container/cpu.max", "max 100000"),
-            ("machine.slice/ab.scope/container/pids.max", "max"),
-        ]);
-        let scope = unified(root.path(), "/machine.slice/ab.scope/container");
-        assert_eq!(limits(&scope), (Some(1_000), Some(0.5), Some(100)));
-        assert_eq!(
-            (memory_holds(&scope, 1_000), memory_holds(&scope, 999)),
-            (Some(true), Some(false))
-        );
-        assert!(
-            scope
-                .text("memory", "memory.oom_control", "memory.events")
-                .is_some_and(|text| text.contains("oom_kill 3"))
-        );
-        // Nothing of it binds a neighbour.
-        let other = unified(root.path(), "/machine.slice/cd.scope");
-        assert_eq!(limits(&other), (None, None, Some(5_000)));
-
-        // Its own may be the least, and what is above the mount is nobody's limit.
-        let root = tree(&[
-            ("pids.max", "7"),
-            ("part/pids.max", "50"),
-            ("part/a/pids.max", "20"),
-            ("part/a/memory.max", "10"),
-            ("part/a/b/memory.max", "5"),
-        ]);
-        let part = Cgroups::parse(
-            "0::/a/b\n",
-            &format!(
-                "31 25 0:27 / {} rw - cgroup2 cgroup2 rw\n",
-                root.path().join("part").display()
-            ),
-        );
-        assert_eq!(limits(&part), (Some(5), None, Some(20)));
-    }
-
-    #[test]
-    fn so_it_is_with_version_1() {
-        let unlimited = "9223372036854771712";
-        let root = tree(&[
-            ("memory/parent/memory.limit_in_bytes", "1000"),
-            ("memory/parent/memory.memsw.limit_in_bytes", "1000"),
-            ("memory/parent/memory.use_hierarchy", "1"),
-            ("memory/parent/ab/memory.limit_in_bytes", unlimited),
-            ("memory/parent/ab/memory.memsw.limit_in_bytes", unlimited),
-            ("cpu/parent/cpu.cfs_quota_us", "50000"),
-            ("cpu/parent/cpu.cfs_period_us", "100000"),
-            ("cpu/parent/ab/cpu.cfs_quota_us", "-1"),
-            ("cpu/parent/ab/cpu.cfs_period_us", "100000"),
-            ("pids/parent/pids.max", "100"),
-            ("pids/parent/ab/pids.max", "max"),
-        ]);
-        let mounts: String = ["memory", "cpu", "pids"]
-            .map(|name| {
-                format!(
-                    "34 30 0:30 / {} rw - cgroup cgroup rw,{name}\n",
-                    root.path().join(name).display()
-                )
-            })
-            .concat();
-        let found = Cgroups::parse(
-            "3:memory:/parent/ab\n4:cpu:/parent/ab\n5:pids:/parent/ab\n",
-            &mounts,
-        );
-        assert_eq!(limits(&found), (Some(1_000), Some(0.5), Some(100)));
-        assert_eq!(memory_holds(&found, 1_000), Some(true));
-        // Groups that do not bind what is below them, as old kernels have them.
-        fs_err::write(
-            root.path().join("memory/parent/memory.use_hierarchy"),
-            "0\n",
-        )
-        .expect("a file");
-        assert_eq!(memory_holds(&found, 1_000), Some(false));
-    }
-
-    #[test]
-    fn the_limit_of_all_sandboxes_is_the_limit_of_none() {
-        let root = tree(&[
-            ("cynode/memory.max", "1000"),
-            ("cynode/pids.max", "100"),
-            ("cynode/ab/memory.max", "max"),
-            ("cynode/ab/pids.max", "max"),
-            ("other/ab/memory.max", "10"),
-        ]);
-        let mut sandbox = unified(root.path(), "/cynode/ab");
-        assert!(
-            sandbox.found[0].is_below("/cynode")
-                && !sandbox.found[0].is_below("/other")
-                && !unified(root.path(), "/cynode").found[0].is_below("/cynode")
-        );
-        assert!(
-            unified(root.path(), "/machine/cynode.slice/ab.scope").found[0]
-                .is_below("cynode.slice")
-        );
-        assert_eq!(limits(&sandbox), (Some(1_000), None, Some(100)));
-        sandbox.found[0].parent = Some("cynode".to_owned());
-        assert_eq!(
-            (limits(&sandbox), memory_holds(&sandbox, 1_000)),
-            ((None, None, None), None)
-        );
-    }
-
-    #[test]
-    fn a_container_is_a_machine_with_the_memory_of_its_cgroup() {
-        let root = tree(&[
-            ("memory.max", "max"),
-            ("cgroup.controllers", "cpu memory pids"),
-        ]);
-        let inside = unified(root.path(), "/worker");
-        assert_eq!(inside.memory_of_machine(), None);
-        assert_eq!(inside.memory_tree(), Some((root.path(), "memory.max")));
-        fs_err::write(root.path().join("memory.max"), "4096\n").expect("a file");
-        assert_eq!(inside.memory_of_machine(), Some(4_096));
-        fs_err::write(root.path().join("cgroup.controllers"), "cpu pids\n").expect("a file");
-        assert_eq!(inside.memory_tree(), None, "nobody limits memory there");
-    }
-
-    #[test]
-    fn nothing_holds_for_a_process_that_is_not_limited() {
-        let me = std::process::id().cast_signed();
-        let missing = missing(
-            me,
-            &Limits::default(),
-            IdMap {
-                first: 1 << 30,
-                count: 65_536,
-            },
-            None,
-        );
-        for name in [Unenforced::Pids, Unenforced::Userns, Unenforced::IdRange] {
-            assert!(missing.contains(&name), "{missing:?}");
-        }
-        assert_eq!(
-            super::missing(
-                i32::MAX,
-                &Limits::default(),
-                IdMap { first: 0, count: 1 },
-                None
-            )
-            .len(),
-            6,
-            "what is gone is held by nothing"
-        );
-    }
-}
+mod tests;

@@ -1,22 +1,25 @@
-//! Processes of the host: one way to start them, and facts about them from `/proc`.
+//! Host processes: how to start them, and what `/proc` says about them.
 
 use std::io;
 
 use tokio::process::Command;
 
-/// The one place that starts host programs.
-#[expect(clippy::disallowed_methods, reason = "the one place")]
+/// The only place that starts host programs.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the only place that starts host programs"
+)]
 pub(crate) fn command(program: &str) -> Command {
     let mut command = Command::new(program);
-    // A remote engine's address in the operator's environment must not turn our calls elsewhere.
+    // The operator's environment must not redirect calls to a remote engine.
     for name in ["CONTAINER_HOST", "DOCKER_HOST", "CONTAINER_CONNECTION"] {
         command.env_remove(name);
     }
     command
 }
 
-/// When a process started, in clock ticks since boot: with its id this names it for as long as the machine runs. `None`
-/// when it is gone; an error says nothing about it (no descriptor may be free to look).
+/// When a process started, in clock ticks since boot: unique together with its id. `None` if the
+/// process is gone. An error says nothing about it; for example, no file descriptor may be free.
 pub(crate) fn start_time(pid: i32) -> io::Result<Option<u64>> {
     match fs_err::read(format!("/proc/{pid}/stat")) {
         Ok(stat) => Ok(field_of(&stat, 19)),
@@ -30,7 +33,7 @@ pub(crate) fn start_time(pid: i32) -> io::Result<Option<u64>> {
     }
 }
 
-/// A field of `/proc/<pid>/stat`, counted from the state (0) on.
+/// A field of `/proc/<pid>/stat`, counted from the state (0).
 fn stat_field(pid: i32, index: usize) -> Option<u64> {
     field_of(&fs_err::read(format!("/proc/{pid}/stat")).ok()?, index)
 }
@@ -47,7 +50,7 @@ fn field_of(stat: &[u8], index: usize) -> Option<u64> {
     fields.nth(index - 1)?.parse().ok()
 }
 
-/// Sends a signal; a process that is gone is fine.
+/// Sends a signal; ignores a process that is gone.
 pub(crate) fn kill(pid: i32, signal: i32) {
     if let (Some(pid), Some(signal)) = (
         rustix::process::Pid::from_raw(pid),
@@ -57,7 +60,7 @@ pub(crate) fn kill(pid: i32, signal: i32) {
     }
 }
 
-/// Signals every process of the session that `leader` leads: a terminal's shell and its jobs.
+/// Signals every process in the session of `leader`: a terminal's shell and its jobs.
 pub(crate) fn signal_session(leader: i32, signal: i32) {
     let Ok(directory) = fs_err::read_dir("/proc") else {
         return;
@@ -69,8 +72,8 @@ pub(crate) fn signal_session(leader: i32, signal: i32) {
     }
 }
 
-/// Ends the monitors of a container that is gone. Podman lets the monitor of each exec that came over its API wait for five
-/// minutes, in case somebody asks how the exec ended.
+/// Kills the monitors of a removed container. Podman keeps the monitor of each exec for five
+/// minutes, in case the exit code is queried.
 pub(crate) fn kill_monitors(container: &str) {
     let Ok(directory) = fs_err::read_dir("/proc") else {
         return;
@@ -92,11 +95,11 @@ pub(crate) fn kill_monitors(container: &str) {
     }
 }
 
-/// The process that has been longest in these namespaces, named as `/proc/<pid>/ns` names them.
+/// The oldest process in these namespaces, identified as in `/proc/<pid>/ns`.
 pub(crate) fn oldest_in(user: &str, mount: &str) -> Option<i32> {
     let is_in = |pid: i32, kind: &str, name: &str| {
         fs_err::read_link(format!("/proc/{pid}/ns/{kind}"))
-            .is_ok_and(|found| found.as_os_str() == name)
+            .is_ok_and(|link| link.as_os_str() == name)
     };
     let pids = fs_err::read_dir("/proc")
         .ok()?
@@ -107,13 +110,14 @@ pub(crate) fn oldest_in(user: &str, mount: &str) -> Option<i32> {
         .map(|(_, pid)| pid)
 }
 
-/// Kills every process that runs with one of these ids, which nobody but one sandbox has.
+/// Kills every process with one of these ids, which belong to a single sandbox.
 pub(crate) fn kill_owned(ids: &std::ops::Range<u32>) {
     let Ok(directory) = fs_err::read_dir("/proc") else {
         return;
     };
     for pid in directory.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok()) {
-        // Not by the owner of its directory: that is root's for one that can't be dumped.
+        // The owner of the /proc directory would not do: it is root for processes that can't be
+        // dumped.
         let status = fs_err::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
         let real = status.lines().find_map(|line| {
             line.strip_prefix("Uid:")?
@@ -123,28 +127,25 @@ pub(crate) fn kill_owned(ids: &std::ops::Range<u32>) {
                 .ok()
         });
         if real.is_some_and(|uid| ids.contains(&uid)) && stat_field(pid, 1).is_some() {
-            tracing::warn!(
-                pid,
-                "A process of a sandbox that is gone was left; killing it."
-            );
+            tracing::warn!(pid, "Killing an orphaned process of a removed sandbox.");
             kill(pid, 9);
         }
     }
 }
 
-/// A process in some container, seen from the host.
+/// A process in a container, as seen from the host.
 #[derive(Debug)]
-pub(crate) struct Inside {
+pub(crate) struct SandboxProcess {
     pub(crate) pid: i32,
     pub(crate) parent: i32,
 }
 
-/// All processes in the pid namespace of `init`, itself left out.
-pub(crate) fn in_namespace_of(init: i32) -> Vec<Inside> {
+/// All processes in the pid namespace of `init`, except `init` itself.
+pub(crate) fn in_namespace_of(init: i32) -> Vec<SandboxProcess> {
     let Ok(namespace) = fs_err::read_link(format!("/proc/{init}/ns/pid")) else {
         return Vec::new();
     };
-    // A number that was given to a process of the host meanwhile must not mean the host.
+    // If the pid has been reused by a host process, this would match all of the host.
     if fs_err::read_link("/proc/self/ns/pid").is_ok_and(|own| own == namespace) {
         return Vec::new();
     }
@@ -156,7 +157,7 @@ pub(crate) fn in_namespace_of(init: i32) -> Vec<Inside> {
             let pid: i32 = entry.ok()?.file_name().to_str()?.parse().ok()?;
             (pid != init && fs_err::read_link(format!("/proc/{pid}/ns/pid")).ok()? == namespace)
                 .then_some(())?;
-            Some(Inside {
+            Some(SandboxProcess {
                 pid,
                 parent: i32::try_from(stat_field(pid, 1)?).ok()?,
             })
@@ -164,7 +165,7 @@ pub(crate) fn in_namespace_of(init: i32) -> Vec<Inside> {
         .collect()
 }
 
-/// Whether a process's initial environment holds this variable.
+/// Returns whether a process was started with this variable and value.
 pub(crate) fn has_env(pid: i32, name_and_value: &str) -> bool {
     fs_err::read(format!("/proc/{pid}/environ")).is_ok_and(|environ| {
         environ
@@ -173,7 +174,7 @@ pub(crate) fn has_env(pid: i32, name_and_value: &str) -> bool {
     })
 }
 
-/// Whether a process's initial environment has a variable of this name.
+/// Returns whether a process was started with a variable of this name.
 pub(crate) fn has_mark(pid: i32, name: &str) -> bool {
     let prefix = format!("{name}=");
     fs_err::read(format!("/proc/{pid}/environ")).is_ok_and(|environ| {
@@ -183,7 +184,7 @@ pub(crate) fn has_mark(pid: i32, name: &str) -> bool {
     })
 }
 
-/// How often the kernel killed something in this process's memory cgroup because of its limit.
+/// How many processes the OOM killer has killed in this process's memory cgroup.
 pub(crate) fn oom_kills(pid: i32) -> Option<u64> {
     let text = crate::limits::Cgroups::of(pid).ok()?.text(
         "memory",
@@ -202,9 +203,9 @@ mod tests {
     fn a_process_is_gone_only_when_the_kernel_says_so() {
         let own = start_time(std::process::id().cast_signed()).expect("readable");
         assert!(own.is_some());
-        // Beyond any id that Linux gives out.
+        // Beyond the largest pid on Linux.
         assert_eq!(start_time(i32::MAX).expect("no such process"), None);
-        // Without a descriptor to look with, nothing is known. Every test is a process of its own.
+        // Without a free file descriptor the answer is unknown. Each test runs in its own process.
         let mut limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         limit.current = Some(64);
         rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).expect("lowers");

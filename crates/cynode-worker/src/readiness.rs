@@ -1,8 +1,9 @@
-//! Whether the worker can take new work, for `/readyz`.
+//! Checks whether the worker can accept new work, for `/readyz`.
 //!
-//! A runtime that is slow is not gone: on a machine under load its answer takes seconds, and what asks for readiness would take
-//! the node out of service just then. So a question to it is asked to its end, whoever waits, and only one at a time; as long
-//! as the last one was answered well, the present one may be open for a while.
+//! A slow runtime is not a dead one: on a loaded machine it answers after seconds, and failing the
+//! readiness check then would take the node out of service. A ping therefore runs to completion
+//! regardless of waiters, one at a time; while the last one succeeded, the current one may be
+//! pending for a while.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,98 +13,99 @@ use tokio::{sync::watch, time::Instant};
 use crate::sessions::Sessions;
 
 /// How long a caller waits for the runtime's answer.
-const WAIT: Duration = Duration::from_secs(2);
-/// A runtime that has not answered for this long counts as gone.
-const GONE: Duration = Duration::from_secs(30);
+const CALLER_TIMEOUT: Duration = Duration::from_secs(2);
+/// A runtime that has not answered for this long counts as unavailable.
+const RUNTIME_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
 pub(crate) struct Readiness {
     sessions: Arc<Sessions>,
-    runtime: Asked,
+    runtime: SlowCheck,
 }
 
 impl Readiness {
     pub(crate) fn new(sessions: Arc<Sessions>) -> Self {
         Self {
             sessions,
-            runtime: Asked {
-                wait: WAIT,
-                gone: GONE,
+            runtime: SlowCheck {
+                caller_timeout: CALLER_TIMEOUT,
+                timeout: RUNTIME_TIMEOUT,
                 last: Mutex::default(),
             },
         }
     }
 
-    /// Why no new work can be taken, if none can.
+    /// Fails with the reason why new work is not accepted.
     pub(crate) async fn check(&self) -> Result<(), String> {
-        if let Some(reason) = self.sessions.unsettled() {
+        if let Some(reason) = self.sessions.unreconciled() {
             return Err(reason);
         }
-        self.sessions.check_room().map_err(|error| error.0.detail)?;
+        self.sessions
+            .check_room()
+            .map_err(|error| error.into_problem().detail)?;
         let runtime = Arc::clone(&self.sessions.runtime);
         self.runtime
-            .answers(async move || runtime.ping().await.map_err(|error| error.to_string()))
+            .check(async move || runtime.ping().await.map_err(|error| error.to_string()))
             .await
     }
 }
 
-/// Questions to somebody who may be slow.
+/// A check of something that may answer slowly.
 #[derive(Debug)]
-struct Asked {
-    wait: Duration,
-    gone: Duration,
-    last: Mutex<Option<Question>>,
+struct SlowCheck {
+    caller_timeout: Duration,
+    timeout: Duration,
+    last: Mutex<Option<CheckRun>>,
 }
 
 #[derive(Clone, Debug)]
-struct Question {
+struct CheckRun {
     since: Instant,
-    /// Whether the one before it was answered well.
-    after_good: bool,
-    answer: watch::Receiver<Option<Result<(), String>>>,
+    /// Whether the previous run succeeded.
+    previous_succeeded: bool,
+    result: watch::Receiver<Option<Result<(), String>>>,
 }
 
-impl Asked {
-    /// The question that is open, or a new one.
-    fn question<F: Future<Output = Result<(), String>> + Send + 'static>(
+impl SlowCheck {
+    /// The pending run, or a new one.
+    fn current_run<F: Future<Output = Result<(), String>> + Send + 'static>(
         &self,
-        ask: impl FnOnce() -> F,
-    ) -> Question {
+        start: impl FnOnce() -> F,
+    ) -> CheckRun {
         let mut last = self.last.lock();
-        let answered = last
-            .as_ref()
-            .map(|question| question.answer.borrow().clone());
-        // One that nobody will answer any more is not open.
-        if let (Some(open), Some(None)) = (&*last, &answered)
-            && open.answer.has_changed().is_ok()
+        let last_result = last.as_ref().map(|run| run.result.borrow().clone());
+        // A run whose task died is not pending.
+        if let (Some(pending), Some(None)) = (&*last, &last_result)
+            && pending.result.has_changed().is_ok()
         {
-            return open.clone();
+            return pending.clone();
         }
-        let (told, answer) = watch::channel(None);
-        let asking = ask();
-        tokio::spawn(async move { told.send_replace(Some(asking.await)) });
-        last.insert(Question {
+        let (sender, result) = watch::channel(None);
+        let running = start();
+        tokio::spawn(async move { sender.send_replace(Some(running.await)) });
+        last.insert(CheckRun {
             since: Instant::now(),
-            after_good: matches!(answered, Some(Some(Ok(())))),
-            answer,
+            previous_succeeded: matches!(last_result, Some(Some(Ok(())))),
+            result,
         })
         .clone()
     }
 
-    /// The answer. None yet is a good one as long as the last was, for a while.
-    async fn answers<F: Future<Output = Result<(), String>> + Send + 'static>(
+    /// The result of the check. A pending run counts as success for a while if the previous one
+    /// succeeded.
+    async fn check<F: Future<Output = Result<(), String>> + Send + 'static>(
         &self,
-        ask: impl FnOnce() -> F,
+        start: impl FnOnce() -> F,
     ) -> Result<(), String> {
-        let Question {
+        let CheckRun {
             since,
-            after_good,
-            mut answer,
-        } = self.question(ask);
-        match tokio::time::timeout(self.wait, answer.wait_for(Option::is_some)).await {
-            Ok(Ok(answer)) => answer.clone().unwrap_or(Ok(())),
-            Ok(Err(_)) => Err("asking the container runtime was interrupted".to_owned()),
-            Err(_) if after_good && since.elapsed() < self.gone => Ok(()),
+            previous_succeeded,
+            mut result,
+        } = self.current_run(start);
+        match tokio::time::timeout(self.caller_timeout, result.wait_for(Option::is_some)).await {
+            Ok(Ok(result)) => result.clone().unwrap_or(Ok(())),
+            Ok(Err(_)) => Err("the check of the container runtime was interrupted".to_owned()),
+            Err(_) if previous_succeeded && since.elapsed() < self.timeout => Ok(()),
             Err(_) => Err(format!(
                 "the container runtime has not answered for {} s",
                 since.elapsed().as_secs()
@@ -119,52 +121,52 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn silence_is_a_while_good_after_a_good_answer_and_never_before_one() {
-        let mut asked = Asked {
-            wait: Duration::from_millis(20),
-            gone: Duration::MAX,
+    async fn a_pending_check_counts_as_success_for_a_while_after_a_success_and_never_before() {
+        let mut check = SlowCheck {
+            caller_timeout: Duration::from_millis(20),
+            timeout: Duration::MAX,
             last: Mutex::default(),
         };
         let (answer, waiting) = oneshot::channel();
-        let first = asked
-            .answers(async move || waiting.await.unwrap_or(Ok(())))
+        let first = check
+            .check(async move || waiting.await.unwrap_or(Ok(())))
             .await;
-        assert!(first.is_err(), "never heard of");
+        assert!(first.is_err(), "no success yet");
         answer
             .send(Ok(()))
-            .expect("asked to its end although nobody waits");
-        asked.wait = Duration::from_secs(60);
-        asked
-            .answers(async || unreachable!("one at a time"))
+            .expect("runs to completion although nobody waits");
+        check.caller_timeout = Duration::from_secs(60);
+        check
+            .check(async || unreachable!("one at a time"))
             .await
             .expect("there");
 
-        asked.wait = Duration::from_millis(20);
+        check.caller_timeout = Duration::from_millis(20);
         let (answer, waiting) = oneshot::channel();
-        asked
-            .answers(async move || waiting.await.unwrap_or(Ok(())))
+        check
+            .check(async move || waiting.await.unwrap_or(Ok(())))
             .await
             .expect("slow");
-        asked
-            .answers(async || unreachable!("one at a time"))
+        check
+            .check(async || unreachable!("one at a time"))
             .await
             .expect("still slow");
-        asked.gone = Duration::ZERO;
-        asked
-            .answers(async || unreachable!("one at a time"))
+        check.timeout = Duration::ZERO;
+        check
+            .check(async || unreachable!("one at a time"))
             .await
-            .expect_err("silent for too long");
-        answer.send(Ok(())).expect("still asked");
-        asked.wait = Duration::from_secs(60);
-        asked
-            .answers(async || unreachable!("one at a time"))
+            .expect_err("pending for too long");
+        answer.send(Ok(())).expect("still pending");
+        check.caller_timeout = Duration::from_secs(60);
+        check
+            .check(async || unreachable!("one at a time"))
             .await
             .expect("there again");
 
-        // A refusal is no silence.
-        asked.gone = Duration::MAX;
+        // A failure is reported at once.
+        check.timeout = Duration::MAX;
         assert_eq!(
-            asked.answers(async || Err("gone".to_owned())).await,
+            check.check(async || Err("gone".to_owned())).await,
             Err("gone".to_owned())
         );
     }

@@ -1,9 +1,9 @@
-//! A worker without root: it moves into the user namespace that Podman keeps for its user.
+//! A worker without root enters the user namespace that Podman keeps for its user.
 //!
-//! Files in workspaces belong to subordinate ids, which an ordinary user can neither give files to nor remove files of.
-//! In that namespace the user is root over exactly these, so everything else in the worker is as it is with root. It must
-//! be Podman's own and not one made here: sandboxes lie below it, and a worker that was restarted in another could not
-//! signal what its predecessor started.
+//! Files in workspaces belong to subordinate ids, which an ordinary user can neither assign nor
+//! remove. In that namespace the user is root over exactly these ids, so the rest of the worker
+//! runs as it does with root. It must be Podman's namespace, not a new one: sandboxes are nested in
+//! it, and a worker restarted in another could not signal the processes of its predecessor.
 
 use std::{
     os::unix::{fs::MetadataExt as _, process::CommandExt as _},
@@ -18,48 +18,53 @@ use crate::{
     host, process,
 };
 
-/// Ids that each sandbox is given of the user's subordinate ones: 32 sandboxes for the usual 65,536.
-pub(crate) const BLOCK: u32 = 2_048;
+/// Subordinate ids per sandbox: 32 sandboxes for the usual 65,536.
+pub(crate) const ROOTLESS_BLOCK_SIZE: u32 = 2_048;
 
-const TOO_FEW: &str = "usermod --add-subuids 1000000-1065535 --add-subgids 1000000-1065535 USER, with a range that /etc/subuid gives nobody yet, then 'podman system migrate'";
+const ADD_IDS_REMEDY: &str = "usermod --add-subuids 1000000-1065535 \
+    --add-subgids 1000000-1065535 USER, with a range that is unused in /etc/subuid, \
+    then 'podman system migrate'";
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// Podman's namespace as a process inside it sees it.
+/// Podman's user namespace, as seen by a process inside it.
 #[derive(Debug)]
-pub(crate) struct Namespace {
-    /// Ids of the user's own inside, root not counted.
+pub(crate) struct PodmanNamespace {
+    /// Subordinate ids mapped inside, without root.
     pub(crate) ids: u32,
     user: String,
     mount: String,
 }
 
-/// Looks at Podman's namespace of this user, which Podman makes when there is none yet.
-pub(crate) async fn look(config: &Config) -> Result<Namespace, String> {
+/// Inspects Podman's namespace of this user; Podman creates it if necessary.
+pub(crate) async fn inspect_namespace(config: &Config) -> Result<PodmanNamespace, String> {
     let command = config.podman_command();
     let mut arguments: Vec<&str> = command[1..].iter().map(String::as_str).collect();
-    arguments.extend(["unshare", "sh", "-c", "readlink /proc/self/ns/user /proc/self/ns/mnt; cat /proc/self/uid_map; echo; cat /proc/self/gid_map"]);
-    let said = host::run(&command[0], &arguments)
+    let script = "readlink /proc/self/ns/user /proc/self/ns/mnt; cat /proc/self/uid_map; echo; \
+                  cat /proc/self/gid_map";
+    arguments.extend(["unshare", "sh", "-c", script]);
+    let output = host::run(&command[0], &arguments)
         .await
         .map_err(|error| format!("Podman has no user namespace for this user: {error}"))?;
-    let mut lines = said.lines();
+    let mut lines = output.lines();
     let (Some(user), Some(mount)) = (lines.next(), lines.next()) else {
-        return Err(format!("'podman unshare' answered: {said}"));
+        return Err(format!("unexpected output of 'podman unshare': {output}"));
     };
     let maps: Vec<&str> = lines.collect();
     let mut maps = maps.split(|line| line.is_empty());
-    let ids = mapped(maps.next().unwrap_or_default()).min(mapped(maps.next().unwrap_or_default()));
-    Ok(Namespace {
+    let ids = count_mapped(maps.next().unwrap_or_default())
+        .min(count_mapped(maps.next().unwrap_or_default()));
+    Ok(PodmanNamespace {
         ids,
         user: user.to_owned(),
         mount: mount.to_owned(),
     })
 }
 
-/// How many ids from 1 on are mapped without a gap.
-fn mapped(map: &[&str]) -> u32 {
+/// The number of ids mapped from 1 on without a gap.
+fn count_mapped(map: &[&str]) -> u32 {
     let mut ranges: Vec<(u32, u32)> = map
         .iter()
         .filter_map(|line| {
@@ -80,32 +85,31 @@ fn mapped(map: &[&str]) -> u32 {
     end.saturating_sub(1)
 }
 
-/// What is wrong with so many ids, and the remedy.
+/// The problem with too few subordinate ids and its remedy, if there is one.
 pub(crate) fn too_few(ids: u32) -> Option<(String, String)> {
-    (ids < BLOCK).then(|| {
+    (ids < ROOTLESS_BLOCK_SIZE).then(|| {
         (
-            format!("this user has {ids} subordinate ids; a sandbox needs {BLOCK}"),
-            format!("As root: {TOO_FEW}."),
+            format!("this user has {ids} subordinate ids; a sandbox needs {ROOTLESS_BLOCK_SIZE}"),
+            format!("As root: {ADD_IDS_REMEDY}."),
         )
     })
 }
 
-/// Goes on as this program, with the same arguments, in Podman's namespace. Returns only when there is no need to, or on
-/// failure.
+/// Re-executes this program with the same arguments in Podman's namespace. Returns only if that is
+/// not necessary, or on failure.
 pub async fn enter(config: &Config) -> Result<(), Error> {
     if is_root() || config.engine == Engine::Docker {
         return Ok(());
     }
-    let namespace = look(config).await.map_err(Error::Host)?;
+    let namespace = inspect_namespace(config).await.map_err(Error::Host)?;
     if let Some((problem, remedy)) = too_few(namespace.ids) {
         return Err(Error::Host(format!("{problem}. Remedy: {remedy}")));
     }
-    let inside = process::oldest_in(&namespace.user, &namespace.mount).ok_or_else(|| {
-        Error::Host("Podman keeps no process in the user namespace of this user".to_owned())
-    })?;
-    let failed = |what: &str| crate::state(what.to_owned());
-    let program = std::env::current_exe().map_err(failed("finding this program"))?;
-    let working = std::env::current_dir().map_err(failed("finding the working directory"))?;
+    let inside = process::oldest_in(&namespace.user, &namespace.mount)
+        .ok_or_else(|| Error::Host("Podman has no process in this user's namespace".to_owned()))?;
+    let failed = |operation: &str| crate::state(operation.to_owned());
+    let program = std::env::current_exe().map_err(failed("locating this program"))?;
+    let working = std::env::current_dir().map_err(failed("reading the working directory"))?;
     let mut command = process::command("nsenter").into_std();
     command.args([
         "--user",
@@ -116,12 +120,13 @@ pub async fn enter(config: &Config) -> Result<(), Error> {
         "--",
         "env",
     ]);
-    // Entering a mount namespace leaves one at its root.
+    // Entering a mount namespace changes the working directory to its root.
     command
         .arg(format!("--chdir={}", working.display()))
         .arg(program)
         .args(std::env::args_os().skip(1));
-    // This is how Podman tells its own children that they are where they should be, and whose they are.
+    // Podman's own children find these variables: they are in the right namespace, and of this
+    // user.
     let (uid, gid) = (
         rustix::process::geteuid().as_raw(),
         rustix::process::getegid().as_raw(),
@@ -134,19 +139,19 @@ pub async fn enter(config: &Config) -> Result<(), Error> {
         "XDG_RUNTIME_DIR",
         runtime_directory().map_err(failed("finding a runtime directory"))?,
     );
-    // Inside we are root, and root's default is another.
+    // Inside, the process is root, which has a different default.
     command.env("CYNODE_STATE_DIR", &config.state_dir);
     Err(Error::State {
-        what: "starting nsenter (of the package util-linux)".to_owned(),
+        operation: "starting nsenter (of the package util-linux)".to_owned(),
         source: command.exec(),
     })
 }
 
-/// The directory for sockets and the like of this user: as the session has it, else as systemd has it, else our own.
+/// The user's runtime directory: from the environment, systemd's, or our own.
 pub(crate) fn runtime_directory() -> std::io::Result<PathBuf> {
     let uid = rustix::process::geteuid().as_raw();
-    // Where others can write, they can put something in the place of what we make.
-    let ours = |path: &Path| {
+    // In a directory that others can write to, they could replace our files.
+    let is_private = |path: &Path| {
         fs_err::symlink_metadata(path)
             .is_ok_and(|found| found.is_dir() && found.uid() == uid && found.mode() & 0o022 == 0)
     };
@@ -154,13 +159,13 @@ pub(crate) fn runtime_directory() -> std::io::Result<PathBuf> {
     if let Some(usual) = given
         .into_iter()
         .chain([PathBuf::from(format!("/run/user/{uid}"))])
-        .find(|path| path.is_absolute() && ours(path))
+        .find(|path| path.is_absolute() && is_private(path))
     {
         return Ok(usual);
     }
-    // Short, because Podman limits the length of what lies below.
+    // A short path: Podman limits the length of the paths below it.
     let own = PathBuf::from(format!("/tmp/cynode-{uid}"));
-    // Anybody may have made it before us.
+    // Another user may have created it first.
     private::private_directory(&own).map_err(|error| {
         std::io::Error::new(
             error.kind(),
@@ -170,7 +175,7 @@ pub(crate) fn runtime_directory() -> std::io::Result<PathBuf> {
     Ok(own)
 }
 
-/// Where the workers that share a range of ids agree on its parts.
+/// The registry in which workers that share ids claim their ranges.
 pub(crate) fn id_registry(rootless: bool) -> std::io::Result<PathBuf> {
     let directory = if rootless {
         runtime_directory()?.join("cynode")
@@ -186,13 +191,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_are_counted_up_to_the_first_gap() {
+    fn mapped_ids_are_counted_up_to_the_first_gap() {
         assert_eq!(
-            mapped(&["0 1001 1", "1 100000 65536", "65537 165536 1000"]),
+            count_mapped(&["0 1001 1", "1 100000 65536", "65537 165536 1000"]),
             66_536
         );
-        assert_eq!(mapped(&["0 1001 1", "5 100000 65536"]), 0);
-        assert_eq!(mapped(&["0 1001 1"]), 0);
-        assert_eq!(mapped(&[]), 0);
+        assert_eq!(count_mapped(&["0 1001 1", "5 100000 65536"]), 0);
+        assert_eq!(count_mapped(&["0 1001 1"]), 0);
+        assert_eq!(count_mapped(&[]), 0);
     }
 }

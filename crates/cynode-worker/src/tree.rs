@@ -1,11 +1,12 @@
-//! Removing a tree that hostile code made: no name in it is ever followed, no depth matters.
+//! Removes directory trees created by hostile code: symlinks are never followed, and any depth
+//! works.
 
 use std::{ffi::CString, io, os::fd::OwnedFd, path::Path};
 
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, RawMode};
 
-/// Removes `path` and all below it. Directories are moved up to the top one by one and emptied there, so that neither the
-/// stack nor the number of open files grows with the depth.
+/// Removes `path` and everything below it. Directories are moved to the top one by one and emptied
+/// there, so that neither the stack nor the number of open files grows with the depth.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
     let top = match open_directory(rustix::fs::CWD, path) {
         Ok(top) => top,
@@ -42,7 +43,8 @@ fn open_directory(
     )
 }
 
-/// Unlinks everything in a directory that is not a directory. Directories are moved to `top`, or named when this is it.
+/// Unlinks everything in a directory except directories. Those are moved to `top`, or returned if
+/// this is the top.
 fn empty(
     directory: &OwnedFd,
     top: Option<&OwnedFd>,
@@ -92,7 +94,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tree_goes_whatever_its_depth_and_links_are_not_followed() {
+    // invariant: no-host-paths
+    fn a_tree_of_any_depth_is_removed_and_links_are_not_followed() {
         let outside = tempfile::tempdir().expect("a directory");
         fs_err::write(outside.path().join("precious"), b"x").expect("a file");
         let base = tempfile::tempdir().expect("a directory");
@@ -110,6 +113,6 @@ mod tests {
         remove(&top).expect("removes");
         assert!(!top.exists());
         assert!(outside.path().join("precious").exists());
-        remove(&top).expect("what is gone is gone");
+        remove(&top).expect("removing a missing tree succeeds");
     }
 }

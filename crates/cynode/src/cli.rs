@@ -1,7 +1,7 @@
 //! The command line.
 
 mod audit;
-mod plane;
+mod orchestrator;
 
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
@@ -9,12 +9,12 @@ use clap::{
     Args, CommandFactory as _, Parser, Subcommand, ValueEnum,
     error::{ContextKind, ContextValue},
 };
-use cynode_api::{NetworkPolicy, SessionId, SessionState, TaskId, WorkspaceRef};
+use cynode_api::{LimitsRequest, NetworkPolicy, SessionId, SessionState, TaskId, WorkspaceRef};
 
 pub use audit::{
     Audit, AuditExport, AuditSubjectId, AuditTail, ExportFormat, Policy, PolicyTestArgs,
 };
-pub use plane::{
+pub use orchestrator::{
     Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageName, Job, JobRun,
     Node, NodeKey, Preference, Run, Setting, Task, Token,
 };
@@ -35,36 +35,36 @@ pub struct Cli {
     pub command: Command,
 }
 
-/// The command line of the processes that `up` starts. It is a parser of its own: clap completes, and suggests for a mistyped
-/// command, also what `hide` keeps out of the help.
+/// The command line of the processes that `up` starts. A separate parser, because clap completes
+/// and suggests hidden subcommands too.
 #[derive(Debug, Parser)]
 #[command(
     name = "cynode",
     version,
-    about = "The roles of CyNode; 'cynode up' starts them",
+    about = "Run a role of CyNode; 'cynode up' does this",
     disable_help_subcommand = true
 )]
 pub struct RoleCli {
     #[command(flatten)]
     pub globals: Globals,
     #[command(subcommand)]
-    pub role: Role,
+    pub role: RoleCommand,
 }
 
 #[derive(Debug, Subcommand)]
-pub enum Role {
-    /// Run the worker role; `up` starts it
+pub enum RoleCommand {
+    /// Run the worker; `up` does this
     Worker(RoleArgs),
-    /// Run the orchestrator role; `up` starts it
+    /// Run the orchestrator; `up` does this
     Orchestrator(RoleArgs),
-    /// Become the private PostgreSQL; `up` starts it
+    /// Run the private PostgreSQL; `up` does this
     Postgres {
         #[arg(long, value_name = "PID")]
         parent: Option<i32>,
     },
 }
 
-/// What this process was started as.
+/// A parsed command line: a command of the user, or a role that `up` starts.
 #[derive(Debug)]
 pub enum Invocation {
     Command(Cli),
@@ -102,7 +102,7 @@ impl Invocation {
 
 #[derive(Clone, Debug, Args)]
 pub struct Globals {
-    /// How results are printed
+    /// Output format
     #[arg(
         long,
         global = true,
@@ -111,13 +111,13 @@ pub struct Globals {
         value_name = "FORMAT"
     )]
     pub output: Format,
-    /// Where CyNode keeps its state [default: /var/lib/cynode as root, else ~/.local/state/cynode]
+    /// State directory [default: /var/lib/cynode as root, else ~/.local/state/cynode]
     #[arg(long, global = true, env = "CYNODE_STATE_DIR", value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
     /// Configuration file (TOML)
     #[arg(long, global = true, env = "CYNODE_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Certificates (PEM) to trust besides the system's
+    /// Additional CA certificates to trust (PEM)
     #[arg(long, global = true, env = "CYNODE_CA_FILE", value_name = "FILE")]
     pub ca: Option<PathBuf>,
 }
@@ -135,45 +135,45 @@ pub enum Command {
     Up(Up),
     /// Stop CyNode on this machine and end its sandboxes
     Down(Down),
-    /// Say whether CyNode runs here and how it is
+    /// Show whether CyNode runs here and is ready
     Status,
-    /// Check what this machine can do
+    /// Check whether this machine can run CyNode
     Doctor(Doctor),
-    /// Save the whole state of the control plane to a file, or bring it back
+    /// Save the state of the control plane to a file, or restore it
     Backup(Backup),
-    /// Run one command in a sandbox of its own and end as it ends
+    /// Run one command in a new sandbox and exit with its exit code
     Run(Run),
-    /// Work with sandboxes that stay
+    /// Manage sessions: sandboxes that run many commands
     Session {
         #[command(subcommand)]
         command: Session,
     },
-    /// Work with jobs: commands that run to an end
+    /// Manage jobs: single commands that run to completion
     Job {
         #[command(subcommand)]
         command: Job,
     },
-    /// Work with tasks, to which jobs, sessions and artifacts belong
+    /// Manage tasks, which group jobs, sessions and artifacts
     Task {
         #[command(subcommand)]
         command: Task,
     },
-    /// Say which images may be used
+    /// Manage images and which of them are allowed
     Image {
         #[command(subcommand)]
         command: Image,
     },
-    /// See and drain the machines that run sandboxes
+    /// Manage the nodes that run sandboxes
     Node {
         #[command(subcommand)]
         command: Node,
     },
-    /// Make and revoke tokens
+    /// Create, list and revoke tokens
     Token {
         #[command(subcommand)]
         command: Token,
     },
-    /// Read and change the system's settings
+    /// Read and change system settings
     Setting {
         #[command(subcommand)]
         command: Setting,
@@ -183,31 +183,31 @@ pub enum Command {
         #[command(subcommand)]
         command: Preference,
     },
-    /// Files that tasks produced or were given
+    /// Store and fetch files of tasks
     Artifact {
         #[command(subcommand)]
         command: Artifact,
     },
-    /// What happened to jobs and sessions
+    /// List and follow events of jobs and sessions
     Event {
         #[command(subcommand)]
         command: Event,
     },
-    /// What was asked, by whom, whether it was allowed, and what came of it
+    /// Read, export and verify the audit trail
     Audit {
         #[command(subcommand)]
         command: Audit,
     },
-    /// Rules that say who may do what
+    /// Manage and test policies
     Policy {
         #[command(subcommand)]
         command: Policy,
     },
-    /// Print a completion script for a shell
+    /// Print a shell completion script
     Completions { shell: clap_complete::Shell },
 }
 
-/// A section of the configuration, and the role that has it.
+/// A section of the configuration; each belongs to one role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Section {
     Orchestrator,
@@ -223,7 +223,7 @@ impl Section {
     }
 }
 
-/// Settings of the roles that a flag can give.
+/// Role settings that flags can override.
 #[derive(Clone, Debug, Default, Args)]
 pub struct Settings {
     /// Address of the user API [default: 127.0.0.1:12080]
@@ -238,23 +238,23 @@ pub struct Settings {
     /// Listen beyond loopback without TLS
     #[arg(long)]
     pub insecure_listen: bool,
-    /// Any other setting, as in the configuration file: worker.KEY (or KEY) and orchestrator.KEY; may be repeated
+    /// Any other configuration setting: worker.KEY (or KEY) or orchestrator.KEY; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub set: Vec<(String, String)>,
 }
 
 impl Settings {
-    /// Those of one section, as the configuration takes them.
+    /// The overrides of one section, as keys and values of the configuration.
     #[must_use]
     pub fn overrides(&self, section: Section) -> Vec<(String, String)> {
-        let own = |(key, value): &(String, String)| {
+        let in_section = |(key, value): &(String, String)| {
             let (name, key) = match key.split_once('.') {
                 Some((name @ ("worker" | "orchestrator"), key)) => (name, key),
                 _ => ("worker", key.as_str()),
             };
             (name == section.name()).then(|| (key.to_owned(), value.clone()))
         };
-        let mut overrides: Vec<_> = self.set.iter().filter_map(own).collect();
+        let mut overrides: Vec<_> = self.set.iter().filter_map(in_section).collect();
         let addresses: &[(&str, &Option<String>)] = match section {
             Section::Worker => &[("listen", &self.worker_listen)],
             Section::Orchestrator => &[
@@ -277,22 +277,22 @@ impl Settings {
 
 #[derive(Clone, Debug, Args)]
 pub struct Up {
-    /// Start in the background and return when it is ready
+    /// Start in the background and return when CyNode is ready
     #[arg(long, short)]
     pub detach: bool,
-    /// Run the worker alone: a node that joins an orchestrator elsewhere, or a machine that needs none
+    /// Run only the worker: standalone, or as a node of an orchestrator on another machine
     #[arg(long)]
     pub worker_only: bool,
     #[command(flatten)]
     pub settings: Settings,
-    /// This is the background process of `--detach`
+    /// Marks the background process of `--detach`
     #[arg(long, hide = true, conflicts_with = "detach")]
     pub background: bool,
 }
 
 #[derive(Clone, Debug, Args)]
 pub struct Down {
-    /// Leave the sandboxes running for the next `up`
+    /// Keep sandboxes running for the next `up`
     #[arg(long)]
     pub keep_sessions: bool,
     #[command(flatten)]
@@ -301,19 +301,19 @@ pub struct Down {
 
 #[derive(Clone, Debug, Args)]
 pub struct Doctor {
-    /// Check for what a worker needs, and not for what an orchestrator needs
+    /// Check only the requirements of a worker
     #[arg(long)]
     pub worker_only: bool,
     #[command(flatten)]
     pub settings: Settings,
 }
 
-/// Of a role that `up` starts.
+/// Arguments of a role that `up` starts.
 #[derive(Clone, Debug, Args)]
 pub struct RoleArgs {
     #[command(flatten)]
     pub settings: Settings,
-    /// End with the process that has this id
+    /// Exit when the process with this id exits
     #[arg(long, value_name = "PID")]
     pub parent: Option<i32>,
 }
@@ -332,51 +332,69 @@ pub enum Session {
     Show { id: SessionId },
     /// End sessions
     End(End),
-    /// Give a lost or ended session a new container over its workspace
+    /// Resume a lost or ended session on its workspace
     Resume { id: SessionId },
     /// Copy files into or out of a session
     Cp(Cp),
 }
 
+/// Limits that sessions, jobs and policy tests share.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct LimitArgs {
+    /// Memory limit, such as 512m or 2g
+    #[arg(long, value_name = "SIZE", value_parser = parse::size)]
+    pub memory: Option<u64>,
+    /// CPU limit, such as 1.5
+    #[arg(long, value_name = "N", value_parser = parse::cpus)]
+    pub cpus: Option<f64>,
+    /// Limit of processes
+    #[arg(long, value_name = "N")]
+    pub pids: Option<u32>,
+}
+
+impl LimitArgs {
+    pub fn request(self) -> LimitsRequest {
+        LimitsRequest {
+            memory_bytes: self.memory,
+            cpus: self.cpus,
+            pids: self.pids,
+            ..LimitsRequest::default()
+        }
+    }
+}
+
 #[derive(Debug, Args)]
 pub struct Create {
-    /// Task that the session belongs to [default: a new one]
+    /// Task of the session [default: a new one]
     #[arg(long, value_name = "UUID")]
     pub task: Option<TaskId>,
-    /// Id of the session; the same id with the same options is the same session [default: a new id]
+    /// Session id; repeating it with the same options returns the same session [default: a new id]
     #[arg(long, value_name = "UUID")]
     pub id: Option<SessionId>,
-    /// Image
+    /// Image name or reference
     #[arg(long, value_name = "REF", default_value = "default")]
     pub image: String,
-    /// `new`, or `workspace:UUID` that an earlier session of the same task kept
+    /// Workspace: `new`, or `workspace:UUID` kept by an earlier session of the task
     #[arg(long, value_name = "REF")]
     pub workspace: Option<WorkspaceRef>,
     /// Environment variable; may be repeated
     #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub env: Vec<(String, String)>,
-    /// Memory, such as 512m or 2g
-    #[arg(long, value_name = "SIZE", value_parser = parse::size)]
-    pub memory: Option<u64>,
-    /// Processors, such as 1.5
-    #[arg(long, value_name = "N", value_parser = parse::cpus)]
-    pub cpus: Option<f64>,
-    /// Processes
-    #[arg(long, value_name = "N")]
-    pub pids: Option<u32>,
-    /// Disk, such as 10g
+    #[command(flatten)]
+    pub limits: LimitArgs,
+    /// Disk limit, such as 10g
     #[arg(long, value_name = "SIZE", value_parser = parse::size)]
     pub disk: Option<u64>,
-    /// Open files per process
+    /// Limit of open files per process
     #[arg(long, value_name = "N")]
     pub nofile: Option<u64>,
-    /// Network [default: restricted]
+    /// Network policy [default: restricted]
     #[arg(long, value_enum)]
     pub network: Option<Network>,
-    /// Longest life, such as 24h
+    /// Maximum lifetime, such as 24h
     #[arg(long, value_name = "TIME", value_parser = parse::duration)]
     pub lifetime: Option<Duration>,
-    /// End after so long without activity, such as 30m
+    /// Idle timeout, such as 30m
     #[arg(long, value_name = "TIME", value_parser = parse::duration)]
     pub idle: Option<Duration>,
     /// Allow `session shell`
@@ -385,7 +403,7 @@ pub struct Create {
     /// Label; may be repeated
     #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub label: Vec<(String, String)>,
-    /// Only on a node with this label; may be repeated
+    /// Require a node with this label; may be repeated
     #[arg(long, value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub node_label: Vec<(String, String)>,
 }
@@ -408,13 +426,13 @@ impl From<Network> for NetworkPolicy {
 #[derive(Debug, Args)]
 pub struct Exec {
     pub id: SessionId,
-    /// Directory to run in [default: /workspace]
+    /// Working directory [default: /workspace]
     #[arg(long, short = 'w', value_name = "DIR")]
     pub cwd: Option<String>,
     /// Environment variable; may be repeated
     #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub env: Vec<(String, String)>,
-    /// End the command after this time [default: 10m; with --detach none]
+    /// Timeout [default: 10m; none with --detach]
     #[arg(long, short, value_name = "TIME", value_parser = parse::duration)]
     pub timeout: Option<Duration>,
     /// Forward standard input
@@ -423,10 +441,10 @@ pub struct Exec {
     /// Start in the background and print the exec's id
     #[arg(long, short, conflicts_with = "stdin")]
     pub detach: bool,
-    /// Print control characters as they are, also to a terminal
+    /// Don't escape control characters on a terminal
     #[arg(long)]
     pub raw: bool,
-    /// The command and its arguments
+    /// Command and arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
     pub command: Vec<String>,
 }
@@ -434,7 +452,7 @@ pub struct Exec {
 #[derive(Debug, Args)]
 pub struct Shell {
     pub id: SessionId,
-    /// For those who expect it: a shell always has a terminal, in a session that was created with --pty
+    /// Accepted for convenience: a shell always has a terminal. Its session needs --pty
     #[arg(long, hide = true)]
     pub pty: bool,
     /// Command to run instead of a shell
@@ -459,26 +477,27 @@ pub struct List {
 pub struct End {
     #[arg(required_unless_present = "all", conflicts_with = "all")]
     pub ids: Vec<SessionId>,
-    /// Every session
+    /// End all sessions
     #[arg(long)]
     pub all: bool,
-    /// Why, for the record
+    /// Reason to record
     #[arg(long)]
     pub reason: Option<String>,
-    /// Keep the files for a later session
+    /// Keep the workspace for a later session
     #[arg(long)]
     pub keep_workspace: bool,
 }
 
 #[derive(Debug, Args)]
 #[command(
-    after_help = "One side is ID:PATH, the other a local path or '-' for standard input or output.\nRelative paths in a session start at /workspace."
+    after_help = "One side is ID:PATH, the other a local path, or '-' for standard input or \
+                  output.\nRelative paths in a session start at /workspace."
 )]
 pub struct Cp {
-    /// Copy directories and what is in them
+    /// Copy directories recursively
     #[arg(long, short)]
     pub recursive: bool,
-    /// Print control characters as they are, also to a terminal
+    /// Don't escape control characters on a terminal
     #[arg(long)]
     pub raw: bool,
     #[arg(value_name = "SRC")]
@@ -515,6 +534,7 @@ mod tests {
     }
 
     #[test]
+    // invariant: supervisor
     fn roles_are_neither_suggested_nor_listed_nor_completed() {
         let roles = ["postgres", "orchestrator", "worker"];
         for mistyped in [
@@ -527,12 +547,15 @@ mod tests {
             "work",
             "orch",
         ] {
-            let said = parsed(&[mistyped])
+            let message = parsed(&[mistyped])
                 .expect_err(mistyped)
                 .render()
                 .to_string();
-            let suggested = said.replace(&format!("'{mistyped}'"), "");
-            assert!(!roles.iter().any(|role| suggested.contains(role)), "{said}");
+            let suggested = message.replace(&format!("'{mistyped}'"), "");
+            assert!(
+                !roles.iter().any(|role| suggested.contains(role)),
+                "{message}"
+            );
         }
         let help = Cli::command().render_long_help().to_string();
         let listed = |text: &str, role: &str| {
@@ -555,7 +578,7 @@ mod tests {
     }
 
     #[test]
-    fn a_role_is_taken_by_its_whole_name_wherever_the_global_flags_stand() {
+    fn a_role_is_recognized_wherever_global_flags_stand() {
         for arguments in [
             &["postgres", "--state-dir", "/s", "--parent", "7"][..],
             &["--state-dir", "/s", "postgres", "--parent", "7"],
@@ -564,14 +587,14 @@ mod tests {
                 panic!("{arguments:?}")
             };
             assert!(
-                matches!(cli.role, Role::Postgres { parent: Some(7) })
+                matches!(cli.role, RoleCommand::Postgres { parent: Some(7) })
                     && cli.globals.state_dir.is_some()
             );
         }
         assert!(matches!(
             parsed(&["worker", "--set", "pool_size=2"]),
             Ok(Invocation::Role(RoleCli {
-                role: Role::Worker(_),
+                role: RoleCommand::Worker(_),
                 ..
             }))
         ));
@@ -581,7 +604,7 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_the_command_belongs_to_it() {
+    fn flags_after_the_command_belong_to_it() {
         let with_dashes = exec(&[
             "--cwd", "/tmp", "-e", "A=b=c", "--", "ls", "-la", "--output", "json",
         ]);
@@ -598,7 +621,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shell_takes_the_flag_that_its_session_needs() {
+    fn shell_accepts_the_pty_flag() {
         for arguments in [
             vec!["--pty", ID],
             vec![ID, "--pty"],
@@ -620,7 +643,7 @@ mod tests {
     }
 
     #[test]
-    fn global_flags_are_good_after_the_command() {
+    fn global_flags_are_accepted_after_the_command() {
         let cli = Cli::try_parse_from([
             "cynode", "session", "list", "--output", "json", "--state", "running",
         ])
@@ -651,7 +674,7 @@ mod tests {
             set: set.to_vec(),
             ..Settings::default()
         };
-        let own = |pairs: &[(&str, &str)]| {
+        let owned = |pairs: &[(&str, &str)]| {
             pairs
                 .iter()
                 .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
@@ -659,7 +682,7 @@ mod tests {
         };
         assert_eq!(
             settings.overrides(Section::Worker),
-            own(&[
+            owned(&[
                 ("pool_size", "2"),
                 ("tls.cert", "/c"),
                 ("listen", "127.0.0.1:1"),
@@ -668,7 +691,7 @@ mod tests {
         );
         assert_eq!(
             settings.overrides(Section::Orchestrator),
-            own(&[
+            owned(&[
                 ("event_days", "3"),
                 ("listen", "127.0.0.1:3"),
                 ("insecure_listen", "true")

@@ -1,10 +1,11 @@
-//! Which CyNode a command talks to: `CYNODE_URL` and `CYNODE_TOKEN`, else the files of the state directory.
+//! Chooses the server of a command: `CYNODE_URL` and `CYNODE_TOKEN`, or else the files of the state
+//! directory.
 
 mod explain;
 
 use std::path::{Path, PathBuf};
 
-use cynode_client::{Surface, Trust, UserClient, WorkerClient};
+use cynode_client::{SessionClient, Surface, Trust, UserClient};
 
 pub use explain::explain;
 
@@ -18,28 +19,28 @@ use crate::{
 struct Target {
     url: String,
     token: String,
-    /// Unknown when the environment names an address that the files don't.
+    /// `None` if the address comes from the environment and is not in the state directory.
     surface: Option<Surface>,
-    /// Who signed its certificate, as far as the files say.
+    /// The CA of its certificate, if the state directory names one.
     authority: Option<PathBuf>,
 }
 
-/// Whose certificates are trusted: what was given, else what the files of this machine say.
-pub fn trust<'a>(globals: &'a Globals, known: Option<&'a Path>) -> Trust<'a> {
+/// The CA to trust: `--ca`, or else the one from the state directory.
+pub fn trust<'a>(globals: &'a Globals, local: Option<&'a Path>) -> Trust<'a> {
     let given = globals
         .ca
         .as_deref()
         .filter(|path| !path.as_os_str().is_empty());
-    given.or(known).map_or(Trust::Environment, Trust::Also)
+    given.or(local).map_or(Trust::Environment, Trust::Also)
 }
 
-/// For sessions, which orchestrator and worker both serve.
-pub async fn client(globals: &Globals) -> Result<WorkerClient, Failure> {
+/// A client for sessions, which orchestrators and workers serve.
+pub async fn client(globals: &Globals) -> Result<SessionClient, Failure> {
     let target = target(globals)?;
     let surface = match target.surface {
         Some(surface) => surface,
         None => {
-            WorkerClient::find_surface(
+            SessionClient::find_surface(
                 &target.url,
                 &target.token,
                 trust(globals, target.authority.as_deref()),
@@ -47,7 +48,7 @@ pub async fn client(globals: &Globals) -> Result<WorkerClient, Failure> {
             .await?
         }
     };
-    Ok(WorkerClient::trusting(
+    Ok(SessionClient::trusting(
         &target.url,
         &target.token,
         surface,
@@ -55,12 +56,19 @@ pub async fn client(globals: &Globals) -> Result<WorkerClient, Failure> {
     )?)
 }
 
-/// For what only the orchestrator has.
-pub fn plane(globals: &Globals) -> Result<UserClient, Failure> {
+/// A client for the user API, which only orchestrators serve.
+pub fn user_client(globals: &Globals) -> Result<UserClient, Failure> {
     let target = target(globals)?;
     if target.surface == Some(Surface::Worker) {
-        return Err(Failure::new(USAGE, "no_orchestrator", format!("only a worker runs here, at {}", target.url))
-            .remedy("Start CyNode without --worker-only, or name an orchestrator by CYNODE_URL and CYNODE_TOKEN."));
+        return Err(Failure::new(
+            USAGE,
+            "no_orchestrator",
+            format!("only a worker runs here, at {}", target.url),
+        )
+        .remedy(
+            "Start CyNode without --worker-only, or set CYNODE_URL and CYNODE_TOKEN to those of \
+             an orchestrator.",
+        ));
     }
     Ok(UserClient::trusting(
         &target.url,
@@ -69,8 +77,8 @@ pub fn plane(globals: &Globals) -> Result<UserClient, Failure> {
     )?)
 }
 
-/// Whether the environment says whom to talk to.
-pub fn is_elsewhere() -> bool {
+/// Whether the environment names the server.
+pub fn is_url_set() -> bool {
     environment("CYNODE_URL").is_some()
 }
 
@@ -104,12 +112,14 @@ fn find(url: Option<String>, token: Option<String>, state: &StateDir) -> Result<
                 authority,
             })
         }
-        // The token on disk is for the address on disk, and goes nowhere else.
-        (Some(url), None, Some(local)) if same(&url, &local.url) => on_disk(local, state),
+        // The stored token must only be sent to the stored address.
+        (Some(url), None, Some(local)) if is_same_url(&url, &local.url) => {
+            with_stored_token(local, state)
+        }
         (Some(_), None, _) => Err(Failure::usage("CYNODE_URL is set but CYNODE_TOKEN is not")
             .remedy("Set both, or neither.")),
         (None, Some(token), Some(local)) => Ok(Target { token, ..local }),
-        (None, None, Some(local)) => on_disk(local, state),
+        (None, None, Some(local)) => with_stored_token(local, state),
         (None, _, None) => Err(Failure::new(
             UNREACHABLE,
             "unreachable",
@@ -123,18 +133,22 @@ fn find(url: Option<String>, token: Option<String>, state: &StateDir) -> Result<
 }
 
 fn surface_of(endpoints: &Endpoints, url: &str) -> Option<Surface> {
-    let is = |known: &Option<String>| known.as_ref().is_some_and(|known| same(known, url));
+    let is = |endpoint: &Option<String>| {
+        endpoint
+            .as_ref()
+            .is_some_and(|endpoint| is_same_url(endpoint, url))
+    };
     if is(&endpoints.api) {
         return Some(Surface::User);
     }
     is(&endpoints.worker).then_some(Surface::Worker)
 }
 
-fn same(one: &str, other: &str) -> bool {
+fn is_same_url(one: &str, other: &str) -> bool {
     one.trim_end_matches('/') == other.trim_end_matches('/')
 }
 
-/// The orchestrator when there is one, else the worker. The token comes later.
+/// The orchestrator if one runs here, else the worker; without a token.
 fn preferred(endpoints: &Endpoints) -> Option<Target> {
     let target = |url: &String, surface| Target {
         url: url.clone(),
@@ -154,7 +168,7 @@ fn preferred(endpoints: &Endpoints) -> Option<Target> {
         })
 }
 
-fn on_disk(target: Target, state: &StateDir) -> Result<Target, Failure> {
+fn with_stored_token(target: Target, state: &StateDir) -> Result<Target, Failure> {
     let name = match target.surface {
         Some(Surface::User) => "admin.token",
         _ => "worker.token",
@@ -165,7 +179,7 @@ fn on_disk(target: Target, state: &StateDir) -> Result<Target, Failure> {
             "unreachable",
             format!("{} is missing", state.path().join(name).display()),
         )
-        .remedy("Start CyNode again with 'cynode up', or set CYNODE_TOKEN.")
+        .remedy("Restart CyNode with 'cynode up', or set CYNODE_TOKEN.")
     })?;
     Ok(Target { token, ..target })
 }
@@ -196,7 +210,7 @@ mod tests {
         (directory, state)
     }
 
-    fn found(
+    fn find_target(
         url: Option<&str>,
         token: Option<&str>,
         state: &StateDir,
@@ -210,20 +224,20 @@ mod tests {
     fn the_environment_wins_over_the_files_and_the_orchestrator_over_the_worker() {
         let (_directory, worker) = state(false);
         assert_eq!(
-            found(None, None, &worker),
+            find_target(None, None, &worker),
             Ok(("http://worker:1".into(), "w".into()))
         );
         assert_eq!(
-            found(None, Some("mine"), &worker),
+            find_target(None, Some("mine"), &worker),
             Ok(("http://worker:1".into(), "mine".into()))
         );
         assert_eq!(
-            found(Some("http://far:1"), Some("mine"), &worker),
+            find_target(Some("http://far:1"), Some("mine"), &worker),
             Ok(("http://far:1".into(), "mine".into()))
         );
         let (_directory, api) = state(true);
         assert_eq!(
-            found(None, None, &api),
+            find_target(None, None, &api),
             Ok(("http://api:1".into(), "a".into()))
         );
     }
@@ -232,11 +246,11 @@ mod tests {
     fn the_token_on_disk_is_not_sent_to_another_address() {
         let (_directory, state) = state(false);
         assert_eq!(
-            found(Some("http://far:1"), None, &state),
+            find_target(Some("http://far:1"), None, &state),
             Err(crate::failure::USAGE)
         );
         assert_eq!(
-            found(Some("http://worker:1/"), None, &state),
+            find_target(Some("http://worker:1/"), None, &state),
             Ok(("http://worker:1".into(), "w".into()))
         );
     }
@@ -245,6 +259,6 @@ mod tests {
     fn without_files_nothing_is_reachable() {
         let (directory, state) = state(false);
         fs_err::remove_file(directory.path().join("endpoints.json")).expect("removed");
-        assert_eq!(found(None, None, &state), Err(UNREACHABLE));
+        assert_eq!(find_target(None, None, &state), Err(UNREACHABLE));
     }
 }

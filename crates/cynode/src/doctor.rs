@@ -1,4 +1,4 @@
-//! `doctor`: what this machine can do, what was adapted to it, and what must be put right.
+//! `doctor`: checks this machine, and reports adaptations and problems.
 
 use std::process::ExitCode;
 
@@ -54,21 +54,24 @@ pub async fn run(globals: &Globals, args: &Doctor) -> Result<ExitCode, Failure> 
     })
 }
 
-/// Where the orchestrator's data will be.
+/// Checks for the database of the orchestrator.
 fn database(globals: &Globals, args: &Doctor) -> Result<Value, Failure> {
-    let check = |status: &str, detail: String, fix: Option<&str>| json!({ "name": "PostgreSQL", "status": status, "detail": detail, "fix": fix });
+    let check = |status: &str, detail: String, fix: Option<&str>| {
+        let name = "PostgreSQL";
+        json!({ "name": name, "status": status, "detail": detail, "fix": fix })
+    };
     if roles::orchestrator_config(globals, &args.settings)?
         .database_url
         .is_some()
     {
         return Ok(check(
             "ok",
-            "another server's database is used, as configured".to_owned(),
+            "an external server is configured".to_owned(),
             None,
         ));
     }
     Ok(
-        match postgres::Programs::find(&postgres::Server::of(&StateDir::new(globals)?)) {
+        match postgres::Programs::find(&postgres::Server::new(&StateDir::new(globals)?)) {
             Ok(programs) => check(
                 "ok",
                 format!(
@@ -101,7 +104,7 @@ fn print(report: &Report) -> Result<(), Failure> {
             "adapted" => Colour::Yellow,
             _ => Colour::Red,
         };
-        output::painted(
+        output::line_with_colored_start(
             &word,
             colour,
             &format!(
@@ -126,8 +129,8 @@ fn print(report: &Report) -> Result<(), Failure> {
         .count();
     output::note(&match problems {
         0 => "this machine can run CyNode".to_owned(),
-        1 => "1 problem must be put right first".to_owned(),
-        n => format!("{n} problems must be put right first"),
+        1 => "1 problem must be fixed first".to_owned(),
+        n => format!("{n} problems must be fixed first"),
     });
     Ok(())
 }

@@ -1,11 +1,12 @@
 //! `down`: stops CyNode and leaves nothing running.
 //!
-//! The worker is asked over its API, because only it can end its sandboxes in order; `up` and the other roles end with it. When it
-//! does not answer, `up` is signalled and what the worker left is removed from here.
+//! Only the worker can end its sandboxes in order, so `down` requests a shutdown over its API; `up`
+//! and the other roles end with it. If the worker does not answer, `down` signals `up` and removes
+//! the orphaned sandboxes itself.
 
 use std::{process::ExitCode, time::Duration};
 
-use cynode_client::{Error, Sandboxes, Surface, WorkerClient};
+use cynode_client::{Error, Sandboxes, SessionClient, Surface};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use tokio::time::{Instant, sleep};
@@ -16,18 +17,19 @@ use crate::{
     failure::{Failure, INTERNAL},
     output::{self, Progress},
     postgres, roles,
-    state::{Lock, Locked, StateDir},
+    state::{Lock, LockState, StateDir},
     up,
 };
 
-/// Ending many sandboxes takes a while.
-const END: Duration = Duration::from_mins(2);
-/// `up` itself waits 30 s for worker and orchestrator, and then for PostgreSQL.
-const DRAIN: Duration = Duration::from_secs(75);
-const POLL: Duration = Duration::from_millis(50);
+/// For ending all sandboxes.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_mins(2);
+/// `up` waits 30 s for the worker and the orchestrator, and then for PostgreSQL.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(75);
+const KILL_TIMEOUT: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Debug, Serialize)]
-struct Outcome {
+struct DownReport {
     was_running: bool,
     sandboxes: Sandboxes,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -37,9 +39,10 @@ struct Outcome {
 pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
     let state = StateDir::new(globals)?;
     let config = roles::worker_config(globals, &args.settings)?;
-    // What sandboxes left may belong to ids that can only be touched from where the worker lives. The rest is done all the same.
+    // Files of sandboxes may belong to ids that only exist in the worker's user namespace. Without
+    // it, everything else still works.
     if config.directory().exists()
-        && let Err(error) = roles::enter(&config).await
+        && let Err(error) = roles::enter_user_namespace(&config).await
     {
         output::note(&format!("cynode: {error}"));
     }
@@ -50,36 +53,39 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
     };
     let progress = Progress::start("stopping CyNode");
     let supervised = is_up(&state)?;
-    let asked = ask_worker(globals, &state, &config, sandboxes).await?;
-    let mut clean = asked;
-    if asked {
-        progress.say(if args.keep_sessions {
+    let worker_answered = request_shutdown(globals, &state, &config, sandboxes).await?;
+    let mut clean = worker_answered;
+    if worker_answered {
+        progress.set_message(if args.keep_sessions {
             "the worker is stopping"
         } else {
             "the worker is ending its sandboxes"
         });
-        clean = wait_until(END, || Ok(!is_up(&state)? && !Lock::worker_runs(&state)?)).await?;
+        clean = wait_until(SHUTDOWN_TIMEOUT, || {
+            Ok(!is_up(&state)? && !Lock::worker_runs(&state)?)
+        })
+        .await?;
         if !clean {
             output::note("cynode: the worker did not stop in time");
         }
     }
     if is_up(&state)? {
-        progress.say("stopping the supervisor");
+        progress.set_message("stopping the supervisor");
         stop_up(&state).await?;
     }
-    let left = end_roles(&state).await?;
+    let found_orphans = end_orphaned_roles(&state).await?;
     state.remove_endpoints();
     let cleanup = match (clean, sandboxes) {
         (false, Sandboxes::End) => {
-            progress.say("removing sandboxes");
+            progress.set_message("removing sandboxes");
             Some(roles::cleanup(&config).await?)
         }
         _ => None,
     };
     drop(progress);
-    let was_running = supervised || asked || left;
+    let was_running = supervised || worker_answered || found_orphans;
     match globals.output {
-        Format::Json => output::json(&Outcome {
+        Format::Json => output::json(&DownReport {
             was_running,
             sandboxes,
             cleanup,
@@ -98,14 +104,14 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Asks the worker to stop; false when it does not answer.
-async fn ask_worker(
+/// Requests a shutdown of the worker; false if it does not answer.
+async fn request_shutdown(
     globals: &Globals,
     state: &StateDir,
     config: &cynode_worker::Config,
     sandboxes: Sandboxes,
 ) -> Result<bool, Failure> {
-    // A worker can run without `up`; then there are no endpoints.
+    // A worker that runs without `up` has no endpoints file.
     let endpoints = state.endpoints()?.unwrap_or_default();
     let url = endpoints
         .worker
@@ -114,7 +120,7 @@ async fn ask_worker(
         return Ok(false);
     };
     let authority = endpoints.ca.as_deref().or(config.tls.ca.as_deref());
-    let client = WorkerClient::trusting(
+    let client = SessionClient::trusting(
         &url,
         &token,
         Surface::Worker,
@@ -122,12 +128,12 @@ async fn ask_worker(
     )?;
     match client.shutdown(sandboxes).await {
         Ok(()) => Ok(true),
-        // Nobody there, somebody else's, or one that can't: the offline way does it.
+        // No worker, another one's address, or one that fails: clean up without it.
         Err(Error::Unreachable { .. } | Error::Broken { .. }) => Ok(false),
         Err(error) if error.status() == Some(401) => Ok(false),
         Err(error) => {
             output::note(&format!(
-                "cynode: the worker refused to stop by itself: {}",
+                "cynode: the worker refused to shut down: {}",
                 error.chain()
             ));
             Ok(false)
@@ -135,29 +141,30 @@ async fn ask_worker(
     }
 }
 
-/// Waits for the roles of an `up` that was killed, which end by themselves, and ends the PostgreSQL of one. Says whether there were any.
-async fn end_roles(state: &StateDir) -> Result<bool, Failure> {
+/// Waits for the roles of a killed `up`, which end by themselves, and ends its PostgreSQL. Returns
+/// whether there were any.
+async fn end_orphaned_roles(state: &StateDir) -> Result<bool, Failure> {
     let orchestrator = Lock::orchestrator_runs(state)?;
-    if orchestrator && !wait_until(DRAIN, || Ok(!Lock::orchestrator_runs(state)?)).await? {
+    if orchestrator && !wait_until(DRAIN_TIMEOUT, || Ok(!Lock::orchestrator_runs(state)?)).await? {
         output::note(
-            "cynode: an orchestrator that this command did not start still runs on this state directory",
+            "cynode: an orchestrator that 'cynode up' did not start runs on this state directory",
         );
     }
-    let server = postgres::Server::of(state);
+    let server = postgres::Server::new(state);
     if !server.has_directory() {
         return Ok(orchestrator);
     }
-    // Nobody starts it meanwhile.
+    // The lock keeps others from starting the server.
     match up::acquire(state).await? {
-        Locked::Ours(lock) => {
+        LockState::Acquired(lock) => {
             let ended = server.end_leftovers()?;
             drop(lock);
             Ok(ended || orchestrator)
         }
-        Locked::Theirs(_) => Err(Failure::new(
+        LockState::HeldBy(_) => Err(Failure::new(
             INTERNAL,
             "still_running",
-            "'cynode up' was started meanwhile",
+            "'cynode up' was started while stopping",
         )),
     }
 }
@@ -167,12 +174,9 @@ fn is_up(state: &StateDir) -> Result<bool, Failure> {
 }
 
 async fn stop_up(state: &StateDir) -> Result<(), Failure> {
-    for (signal, patience) in [
-        (Signal::TERM, DRAIN),
-        (Signal::KILL, Duration::from_secs(5)),
-    ] {
-        // Read anew each time: while the lock is held, its holder is alive and this is its id.
-        let Some(Locked::Theirs(pid)) = Lock::holder(state)? else {
+    for (signal, timeout) in [(Signal::TERM, DRAIN_TIMEOUT), (Signal::KILL, KILL_TIMEOUT)] {
+        // The id is only valid while the lock is held, so read it before each signal.
+        let Some(LockState::HeldBy(pid)) = Lock::holder(state)? else {
             return Ok(());
         };
         let pid = pid
@@ -180,7 +184,7 @@ async fn stop_up(state: &StateDir) -> Result<(), Failure> {
             .and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| {
             Failure::internal(format!(
-                "'cynode up' runs, but its id can't be read from {}/up.lock",
+                "'cynode up' runs, but {}/up.lock has no readable process id",
                 state.path().display()
             ))
         })?;
@@ -188,26 +192,26 @@ async fn stop_up(state: &StateDir) -> Result<(), Failure> {
             Ok(()) | Err(rustix::io::Errno::SRCH) => {}
             Err(error) => return Err(std::io::Error::from(error).into()),
         }
-        if wait_until(patience, || Ok(!is_up(state)?)).await? {
+        if wait_until(timeout, || Ok(!is_up(state)?)).await? {
             return Ok(());
         }
     }
     Err(
-        Failure::new(INTERNAL, "still_running", "'cynode up' does not end")
-            .remedy("See the process list; it may be stuck in the kernel."),
+        Failure::new(INTERNAL, "still_running", "'cynode up' does not exit")
+            .remedy("Check the process list; the process may be stuck in the kernel."),
     )
 }
 
 async fn wait_until(
-    patience: Duration,
+    timeout: Duration,
     condition: impl Fn() -> Result<bool, Failure>,
 ) -> Result<bool, Failure> {
-    let deadline = Instant::now() + patience;
+    let deadline = Instant::now() + timeout;
     while !condition()? {
         if Instant::now() > deadline {
             return Ok(false);
         }
-        sleep(POLL).await;
+        sleep(POLL_INTERVAL).await;
     }
     Ok(true)
 }

@@ -1,4 +1,4 @@
-//! cynode's own failures: one line, a remedy, and an exit code that scripts can rely on.
+//! Failures of commands: a message, a remedy, and a stable exit code.
 
 use std::{ffi::OsString, io, process::ExitCode};
 
@@ -9,29 +9,29 @@ use serde_json::{Map, Value, json};
 
 use crate::{cli::Format, output, sanitize};
 
-/// The request is wrong, or the thing it names is not there or not in the right state.
+/// The request is invalid, or its object does not exist or is in the wrong state.
 pub const USAGE: u8 = 64;
-/// Nobody answers, or the one who answers can't do it now.
+/// The server does not answer, or can't serve the request now.
 pub const UNREACHABLE: u8 = 69;
 pub const INTERNAL: u8 = 70;
 pub const DENIED: u8 = 77;
-const START: &str = "See 'cynode status'; start CyNode with 'cynode up'.";
-/// The detail of a 404 for an address, as against a thing, that is not there.
+const START_REMEDY: &str = "See 'cynode status'; start CyNode with 'cynode up'.";
+/// The detail of a 404 for an unknown route, as opposed to a missing object.
 const NO_SUCH_ROUTE: &str = "no such address";
-/// As a shell says it of a program that wrote to a closed pipe.
+/// 128 + SIGPIPE, as a shell reports it.
 const BROKEN_PIPE: u8 = 141;
 
-/// A failure to talk with a server. The remedy depends on how the address and the token were chosen, which only
-/// `connect::explain` knows.
+/// A failure to communicate with a server. Its remedy depends on the source of the address and the
+/// token, which only `connect::explain` knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trouble {
+pub enum RemoteProblem {
     /// The server refused the token.
     Token,
-    /// The server has no such route: it may be another role.
+    /// The server has no such route: it may run another role.
     Route,
-    /// No connection was made.
+    /// The connection failed.
     Connection,
-    /// A connection was made, and what came over it is not the API.
+    /// The peer accepted the connection but does not speak the API.
     Protocol,
 }
 
@@ -41,10 +41,10 @@ pub struct Failure {
     code: String,
     message: String,
     remedy: Option<String>,
-    /// Nothing is printed.
-    quiet: bool,
-    pub trouble: Option<Trouble>,
-    /// The server's own words, for `--output json`.
+    /// The failure was printed already.
+    reported: bool,
+    pub remote_problem: Option<RemoteProblem>,
+    /// The server's problem document, for `--output json`.
     problem: Option<Box<Problem>>,
 }
 
@@ -55,8 +55,8 @@ impl Failure {
             code: code.to_owned(),
             message: message.into(),
             remedy: None,
-            quiet: false,
-            trouble: None,
+            reported: false,
+            remote_problem: None,
             problem: None,
         }
     }
@@ -69,10 +69,10 @@ impl Failure {
         Self::new(INTERNAL, "internal", message)
     }
 
-    /// Ends without a word: it was said already.
-    pub fn said(exit: u8) -> Self {
+    /// A failure that was printed already, or needs no message.
+    pub fn reported(exit: u8) -> Self {
         Self {
-            quiet: true,
+            reported: true,
             ..Self::new(exit, "", "")
         }
     }
@@ -83,16 +83,16 @@ impl Failure {
         self
     }
 
-    /// The same failure, in words that name its cause.
+    /// Replaces the message.
     #[must_use]
-    pub fn because(mut self, message: impl Into<String>) -> Self {
+    pub fn with_message(mut self, message: impl Into<String>) -> Self {
         self.message = message.into();
         self
     }
 
     #[must_use]
-    fn trouble(mut self, trouble: Trouble) -> Self {
-        self.trouble = Some(trouble);
+    fn with_remote_problem(mut self, problem: RemoteProblem) -> Self {
+        self.remote_problem = Some(problem);
         self
     }
 
@@ -104,13 +104,14 @@ impl Failure {
         self.remedy.as_deref()
     }
 
-    /// Prints the failure on stderr: a line and its remedy, or a problem document in one line of JSON.
+    /// Prints the failure to stderr: a message with its remedy, or a problem document as one line
+    /// of JSON.
     pub fn report(&self, format: Format) -> ExitCode {
         match format {
-            _ if self.quiet => {}
+            _ if self.reported => {}
             Format::Json => output::note(&ascii(&self.document().to_string())),
             Format::Table => {
-                // Details may hold names that a sandbox chose.
+                // Details may contain names that a sandbox chose.
                 output::note(&format!(
                     "cynode: error[{}]: {}",
                     sanitize::line(&self.code),
@@ -124,24 +125,27 @@ impl Failure {
         ExitCode::from(self.exit)
     }
 
-    /// An RFC 9457 problem document. One of the server's keeps its status and extensions; one of ours has no status.
+    /// An RFC 9457 problem document. A server's document keeps its status and extensions; a local
+    /// failure has no status.
     fn document(&self) -> Value {
         let mut document = match &self.problem {
             Some(problem) => json!(problem),
-            None => {
-                json!({ "type": format!("urn:cynode:error:{}", self.code), "title": title(self.exit) })
-            }
+            None => json!({
+                "type": format!("urn:cynode:error:{}", self.code),
+                "title": title(self.exit),
+            }),
         };
         if let Value::Object(members) = &mut document {
             let remedy = self.remedy.as_deref().unwrap_or(default_remedy(self.exit));
-            let own = [
+            let fields = [
                 ("code", json!(self.code)),
                 ("detail", json!(self.message)),
                 ("remedy", json!(remedy)),
                 ("exit", json!(self.exit)),
             ];
             members.extend(
-                own.map(|(name, value)| (name.to_owned(), value))
+                fields
+                    .map(|(name, value)| (name.to_owned(), value))
                     .into_iter()
                     .collect::<Map<_, _>>(),
             );
@@ -155,21 +159,21 @@ const fn title(exit: u8) -> &'static str {
         USAGE => "The request is not valid",
         UNREACHABLE => "The server can't be reached",
         DENIED => "Permission denied",
-        _ => "Something went wrong inside",
+        _ => "Internal error",
     }
 }
 
-/// The remedy in a problem document when the failure has none of its own.
+/// The remedy in a problem document of a failure without one.
 const fn default_remedy(exit: u8) -> &'static str {
     match exit {
-        USAGE => "Correct it as the detail says; see 'cynode --help'.",
-        UNREACHABLE => START,
-        DENIED => "Ask whoever owns it.",
-        _ => "Try again; see 'cynode status' and the log.",
+        USAGE => "Correct the request; see 'cynode --help'.",
+        UNREACHABLE => START_REMEDY,
+        DENIED => "Ask the owner for access.",
+        _ => "Retry; see 'cynode status' and the logs.",
     }
 }
 
-/// JSON in ASCII: nothing in it acts on a terminal, and it stays valid.
+/// Escapes JSON to ASCII: it stays valid and has no effect on a terminal.
 fn ascii(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for character in json.chars() {
@@ -188,7 +192,7 @@ fn ascii(json: &str) -> String {
     text
 }
 
-/// Help and version are no failures; everything else that clap says is one of usage.
+/// Reports an error of clap. Help and version are printed as successes.
 pub fn usage(error: &clap::Error, format: Format) -> ExitCode {
     if !error.use_stderr() {
         return if error.print().is_ok() {
@@ -201,19 +205,24 @@ pub fn usage(error: &clap::Error, format: Format) -> ExitCode {
         error.kind(),
         ErrorKind::MissingSubcommand | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
     ) {
-        return Failure::usage("a command is missing")
+        return Failure::usage("no command given")
             .remedy("See 'cynode --help'.")
             .report(format);
     }
     let unknown = error
         .get(ContextKind::InvalidArg)
         .filter(|_| error.kind() == ErrorKind::UnknownArgument);
-    if matches!(unknown, Some(ContextValue::String(argument)) if ["--pty", "--tty"].contains(&argument.as_str()))
+    if let Some(ContextValue::String(argument)) = unknown
+        && ["--pty", "--tty"].contains(&argument.as_str())
     {
-        let message = "this command has no terminal to give";
-        return Failure::usage(message).remedy("Create the session with --pty, then open a terminal with 'cynode session shell ID [CMD]'.").report(format);
+        return Failure::usage("this command does not support a terminal")
+            .remedy(
+                "Create the session with --pty, then open a terminal with \
+                 'cynode session shell ID [CMD]'.",
+            )
+            .report(format);
     }
-    // clap's own words: one line for the error, and hints below it.
+    // clap renders one line for the error and hints below it.
     let text = error.render().to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
     if format == Format::Json {
@@ -232,7 +241,7 @@ fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The format that a command line asks for, also when clap can't read the rest of it.
+/// The output format of a command line that clap may fail to parse.
 pub fn format_of(arguments: impl IntoIterator<Item = OsString>) -> Format {
     let mut arguments = arguments
         .into_iter()
@@ -262,32 +271,49 @@ impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let message = error.chain();
         match error {
-            Error::Problem(problem) => of_problem(*problem),
-            Error::Status { status: 401 | 403, .. } => Self::new(DENIED, "denied", message)
-                .remedy("Check the token: CYNODE_TOKEN, or admin.token and worker.token in the state directory.")
-                .trouble(Trouble::Token),
-            Error::Status { status: 502..=504, .. } => Self::new(UNREACHABLE, "unreachable", message),
-            Error::Status { .. } | Error::Answer { .. } => {
-                Self::internal(message).remedy("Is this address a CyNode of the same version? See 'cynode status'.").trouble(Trouble::Protocol)
-            }
+            Error::Problem(problem) => from_problem(*problem),
+            Error::Status {
+                status: 401 | 403, ..
+            } => Self::new(DENIED, "denied", message)
+                .remedy(
+                    "Check the token: CYNODE_TOKEN, or admin.token and worker.token in the state \
+                     directory.",
+                )
+                .with_remote_problem(RemoteProblem::Token),
+            Error::Status {
+                status: 502..=504, ..
+            } => Self::new(UNREACHABLE, "unreachable", message),
+            Error::Status { .. } | Error::Answer { .. } => Self::internal(message)
+                .remedy(
+                    "Check that this address is a CyNode of the same version; see 'cynode status'.",
+                )
+                .with_remote_problem(RemoteProblem::Protocol),
             Error::Unreachable { never_sent, .. } => {
-                let trouble = if never_sent { Trouble::Connection } else { Trouble::Protocol };
-                Self::new(UNREACHABLE, "unreachable", message).remedy(START).trouble(trouble)
+                let problem = if never_sent {
+                    RemoteProblem::Connection
+                } else {
+                    RemoteProblem::Protocol
+                };
+                Self::new(UNREACHABLE, "unreachable", message)
+                    .remedy(START_REMEDY)
+                    .with_remote_problem(problem)
             }
-            Error::Broken { .. } => Self::new(UNREACHABLE, "unreachable", message).remedy(START),
+            Error::Broken { .. } => {
+                Self::new(UNREACHABLE, "unreachable", message).remedy(START_REMEDY)
+            }
             Error::Setup(_) => Self::usage(message),
         }
     }
 }
 
-fn of_problem(problem: Problem) -> Failure {
+fn from_problem(problem: Problem) -> Failure {
     let errno = problem
         .extensions
         .get("errno")
         .and_then(|errno| errno.as_str())
         .unwrap_or_default();
     let exit = match problem.status {
-        // A command that can't be started ends as a shell would say it.
+        // A command that can't start has the exit code that a shell would give it.
         _ if problem.is(ErrorCode::ExecFailed) && errno == "ENOENT" => 127,
         _ if problem.is(ErrorCode::ExecFailed) => 126,
         401 | 403 => DENIED,
@@ -307,9 +333,9 @@ fn of_problem(problem: Problem) -> Failure {
     if let (INTERNAL, Some(id)) = (exit, &problem.request_id) {
         failure.message = format!("{} (request {id})", failure.message);
     }
-    failure.trouble = match problem.status {
-        401 => Some(Trouble::Token),
-        404 if problem.detail == NO_SUCH_ROUTE => Some(Trouble::Route),
+    failure.remote_problem = match problem.status {
+        401 => Some(RemoteProblem::Token),
+        404 if problem.detail == NO_SUCH_ROUTE => Some(RemoteProblem::Route),
         _ => None,
     };
     failure.problem = Some(Box::new(problem));
@@ -319,9 +345,9 @@ fn of_problem(problem: Problem) -> Failure {
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         match error.kind() {
-            io::ErrorKind::BrokenPipe => Self::said(BROKEN_PIPE),
+            io::ErrorKind::BrokenPipe => Self::reported(BROKEN_PIPE),
             io::ErrorKind::PermissionDenied => Self::new(DENIED, "denied", error.to_string())
-                .remedy("Run as the user that owns it."),
+                .remedy("Run this as the owner of the file."),
             _ => Self::internal(error.to_string()),
         }
     }
@@ -336,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_have_the_exit_codes_of_the_contract() {
+    fn error_codes_map_to_exit_codes() {
         assert_eq!(exit(ErrorCode::Unauthorized), DENIED);
         assert_eq!(exit(ErrorCode::PermissionDenied), DENIED);
         assert_eq!(exit(ErrorCode::SessionNotFound), USAGE);
@@ -373,15 +399,18 @@ mod tests {
             (&document["exit"], &document["request_id"]),
             (&json!(77), &json!("r"))
         );
-        let own = Failure::usage("x").remedy("y").document();
+        let local = Failure::usage("x").remedy("y").document();
         assert_eq!(
-            own,
-            json!({"type": "urn:cynode:error:usage", "title": title(USAGE), "detail": "x", "code": "usage", "remedy": "y", "exit": 64})
+            local,
+            json!({
+                "type": "urn:cynode:error:usage", "title": title(USAGE), "detail": "x",
+                "code": "usage", "remedy": "y", "exit": 64,
+            })
         );
     }
 
     #[test]
-    fn the_format_is_found_in_a_command_line_that_is_wrong_otherwise() {
+    fn the_format_is_found_in_an_invalid_command_line() {
         let format = |arguments: &[&str]| format_of(arguments.iter().map(OsString::from));
         assert_eq!(
             format(&["x", "--nonsense", "--output", "json"]),
@@ -397,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_is_not_there_ends_as_in_a_shell() {
+    fn a_command_that_can_not_start_has_the_exit_code_of_a_shell() {
         let problem = |errno: &str| {
             Failure::from(Error::Problem(Box::new(
                 Problem::new(ErrorCode::ExecFailed, "x").with("errno", errno),

@@ -1,6 +1,7 @@
-//! What is printed: data to stdout, the rest to stderr, progress only where somebody watches.
+//! Output: data to stdout, messages to stderr, progress only to a terminal.
 //!
-//! Whatever passes here may hold what others chose. It is escaped here, so that no caller can forget to (`sanitize.rs`).
+//! Text may contain strings that others chose. This module escapes it (`sanitize.rs`), so that no
+//! caller can forget to.
 
 use std::{
     io::{self, IsTerminal, Write},
@@ -11,13 +12,13 @@ use serde::Serialize;
 
 use crate::sanitize;
 
-/// One line of data, or several.
+/// Prints lines of data.
 pub fn line(text: &str) -> io::Result<()> {
     verbatim(&sanitize::lines(text))
 }
 
-/// A line that begins with a word in a colour.
-pub fn painted(word: &str, colour: Colour, rest: &str) -> io::Result<()> {
+/// Prints a line that starts with a coloured word.
+pub fn line_with_colored_start(word: &str, colour: Colour, rest: &str) -> io::Result<()> {
     verbatim(&format!(
         "{}{}",
         paint(&sanitize::line(word), colour),
@@ -25,33 +26,33 @@ pub fn painted(word: &str, colour: Colour, rest: &str) -> io::Result<()> {
     ))
 }
 
-/// A line that ends with a word in a colour.
-pub fn painted_after(begin: &str, word: &str, colour: Colour) -> io::Result<()> {
+/// Prints a line that ends with a coloured word.
+pub fn line_with_colored_end(start: &str, word: &str, colour: Colour) -> io::Result<()> {
     verbatim(&format!(
         "{}{}",
-        sanitize::lines(begin),
+        sanitize::lines(start),
         paint(&sanitize::line(word), colour)
     ))
 }
 
-/// Text that somebody asked for as it is, and not for a terminal.
+/// Prints text without escaping it. Not for a terminal.
 pub fn verbatim(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     writeln!(stdout, "{text}")?;
     stdout.flush()
 }
 
-/// One JSON document.
+/// Prints a JSON document.
 pub fn json(value: &(impl Serialize + ?Sized)) -> io::Result<()> {
     verbatim(&sanitize::json(serde_json::to_string_pretty(value)?))
 }
 
-/// One JSON document on a line of its own.
+/// Prints a JSON document on one line.
 pub fn json_line(value: &(impl Serialize + ?Sized)) -> io::Result<()> {
     verbatim(&sanitize::json(serde_json::to_string(value)?))
 }
 
-/// Rows under a header, without lines. Cells may hold what a sandbox chose.
+/// Prints rows under a header, without borders.
 pub fn table<const N: usize>(
     header: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,
@@ -71,7 +72,7 @@ pub fn table<const N: usize>(
     line(&table.trim_fmt())
 }
 
-/// A word to the person, on stderr. A closed stderr is no reason to stop.
+/// Prints a message to stderr. Ignores a closed stderr.
 pub fn note(text: &str) {
     drop(writeln!(io::stderr().lock(), "{}", sanitize::lines(text)));
 }
@@ -83,7 +84,7 @@ pub enum Colour {
     Red,
 }
 
-/// The text in a colour when stdout is a terminal that may have colours.
+/// Colours text if stdout is a terminal and `NO_COLOR` is not set.
 fn paint(text: &str, colour: Colour) -> String {
     if !io::stdout().is_terminal()
         || std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
@@ -98,7 +99,7 @@ fn paint(text: &str, colour: Colour) -> String {
     format!("\x1b[{number}m{text}\x1b[0m")
 }
 
-/// A spinner on stderr, when that is a terminal. Gone when dropped.
+/// A spinner on stderr, if that is a terminal. Disappears when dropped.
 #[derive(Debug)]
 pub struct Progress(indicatif::ProgressBar);
 
@@ -112,12 +113,12 @@ impl Progress {
         Self(bar)
     }
 
-    pub fn say(&self, message: impl Into<String>) {
+    pub fn set_message(&self, message: impl Into<String>) {
         self.0.set_message(sanitize::line(&message.into()));
     }
 
-    pub fn bytes(&self, what: &str, bytes: u64) {
-        self.0.set_message(format!("{what} {}", size(bytes)));
+    pub fn set_bytes(&self, action: &str, bytes: u64) {
+        self.0.set_message(format!("{action} {}", size(bytes)));
     }
 }
 
@@ -145,16 +146,7 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// Bytes in hexadecimal digits.
-pub fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write as _;
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _infallible = write!(text, "{byte:02x}");
-        text
-    })
-}
-
-/// A span of time in its largest unit: `3h`.
+/// A duration in its largest unit: `3h`.
 pub fn span(seconds: i64) -> String {
     match seconds.max(0) {
         s @ 0..=119 => format!("{s}s"),

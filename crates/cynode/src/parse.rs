@@ -1,4 +1,4 @@
-//! Values as people write them: sizes, times, `KEY=VALUE`.
+//! Parsers of argument values: sizes, durations, times, `KEY=VALUE`.
 
 use std::time::Duration;
 
@@ -33,51 +33,25 @@ pub fn size(text: &str) -> Result<u64, String> {
 
 /// `24h`, `30m`, `1h30m`, `90s`, `500ms`, `2d`; a bare number is seconds.
 pub fn duration(text: &str) -> Result<Duration, String> {
-    let bad = || format!("'{text}' is not a time; write it like 90s, 30m, 24h or 1h30m");
-    if let Ok(seconds) = text.parse::<u64>() {
-        return if seconds == 0 {
-            Err(bad())
-        } else {
-            Ok(Duration::from_secs(seconds))
-        };
-    }
-    let mut rest = text;
-    let mut total = Duration::ZERO;
-    while !rest.is_empty() {
-        let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or_else(bad)?;
-        let (number, after) = rest.split_at(digits);
-        let (unit, after) = after.split_at(
-            after
-                .find(|c: char| c.is_ascii_digit())
-                .unwrap_or(after.len()),
-        );
-        let number: u64 = number.parse().map_err(|_| bad())?;
-        let millis = match unit {
-            "ms" => Some(number),
-            "s" => number.checked_mul(1_000),
-            "m" => number.checked_mul(60_000),
-            "h" => number.checked_mul(3_600_000),
-            "d" => number.checked_mul(86_400_000),
-            _ => None,
-        };
-        total = millis
-            .and_then(|millis| total.checked_add(Duration::from_millis(millis)))
-            .ok_or_else(bad)?;
-        rest = after;
-    }
-    if total.is_zero() {
-        Err(bad())
-    } else {
-        Ok(total)
-    }
+    let parsed = match text.parse() {
+        Ok(seconds) => Some(Duration::from_secs(seconds)),
+        Err(_) => humantime::parse_duration(text).ok(),
+    };
+    parsed
+        .filter(|duration| !duration.is_zero())
+        .ok_or_else(|| format!("'{text}' is not a duration; write it like 90s, 30m, 24h or 1h30m"))
 }
 
-/// `90m` ago, or a moment as in `2026-01-02T03:04:05Z`.
+/// A duration ago (`90m`), or a time (`2026-01-02T03:04:05Z`).
 pub fn since(text: &str) -> Result<OffsetDateTime, String> {
     if let Ok(at) = OffsetDateTime::parse(text, &Rfc3339) {
         return Ok(at);
     }
-    let ago = duration(text).map_err(|_| format!("'{text}' is neither a time ago, like 90m or 2d, nor a moment, like 2026-01-02T03:04:05Z"))?;
+    let ago = duration(text).map_err(|_| {
+        format!(
+            "'{text}' is neither a duration like 90m or 2d nor a time like 2026-01-02T03:04:05Z"
+        )
+    })?;
     OffsetDateTime::now_utc()
         .checked_sub(
             ago.try_into()
@@ -134,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn times_add_up() {
+    fn durations_add_up() {
         for (text, millis) in [
             ("24h", 86_400_000),
             ("1h30m", 5_400_000),
@@ -142,13 +116,13 @@ mod tests {
             ("500ms", 500),
             ("2d", 172_800_000),
             ("1m1s1ms", 61_001),
+            ("1.5h", 5_400_000),
         ] {
             assert_eq!(duration(text), Ok(Duration::from_millis(millis)), "{text}");
         }
         for text in [
             "",
             "m",
-            "1.5h",
             "-3s",
             "5x",
             "0",
@@ -162,12 +136,12 @@ mod tests {
     }
 
     #[test]
-    fn since_is_a_time_ago_or_a_moment() {
+    fn since_takes_a_duration_or_a_time() {
         assert_eq!(
             since("2026-01-02T03:04:05Z"),
             Ok(time::macros::datetime!(2026-01-02 03:04:05 UTC))
         );
-        let then = since("90m").expect("a time ago");
+        let then = since("90m").expect("a duration");
         let ago = OffsetDateTime::now_utc() - then;
         assert!((5_400..5_460).contains(&ago.whole_seconds()), "{ago}");
         for text in [

@@ -1,4 +1,4 @@
-//! The one place where the binary meets the roles' own crates.
+//! The interface to the crates of the roles.
 
 use std::{
     net::{Ipv4Addr, Ipv6Addr, SocketAddr},
@@ -15,10 +15,10 @@ use crate::{
     cli::{Globals, RoleArgs, Section, Settings},
     failure::{Failure, USAGE},
     postgres,
-    state::{Lock, Locked, StateDir},
+    state::{Lock, LockState, StateDir},
 };
 
-/// The worker's configuration, read whole before anything starts.
+/// Reads the worker's configuration, completely, before anything starts.
 pub fn worker_config(
     globals: &Globals,
     settings: &Settings,
@@ -32,7 +32,7 @@ pub fn worker_config(
     .map_err(|error| bad_config(&error, Section::Worker))
 }
 
-/// The orchestrator's, likewise.
+/// Reads the orchestrator's configuration.
 pub fn orchestrator_config(
     globals: &Globals,
     settings: &Settings,
@@ -49,13 +49,13 @@ pub fn orchestrator_config(
 
 fn bad_config(error: &dyn std::error::Error, section: Section) -> Failure {
     let remedy = format!(
-        "Correct the configuration: file, then CYNODE_{}_*, then flags.",
+        "Correct the configuration file, the CYNODE_{}_* variables or the flags.",
         section.name().to_uppercase()
     );
     Failure::new(USAGE, "config", chain(error)).remedy(remedy)
 }
 
-/// The worker's address for those on this machine.
+/// The worker's URL on this machine.
 pub fn worker_url(config: &cynode_worker::Config) -> String {
     local_url(
         config.listen,
@@ -64,7 +64,7 @@ pub fn worker_url(config: &cynode_worker::Config) -> String {
     )
 }
 
-/// The user API's, likewise.
+/// The user API's URL on this machine.
 pub fn api_url(config: &cynode_orchestrator::Config) -> String {
     local_url(
         config.listen,
@@ -73,7 +73,7 @@ pub fn api_url(config: &cynode_orchestrator::Config) -> String {
     )
 }
 
-/// The control plane's, likewise.
+/// The URL for nodes on this machine.
 pub fn control_url(config: &cynode_orchestrator::Config) -> String {
     local_url(
         config.control_listen,
@@ -96,9 +96,9 @@ fn local_url(mut address: SocketAddr, tls: bool, name: Option<&str>) -> String {
     format!("{}://{address}", if tls { "https" } else { "http" })
 }
 
-const DOCTOR: &str = "Run 'cynode doctor' to see what this machine lacks.";
+const DOCTOR_REMEDY: &str = "Run 'cynode doctor' to check this machine.";
 
-/// The worker role, until it is told to stop.
+/// Runs the worker until it is stopped.
 pub async fn run_worker(globals: &Globals, args: RoleArgs) -> Result<ExitCode, Failure> {
     check_holder(&StateDir::new(globals)?, "worker")?;
     if let Some(parent) = args.parent {
@@ -106,19 +106,19 @@ pub async fn run_worker(globals: &Globals, args: RoleArgs) -> Result<ExitCode, F
     }
     let config = worker_config(globals, &args.settings)?;
     cynode_service::telemetry::init();
-    enter(&config)
+    enter_user_namespace(&config)
         .await
-        .map_err(|error| Failure::internal(error).remedy(DOCTOR))?;
+        .map_err(|error| Failure::internal(error).remedy(DOCTOR_REMEDY))?;
     match cynode_worker::run(config).await {
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(cynode_worker::Error::Listen(error)) if !matches!(error, ListenError::Bind { .. }) => {
             Err(Failure::new(USAGE, "config", chain(&error)))
         }
-        Err(error) => Err(Failure::internal(chain(&error)).remedy(DOCTOR)),
+        Err(error) => Err(Failure::internal(chain(&error)).remedy(DOCTOR_REMEDY)),
     }
 }
 
-/// The orchestrator role, until it is told to stop.
+/// Runs the orchestrator until it is stopped.
 pub async fn run_orchestrator(globals: &Globals, args: RoleArgs) -> Result<ExitCode, Failure> {
     check_holder(&StateDir::new(globals)?, "orchestrator")?;
     if let Some(parent) = args.parent {
@@ -126,7 +126,7 @@ pub async fn run_orchestrator(globals: &Globals, args: RoleArgs) -> Result<ExitC
     }
     let config = orchestrator_config(globals, &args.settings)?;
     cynode_service::telemetry::init();
-    // Others may get through the state directory: PostgreSQL's user does.
+    // PostgreSQL's user can traverse the state directory, so files must be private.
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
     let _runs = Lock::mark_orchestrator(&StateDir::new(globals)?)?;
     match cynode_orchestrator::run(config).await {
@@ -143,18 +143,19 @@ pub async fn run_orchestrator(globals: &Globals, args: RoleArgs) -> Result<ExitC
     }
 }
 
-/// The private PostgreSQL's role: this process becomes the server.
+/// Runs the private PostgreSQL: this process becomes the server.
 pub fn run_postgres(globals: &Globals, parent: Option<i32>) -> Result<ExitCode, Failure> {
     let state = StateDir::new(globals)?;
-    // Held until this process becomes the server: preparing one ends whatever works in the data directory.
+    // Held until this process becomes the server: starting one ends all processes in the data
+    // directory.
     let _unsupervised = match check_holder(&state, "postgres")? {
         Holder::Supervisor => None,
-        Holder::Nobody => Some(alone(&state)?),
+        Holder::Nobody => Some(lock_unsupervised(&state)?),
     };
     postgres::run(&state, parent).map(|never| match never {})
 }
 
-/// Who holds the state directory of a role that may start.
+/// The holder of the state directory of a role that may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holder {
     /// The parent of this process.
@@ -162,39 +163,42 @@ pub enum Holder {
     Nobody,
 }
 
-/// Refuses a role that somebody starts by hand while `up` holds the state directory: it would take away the database or the
-/// addresses of the running one. The roles that `up` starts are known by their parent, which no other process has.
+/// Refuses a role that is started by hand while `up` holds the state directory: it would conflict
+/// with the running one. The roles of `up` are recognized by their parent process.
 pub fn check_holder(state: &StateDir, role: &str) -> Result<Holder, Failure> {
     match Lock::holder(state)? {
         None => Ok(Holder::Nobody),
-        Some(Locked::Theirs(Some(pid)))
+        Some(LockState::HeldBy(Some(pid)))
             if getppid().is_some_and(|parent| u32::try_from(parent.as_raw_pid()) == Ok(pid)) =>
         {
             Ok(Holder::Supervisor)
         }
-        Some(Locked::Ours(_)) => Err(Failure::internal(
-            "asking who holds the state directory took it",
+        Some(LockState::Acquired(_)) => Err(Failure::internal(
+            "a query for the holder of the state directory acquired it",
         )),
-        Some(Locked::Theirs(pid)) => Err(is_held(state, role, pid)),
+        Some(LockState::HeldBy(pid)) => Err(held_failure(state, role, pid)),
     }
 }
 
-fn is_held(state: &StateDir, role: &str, pid: Option<u32>) -> Failure {
+fn held_failure(state: &StateDir, role: &str, pid: Option<u32>) -> Failure {
     let pid = pid.map_or_else(|| "unknown".to_owned(), |pid| pid.to_string());
-    let what = format!(
-        "{} belongs to a running CyNode, pid {pid}, which starts its {role} itself",
+    let message = format!(
+        "{} belongs to a running CyNode, pid {pid}, which runs the {role} itself",
         state.path().display()
     );
-    Failure::new(USAGE, "already_running", what).remedy("See 'cynode status'. Stop it with 'cynode down' first, or choose another directory with --state-dir.")
+    Failure::new(USAGE, "already_running", message).remedy(
+        "See 'cynode status'. Stop it with 'cynode down' first, or choose another directory with \
+         --state-dir.",
+    )
 }
 
-/// The state directory for a server without a supervisor, if none is running there.
-fn alone(state: &StateDir) -> Result<Lock, Failure> {
+/// Locks the state directory for a server without a supervisor, unless a server runs there.
+fn lock_unsupervised(state: &StateDir) -> Result<Lock, Failure> {
     let lock = match Lock::acquire(state)? {
-        Locked::Ours(lock) => lock,
-        Locked::Theirs(pid) => return Err(is_held(state, "postgres", pid)),
+        LockState::Acquired(lock) => lock,
+        LockState::HeldBy(pid) => return Err(held_failure(state, "postgres", pid)),
     };
-    match postgres::Server::of(state).postmaster() {
+    match postgres::Server::new(state).postmaster() {
         None => Ok(lock),
         Some(pid) => Err(Failure::new(
             USAGE,
@@ -204,19 +208,19 @@ fn alone(state: &StateDir) -> Result<Lock, Failure> {
                 state.path().display()
             ),
         )
-        .remedy("Use it, or stop it with 'cynode down'.")),
+        .remedy("Use the running one, or stop it with 'cynode down'.")),
     }
 }
 
-/// Moves an ordinary user's process to where workers of that user live, by running this program anew. For root nothing
-/// changes.
-pub async fn enter(config: &cynode_worker::Config) -> Result<(), String> {
+/// Enters the user namespace of an ordinary user's worker by executing this program again. Does
+/// nothing for root.
+pub async fn enter_user_namespace(config: &cynode_worker::Config) -> Result<(), String> {
     cynode_worker::enter_user_namespace(config)
         .await
         .map_err(|error| chain(&error))
 }
 
-/// Removes what a worker left behind that is no longer running. Says what it did.
+/// Removes the sandboxes that a stopped worker left. Returns a summary.
 pub async fn cleanup(config: &cynode_worker::Config) -> Result<String, Failure> {
     let report = cynode_worker::cleanup(config).await.map_err(|error| {
         Failure::internal(chain(&error)).remedy("Run 'cynode doctor', then 'cynode down' again.")
@@ -224,21 +228,21 @@ pub async fn cleanup(config: &cynode_worker::Config) -> Result<String, Failure> 
     Ok(report.to_string())
 }
 
-/// What this machine can do, as the JSON of the worker's report.
+/// Checks this machine and returns the worker's report as JSON.
 pub async fn examine(config: &cynode_worker::Config) -> Result<serde_json::Value, Failure> {
     let report = cynode_worker::host::examine(config).await;
     serde_json::to_value(report).map_err(|error| Failure::internal(error.to_string()))
 }
 
-/// Asks the kernel for this signal when the supervisor is gone, so that a killed `up` leaves no role that nobody watches.
-/// Sandboxes go on: the next worker adopts them.
+/// Requests this signal from the kernel when the supervisor exits, so that a killed `up` leaves no
+/// orphaned roles. Sandboxes keep running: the next worker adopts them.
 pub fn end_with(parent: i32, signal: Signal) -> Result<(), Failure> {
     set_parent_process_death_signal(Some(signal)).map_err(std::io::Error::from)?;
     if getppid().map(Pid::as_raw_pid) == Some(parent) {
         Ok(())
     } else {
         Err(Failure::internal(
-            "the supervisor ended before its role began",
+            "the supervisor exited before its role started",
         ))
     }
 }
@@ -262,8 +266,8 @@ mod tests {
         };
         let state = StateDir::new(&globals).expect("a path");
         assert_eq!(check_holder(&state, "worker").ok(), Some(Holder::Nobody));
-        // This test's own process holds it, and so is not its child.
-        let Locked::Ours(lock) = Lock::acquire(&state).expect("lock") else {
+        // This process holds the lock, and is not its own child.
+        let LockState::Acquired(lock) = Lock::acquire(&state).expect("lock") else {
             panic!("taken")
         };
         let refused = check_holder(&state, "worker").expect_err("held by another");
@@ -275,7 +279,7 @@ mod tests {
                 && refused.remedy_text().is_some(),
             "{refused:?}"
         );
-        assert!(alone(&state).is_err());
+        assert!(lock_unsupervised(&state).is_err());
         let parent = getppid().expect("a parent").as_raw_pid().to_string();
         fs_err::write(directory.path().join("up.lock"), parent).expect("written");
         assert_eq!(
@@ -283,6 +287,6 @@ mod tests {
             Some(Holder::Supervisor)
         );
         drop(lock);
-        assert!(alone(&state).is_ok());
+        assert!(lock_unsupervised(&state).is_ok());
     }
 }

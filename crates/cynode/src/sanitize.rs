@@ -1,28 +1,30 @@
-//! What others wrote, made safe to show on a terminal.
+//! Makes untrusted text safe to show on a terminal.
 //!
-//! Control characters other than newline and tab are shown escaped: a sandbox must not be able to move the cursor, set
-//! the title, or make the terminal answer. So are characters that can't be seen or that change where others stand (bidirectional
-//! controls, zero-width characters, tags): what is read must be what is there. Bytes that are not UTF-8 are shown as `\xNN`: a
-//! terminal in an 8-bit mode reads 0x9b as a control sequence. What comes out does not depend on where the bytes were split.
+//! Control characters other than newline and tab are escaped: a sandbox must not be able to move
+//! the cursor, set the title, or make the terminal respond. Invisible and reordering characters
+//! (bidirectional controls, zero-width characters, tags) are escaped too: the reader must see what
+//! the text contains. Bytes that are not UTF-8 are shown as `\xNN`: a terminal in an 8-bit mode
+//! reads 0x9b as a control sequence. The result does not depend on how the bytes are split into
+//! pieces.
 
 use std::fmt::Write as _;
 
 use cynode_audit::is_hidden;
 
-/// The longest UTF-8 character.
-const LONGEST: usize = 4;
+/// Length of the longest UTF-8 character.
+const LONGEST_CHAR_BYTES: usize = 4;
 
-/// Escapes a stream of bytes that comes in pieces.
+/// Escapes a stream of bytes that arrives in pieces.
 #[derive(Debug, Default)]
 pub struct Sanitizer {
-    /// The beginning of a character whose rest has not come yet.
+    /// The start of a character whose remaining bytes have not arrived yet.
     pending: Vec<u8>,
-    /// The last character was one that a presentation selector may follow.
+    /// Whether a presentation selector may follow the last character.
     after_symbol: bool,
 }
 
 impl Sanitizer {
-    /// Takes the next bytes and appends what can be shown.
+    /// Escapes the next bytes and appends the result.
     pub fn push(&mut self, bytes: &[u8], out: &mut String) {
         let mut joined;
         let mut rest = bytes;
@@ -34,10 +36,10 @@ impl Sanitizer {
         for chunk in rest.utf8_chunks() {
             self.text(chunk.valid(), out);
             let invalid = chunk.invalid();
-            // At the very end it may be only cut short.
+            // At the end of a piece the character may be incomplete.
             let at_end = !invalid.is_empty()
                 && std::ptr::eq(invalid.as_ptr_range().end, rest.as_ptr_range().end);
-            if at_end && may_go_on(invalid) {
+            if at_end && may_be_incomplete(invalid) {
                 self.pending = invalid.to_vec();
             } else if !invalid.is_empty() {
                 self.after_symbol = false;
@@ -46,7 +48,7 @@ impl Sanitizer {
         }
     }
 
-    /// There will be no more: shows what is left.
+    /// Appends an incomplete character at the end of the stream.
     pub fn finish(&mut self, out: &mut String) {
         raw(&std::mem::take(&mut self.pending), out);
     }
@@ -58,10 +60,10 @@ impl Sanitizer {
                 '\n' | '\t' => out.push(character),
                 '\r' => out.push_str("\\r"),
                 '\0'..='\x1f' | '\x7f' => raw(&[character as u8], out),
-                // Says only whether the symbol before it is shown in colour; programs write it a lot.
+                // Only selects whether the preceding symbol is coloured, and is common in output.
                 '\u{fe0e}' | '\u{fe0f}' if after_symbol => out.push(character),
                 _ if is_hidden(character) => {
-                    escape(format_args!("\\u{{{:x}}}", u32::from(character)), out)
+                    escape(format_args!("\\u{{{:x}}}", u32::from(character)), out);
                 }
                 _ => out.push(character),
             }
@@ -69,13 +71,13 @@ impl Sanitizer {
     }
 }
 
-/// One line of text that may hold names that others chose.
+/// Escapes untrusted text to one line.
 #[must_use]
 pub fn line(value: &str) -> String {
     lines(value).replace('\n', "\\n").replace('\t', " ")
 }
 
-/// Lines of text that may hold what others wrote.
+/// Escapes untrusted text of several lines.
 #[must_use]
 pub fn lines(value: &str) -> String {
     let mut out = String::with_capacity(value.len());
@@ -83,10 +85,10 @@ pub fn lines(value: &str) -> String {
     out
 }
 
-/// The same JSON document in which nothing hidden stands as it is: a reader gets the same strings, a terminal shows the escapes.
+/// Escapes hidden characters in a JSON document. Parsers read the same strings.
 #[must_use]
 pub fn json(document: String) -> String {
-    // Outside of strings JSON is ASCII, and inside serde has escaped all controls below U+0020.
+    // JSON is ASCII outside of strings, and serde escapes all controls below U+0020 in strings.
     if document.is_ascii() && !document.contains('\x7f') {
         return document;
     }
@@ -103,9 +105,20 @@ pub fn json(document: String) -> String {
     out
 }
 
-/// Whether a character is one of those that have a form in colour.
+/// Whether a character has a coloured presentation.
 const fn is_symbol(character: char) -> bool {
-    matches!(character, '\u{a9}' | '\u{ae}' | '\u{203c}' | '\u{2049}' | '\u{2122}'..='\u{2bff}' | '\u{3030}' | '\u{303d}' | '\u{3297}' | '\u{3299}' | '\u{1f000}'..='\u{1faff}')
+    matches!(character, '\u{2122}'..='\u{2bff}' | '\u{1f000}'..='\u{1faff}')
+        || matches!(
+            character,
+            '\u{a9}'
+                | '\u{ae}'
+                | '\u{203c}'
+                | '\u{2049}'
+                | '\u{3030}'
+                | '\u{303d}'
+                | '\u{3297}'
+                | '\u{3299}'
+        )
 }
 
 fn raw(bytes: &[u8], out: &mut String) {
@@ -119,9 +132,9 @@ fn escape(arguments: std::fmt::Arguments<'_>, out: &mut String) {
         .expect("writing to a string does not fail");
 }
 
-/// Whether more bytes could make this a character.
-fn may_go_on(bytes: &[u8]) -> bool {
-    bytes.len() < LONGEST
+/// Whether more bytes could complete this character.
+fn may_be_incomplete(bytes: &[u8]) -> bool {
+    bytes.len() < LONGEST_CHAR_BYTES
         && std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
 }
 
@@ -147,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn controls_are_shown_escaped() {
+    fn controls_are_escaped() {
         assert_eq!(
             shown(&[b"\x1b[2J\x07\rx\x7f\0\x08"]),
             "\\x1b[2J\\x07\\rx\\x7f\\x00\\x08"
@@ -156,18 +169,23 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_seen_is_shown_escaped() {
-        // Overrides, embeddings, isolates and marks of direction; zero-width characters; fillers; separators; tags; the soft hyphen.
-        for hidden in "\u{202a}\u{202b}\u{202c}\u{202d}\u{202e}\u{2066}\u{2067}\u{2068}\u{2069}\u{200e}\u{200f}\u{61c}\u{200b}\u{200c}\u{200d}\u{2060}\u{2064}\u{feff}\u{ad}\u{34f}\
-            \u{180e}\u{115f}\u{1160}\u{3164}\u{ffa0}\u{2028}\u{2029}\u{fff9}\u{fffb}\u{fe00}\u{e0001}\u{e0041}\u{e007f}\u{e0100}\u{85}\u{9b}"
+    fn invisible_characters_are_escaped() {
+        // Bidirectional overrides, embeddings, isolates and marks; zero-width characters; fillers;
+        // separators; tags; the soft hyphen.
+        for hidden in "\u{202a}\u{202b}\u{202c}\u{202d}\u{202e}\
+            \u{2066}\u{2067}\u{2068}\u{2069}\u{200e}\u{200f}\u{61c}\
+            \u{200b}\u{200c}\u{200d}\u{2060}\u{2064}\u{feff}\u{ad}\u{34f}\
+            \u{180e}\u{115f}\u{1160}\u{3164}\u{ffa0}\u{2028}\u{2029}\
+            \u{fff9}\u{fffb}\u{fe00}\u{e0001}\u{e0041}\u{e007f}\u{e0100}\u{85}\u{9b}"
             .chars()
         {
             let shown = format!("a\\u{{{:x}}}b", u32::from(hidden));
             let text = format!("a{hidden}b");
-            assert_eq!((line(&text), lines(&text), super::tests::shown(&[text.as_bytes()])), (shown.clone(), shown.clone(), shown));
+            let streamed = super::tests::shown(&[text.as_bytes()]);
+            assert_eq!([line(&text), lines(&text), streamed], [shown.as_str(); 3]);
         }
         assert_eq!(line("evil\u{202e}gpj.exe"), "evil\\u{202e}gpj.exe");
-        // The neighbours of those ranges, letters of every direction, and spaces of every width are text.
+        // Neighbours of those ranges, letters of both directions, and spaces of any width pass.
         for text in [
             "\u{a0}\u{200a}\u{202f}\u{205f}\u{3000}",
             "שלום مرحبا",
@@ -177,7 +195,7 @@ mod tests {
         ] {
             assert_eq!(line(text), text);
         }
-        // A selector of presentation is text after a symbol, and hidden anywhere else.
+        // A presentation selector passes after a symbol and is escaped elsewhere.
         assert_eq!(
             lines("⚠\u{fe0f} ❤\u{fe0f} ©\u{fe0f} 🖥\u{fe0f}"),
             "⚠\u{fe0f} ❤\u{fe0f} ©\u{fe0f} 🖥\u{fe0f}"
@@ -194,8 +212,14 @@ mod tests {
     }
 
     #[test]
-    fn json_is_the_same_document_with_nothing_hidden_in_it() {
-        let value = serde_json::json!({"na\u{202e}me": ["\u{200b}", "\u{9b}31m\u{1b}", "\u{7f}", "\u{e0041}", "é\u{fe0f}", "\\u202e", "plain ⚠"], "n": 1});
+    fn json_stays_the_same_document() {
+        let value = serde_json::json!({
+            "na\u{202e}me": [
+                "\u{200b}", "\u{9b}31m\u{1b}", "\u{7f}", "\u{e0041}", "é\u{fe0f}", "\\u202e",
+                "plain ⚠",
+            ],
+            "n": 1,
+        });
         for text in [
             value.to_string(),
             serde_json::to_string_pretty(&value).expect("text"),
@@ -230,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_character_is_whole_again() {
+    fn a_split_character_is_joined() {
         assert_eq!(shown(&[b"\xe2", b"\x9c", b"\x93"]), "✓");
         assert_eq!(shown(&[b"\xe2\x9c", b"x"]), "\\xe2\\x9cx");
         assert_eq!(shown(&[b"\xc2", b"\x9b"]), "\\u{9b}");
@@ -241,15 +265,25 @@ mod tests {
         assert_eq!(line("a\nb\x1bc\td"), "a\\nb\\x1bc d");
     }
 
+    /// Bytes of controls and of split or hidden characters.
+    fn special_bytes() -> impl Strategy<Value = u8> {
+        prop::sample::select(
+            b"\x1b\xc2\x9b\xe2\x9c\x93\xf0\x9f\x98\x80\n\r\x80\xae\xef\xb8\x8f".to_vec(),
+        )
+    }
+
     proptest! {
         #[test]
         fn nothing_dangerous_comes_out_and_splits_do_not_matter(
-            bytes in prop::collection::vec(prop_oneof![any::<u8>(), prop::sample::select(b"\x1b\xc2\x9b\xe2\x9c\x93\xf0\x9f\x98\x80\n\r\x80\xae\xef\xb8\x8f".to_vec())], 0..120),
+            bytes in prop::collection::vec(prop_oneof![any::<u8>(), special_bytes()], 0..120),
             cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
         ) {
             let whole = shown(&[&bytes]);
-            prop_assert!(whole.chars().all(|c| !c.is_control() || c == '\n' || c == '\t'), "{whole:?}");
-            prop_assert!(whole.chars().all(|c| !is_hidden(c) || c == '\u{fe0e}' || c == '\u{fe0f}'), "{whole:?}");
+            let is_safe = |c: char| {
+                (!c.is_control() || c == '\n' || c == '\t')
+                    && (!is_hidden(c) || c == '\u{fe0e}' || c == '\u{fe0f}')
+            };
+            prop_assert!(whole.chars().all(is_safe), "{whole:?}");
             let mut at: Vec<usize> = cuts.iter().map(|cut| cut.index(bytes.len() + 1)).collect();
             at.sort_unstable();
             at.insert(0, 0);

@@ -1,7 +1,7 @@
-//! A local file that appears whole or not at all: written beside its place under a name that nobody can guess, then renamed over it.
+//! Writes a local file atomically: under an unpredictable name in the same directory, then renamed.
 //!
-//! Invariants: the file is made new (`O_EXCL`), so nothing that others put there is written to or followed; it is gone when the work failed, and when
-//! a signal ended it.
+//! Invariants: the file is new (`O_EXCL`), so an existing file or link is never written to or
+//! followed; it is removed if the work fails or a signal interrupts it.
 
 use std::{
     ffi::OsString,
@@ -12,9 +12,9 @@ use std::{
 use fs_err::os::unix::fs::OpenOptionsExt as _;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::{failure::Failure, session::transfer::local};
+use crate::{failure::Failure, session::transfer::local_failure};
 
-/// The name of a file that is being written. Dropping it removes the file.
+/// A file under construction, which is removed when this is dropped.
 #[derive(Debug)]
 pub struct Staged {
     path: PathBuf,
@@ -22,11 +22,11 @@ pub struct Staged {
 }
 
 impl Staged {
-    /// A new, empty file in the directory of `target`, with at most these permissions.
+    /// Creates an empty file in the directory of `target`, with at most these permissions.
     pub fn create(target: &Path, mode: u32) -> Result<(Self, fs_err::File), Failure> {
         let name = target
             .file_name()
-            .ok_or_else(|| Failure::usage(format!("{} names no file", target.display())))?;
+            .ok_or_else(|| Failure::usage(format!("{} has no file name", target.display())))?;
         let mut hidden = OsString::from(".");
         hidden.push(name);
         hidden.push(format!(".cynode-{}", uuid::Uuid::new_v4().simple()));
@@ -36,7 +36,7 @@ impl Staged {
             .create_new(true)
             .mode(mode)
             .open(&path)
-            .map_err(|error| local(&error))?;
+            .map_err(|error| local_failure(&error))?;
         Ok((
             Self {
                 path,
@@ -50,7 +50,7 @@ impl Staged {
         &self.path
     }
 
-    /// Puts it in its place. A link that stands there is replaced, not followed.
+    /// Renames the file to its target. Replaces a link, without following it.
     pub fn commit(self) -> io::Result<()> {
         fs_err::rename(&self.path, &self.target)
     }
@@ -58,12 +58,12 @@ impl Staged {
 
 impl Drop for Staged {
     fn drop(&mut self) {
-        // Renamed by now, or of no use any more.
+        // The file is missing after a commit.
         drop(fs_err::remove_file(&self.path));
     }
 }
 
-/// Does the work unless a signal comes first. The work is dropped then, and with it what it had staged.
+/// Runs the work until a signal arrives, which drops the work and its staged files.
 pub async fn unless_interrupted<T>(
     work: impl Future<Output = Result<T, Failure>>,
 ) -> Result<T, Failure> {
@@ -72,15 +72,15 @@ pub async fn unless_interrupted<T>(
         signal(SignalKind::terminate())?,
         signal(SignalKind::hangup())?,
     );
-    let ended = tokio::select! {
-        done = work => return done,
+    let received = tokio::select! {
+        result = work => return result,
         _ = interrupt.recv() => SignalKind::interrupt(),
         _ = terminate.recv() => SignalKind::terminate(),
         _ = hangup.recv() => SignalKind::hangup(),
     };
-    // As a shell says it of a program that a signal ended.
-    Err(Failure::said(
-        u8::try_from(128 + ended.as_raw_value()).unwrap_or(u8::MAX),
+    // The exit code that a shell gives to a program that a signal ended.
+    Err(Failure::reported(
+        u8::try_from(128 + received.as_raw_value()).unwrap_or(u8::MAX),
     ))
 }
 
@@ -130,7 +130,7 @@ mod tests {
             ),
             ("whole".to_owned(), vec!["out".to_owned()])
         );
-        // One that failed leaves what was there.
+        // A failed write keeps the existing file.
         let (staged, mut file) = Staged::create(&target, 0o644).expect("made");
         file.write_all(b"half").expect("written");
         drop(staged);

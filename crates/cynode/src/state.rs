@@ -1,4 +1,5 @@
-//! The state directory as `up`, `down` and the client commands share it: who runs, where it listens.
+//! The state directory, which `up`, `down` and the client commands share: locks, endpoints and
+//! tokens.
 
 use std::{
     io::{self, Write},
@@ -16,7 +17,7 @@ use crate::{
     failure::{Failure, USAGE},
 };
 
-/// `endpoints.json`: there while everything is ready. Roles that don't run are absent.
+/// `endpoints.json`, which exists while all roles are ready. Roles that don't run are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Endpoints {
     pub version: u32,
@@ -28,7 +29,7 @@ pub struct Endpoints {
     pub control: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker: Option<String>,
-    /// Who signed the certificates of these, when they have any and the configuration names it.
+    /// The CA of their certificates, if the configuration names one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ca: Option<PathBuf>,
     pub pid: u32,
@@ -57,7 +58,7 @@ impl StateDir {
         self.0.join("log").join(name)
     }
 
-    /// Makes the directory and its `log`, for the owner only.
+    /// Creates the directory and its `log`, for the owner only.
     pub fn create(&self) -> io::Result<()> {
         let path = self.0.join("log");
         std::fs::DirBuilder::new()
@@ -67,7 +68,7 @@ impl StateDir {
             .map_err(|error| {
                 io::Error::new(
                     error.kind(),
-                    format!("can't make {}: {error}", path.display()),
+                    format!("can't create {}: {error}", path.display()),
                 )
             })
     }
@@ -89,11 +90,11 @@ impl StateDir {
     }
 
     pub fn remove_endpoints(&self) {
-        // Gone already is as good.
+        // The file may be missing.
         drop(fs_err::remove_file(self.endpoints_path()));
     }
 
-    /// A token file's one line.
+    /// Reads a token file.
     pub fn token(&self, name: &str) -> io::Result<Option<String>> {
         match fs_err::read_to_string(self.0.join(name)) {
             Ok(text) => Ok(Some(text.trim().to_owned())),
@@ -102,20 +103,20 @@ impl StateDir {
         }
     }
 
-    /// Refuses a directory in which a restore was cut off: what is in it is not whole.
+    /// Refuses a directory whose restore was interrupted: its state is incomplete.
     pub fn check_restored(&self) -> Result<(), Failure> {
         if !self.unfinished_restore().exists() {
             return Ok(());
         }
-        let what = format!(
-            "a restore into {} was cut off, and what is there is not whole",
+        let message = format!(
+            "a restore into {} was interrupted and its state is incomplete",
             self.0.display()
         );
-        Err(Failure::new(USAGE, "restore_unfinished", what)
+        Err(Failure::new(USAGE, "restore_unfinished", message)
             .remedy("Empty the directory and restore again."))
     }
 
-    /// There while a restore goes on.
+    /// A file that exists while a restore is in progress.
     pub fn unfinished_restore(&self) -> PathBuf {
         self.0.join("restore.unfinished")
     }
@@ -129,41 +130,42 @@ impl StateDir {
     }
 }
 
-/// One `up` per state directory. The kernel frees it when its holder is gone, however it went.
+/// The lock that allows one `up` per state directory. The kernel releases it when its holder exits.
 #[derive(Debug)]
 pub struct Lock {
     _file: fs_err::File,
 }
 
 #[derive(Debug)]
-pub enum Locked {
-    Ours(Lock),
-    /// Another process has it; its id, when it can be read.
-    Theirs(Option<u32>),
+pub enum LockState {
+    Acquired(Lock),
+    /// Another process holds the lock; its id, if it can be read.
+    HeldBy(Option<u32>),
 }
 
 impl Lock {
-    pub fn acquire(state: &StateDir) -> io::Result<Locked> {
+    pub fn acquire(state: &StateDir) -> io::Result<LockState> {
         let path = state.lock_path();
         let mut file = private::open_lock(&path)?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Locked::Theirs(read_pid(&path))),
+            Err(rustix::io::Errno::WOULDBLOCK) => return Ok(LockState::HeldBy(read_pid(&path))),
             Err(error) => return Err(error.into()),
         }
         file.set_len(0)?;
         writeln!(file, "{}", std::process::id())?;
-        Ok(Locked::Ours(Self { _file: file }))
+        Ok(LockState::Acquired(Self { _file: file }))
     }
 
-    /// Who holds it, without taking it for longer than the question.
-    pub fn holder(state: &StateDir) -> io::Result<Option<Locked>> {
+    /// The current holder, if any. Takes a shared lock for a moment.
+    pub fn holder(state: &StateDir) -> io::Result<Option<LockState>> {
         let path = state.lock_path();
         Ok(is_held(&path, FlockOperation::NonBlockingLockShared)?
-            .then(|| Locked::Theirs(read_pid(&path))))
+            .then(|| LockState::HeldBy(read_pid(&path))))
     }
 
-    /// Whether a worker runs on this state directory, with or without `up`: it holds a lock of its own to its very end.
+    /// Whether a worker runs on this state directory, with or without `up`. A worker holds its own
+    /// lock until it exits.
     pub fn worker_runs(state: &StateDir) -> io::Result<bool> {
         is_held(
             &state.0.join("worker").join("lock"),
@@ -171,7 +173,8 @@ impl Lock {
         )
     }
 
-    /// Notes that an orchestrator runs on this state directory, for as long as it lives. There may be several.
+    /// Marks that an orchestrator runs on this state directory until the lock is dropped. The lock
+    /// is shared: several may run.
     pub fn mark_orchestrator(state: &StateDir) -> io::Result<Self> {
         let path = orchestrator_lock(state);
         fs_err::create_dir_all(state.0.join("orchestrator"))?;
@@ -192,7 +195,7 @@ fn orchestrator_lock(state: &StateDir) -> PathBuf {
     state.0.join("orchestrator").join("lock")
 }
 
-/// Whether this kind of lock can't be had.
+/// Whether another holder conflicts with this kind of lock.
 fn is_held(path: &Path, operation: FlockOperation) -> io::Result<bool> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
     let file = match fs_err::OpenOptions::new()
@@ -230,19 +233,22 @@ mod tests {
         let directory = tempfile::tempdir().expect("temporary directory");
         let state = state(&directory);
         assert!(Lock::holder(&state).expect("no lock yet").is_none());
-        let Locked::Ours(lock) = Lock::acquire(&state).expect("lock") else {
+        let LockState::Acquired(lock) = Lock::acquire(&state).expect("lock") else {
             panic!("taken")
         };
-        let own = Some(std::process::id());
-        assert!(matches!(Lock::acquire(&state).expect("lock"), Locked::Theirs(pid) if pid == own));
+        let this = Some(std::process::id());
         assert!(
-            matches!(Lock::holder(&state).expect("lock"), Some(Locked::Theirs(pid)) if pid == own)
+            matches!(Lock::acquire(&state).expect("lock"), LockState::HeldBy(pid) if pid == this)
         );
+        assert!(matches!(
+            Lock::holder(&state).expect("lock"),
+            Some(LockState::HeldBy(pid)) if pid == this
+        ));
         drop(lock);
         assert!(Lock::holder(&state).expect("lock").is_none());
         assert!(matches!(
             Lock::acquire(&state).expect("lock"),
-            Locked::Ours(_)
+            LockState::Acquired(_)
         ));
     }
 

@@ -1,9 +1,9 @@
-//! `status`: does it run, and how is it?
+//! `status`: shows whether CyNode runs and is ready.
 
 use std::process::ExitCode;
 
 use cynode_api::SessionState;
-use cynode_client::{Error, Readiness, SessionFilter, Surface, UserClient, WorkerClient};
+use cynode_client::{Error, Readiness, SessionClient, SessionFilter, Surface, UserClient};
 use serde::Serialize;
 
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
     failure::{Failure, UNREACHABLE},
     output::{self, Colour},
     postgres,
-    state::{Endpoints, Lock, Locked, StateDir},
+    state::{Endpoints, Lock, LockState, StateDir},
 };
 
 #[derive(Debug, Serialize)]
@@ -22,7 +22,7 @@ struct Status {
     ready: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
-    /// Of `cynode up`.
+    /// The process id of `cynode up`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pid: Option<u32>,
     roles: Vec<RoleStatus>,
@@ -48,7 +48,7 @@ struct Sessions {
 }
 
 pub async fn run(globals: &Globals) -> Result<ExitCode, Failure> {
-    let status = look(globals).await?;
+    let status = collect(globals).await?;
     match globals.output {
         Format::Json => output::json(&status)?,
         Format::Table => print(&status)?,
@@ -60,10 +60,10 @@ pub async fn run(globals: &Globals) -> Result<ExitCode, Failure> {
     })
 }
 
-async fn look(globals: &Globals) -> Result<Status, Failure> {
+async fn collect(globals: &Globals) -> Result<Status, Failure> {
     let state = StateDir::new(globals)?;
     let pid = match Lock::holder(&state)? {
-        Some(Locked::Theirs(pid)) => pid,
+        Some(LockState::HeldBy(pid)) => pid,
         _ => None,
     };
     let mut status = Status {
@@ -76,11 +76,11 @@ async fn look(globals: &Globals) -> Result<Status, Failure> {
         sessions: None,
     };
     let starting = if pid.is_some() {
-        "it is starting"
+        "starting"
     } else {
-        "it is not running; start it with 'cynode up'"
+        "not running; start it with 'cynode up'"
     };
-    if !connect::is_elsewhere() {
+    if !connect::is_url_set() {
         let Some(endpoints) = state.endpoints()?.filter(|_| pid.is_some()) else {
             status.reason = Some(starting.to_owned());
             return Ok(status);
@@ -109,7 +109,7 @@ async fn look(globals: &Globals) -> Result<Status, Failure> {
         .iter()
         .find_map(|role| Some(format!("{}: {}", role.role, role.reason.as_ref()?)));
     status.ready = status.reason.is_none();
-    // A worker that is not ready may still know its sessions; one that is, must.
+    // Only a ready server must be able to list its sessions.
     match client.list_sessions(&SessionFilter::default()).await {
         Ok(list) => {
             let mut sessions = Sessions::default();
@@ -129,7 +129,7 @@ async fn look(globals: &Globals) -> Result<Status, Failure> {
     Ok(status)
 }
 
-/// Every role that `up` runs here.
+/// The roles that `up` runs on this machine.
 async fn roles(
     globals: &Globals,
     endpoints: &Endpoints,
@@ -148,17 +148,17 @@ async fn roles(
         roles.push(role_status(
             "worker",
             worker,
-            WorkerClient::trusting(worker, &token, Surface::Worker, trust)?
+            SessionClient::trusting(worker, &token, Surface::Worker, trust)?
                 .readyz()
                 .await,
         ));
     }
-    let server = postgres::Server::of(state);
+    let server = postgres::Server::new(state);
     if endpoints.api.is_some() && server.was_started() {
         let reason = server
             .running()
             .is_none()
-            .then(|| "it does not take connections".to_owned());
+            .then(|| "not accepting connections".to_owned());
         roles.push(RoleStatus {
             role: "postgres",
             url: server.socket_directory().display().to_string(),
@@ -189,12 +189,12 @@ fn print(status: &Status) -> Result<(), Failure> {
     } else {
         ("not ready", Colour::Red)
     };
-    output::painted_after(&format!("CyNode {}: ", status.version), word, colour)?;
-    let say = |name: &str, value: &str| {
+    output::line_with_colored_end(&format!("CyNode {}: ", status.version), word, colour)?;
+    let print_field = |name: &str, value: &str| {
         output::line(&format!("  {name:<14}{}", crate::sanitize::line(value)))
     };
     if let Some(reason) = &status.reason {
-        say("reason", reason)?;
+        print_field("reason", reason)?;
     }
     for role in &status.roles {
         let word = role
@@ -202,14 +202,14 @@ fn print(status: &Status) -> Result<(), Failure> {
             .as_ref()
             .map(|reason| format!(": {reason}"))
             .unwrap_or_default();
-        say(role.role, &format!("{}{word}", role.url))?;
+        print_field(role.role, &format!("{}{word}", role.url))?;
     }
     if let Some(pid) = status.pid {
-        say("pid", &pid.to_string())?;
+        print_field("pid", &pid.to_string())?;
     }
-    say("state", &status.state_dir)?;
+    print_field("state", &status.state_dir)?;
     if let Some(sessions) = &status.sessions {
-        say(
+        print_field(
             "sessions",
             &format!(
                 "{} running, {} creating, {} other; {} commands running",

@@ -1,18 +1,23 @@
-/* What hostile code in a sandbox tries against the kernel it shares with the host.
+/* Attempts of hostile code in a sandbox against the kernel that it shares with the host.
  *
- *     attempts kernel | network | files        every attempt of the group, one line of JSON each, then {"name":"done"}
- *     attempts exhaust KIND                    takes all it can get of a thing, says "full", and keeps it until it is killed
- *     attempts probe KIND                      takes one: 0 when there was one, else the errno
- *     attempts listen NAME                     waits for whoever connects to an abstract name
- *     attempts control COUNT                   poses as the agent that often at once; says how many were turned away
- *     attempts signals                         every signal to process 1
- *     attempts fill DIRECTORY COUNT BYTES      makes that many files, 1,000 to a directory; says how many there are and what stopped it
- *     attempts deep DIRECTORY LEVELS           makes a directory in a directory in ..., deeper than any path can say
- *     attempts forks                           says "lit", then every process forks for ever and minds no signal that can be minded
+ *     attempts kernel | network | files    every attempt of the group, one line of JSON each, then
+ *                                          {"name":"done"}
+ *     attempts exhaust KIND                exhausts a resource, prints "full", and holds it until killed
+ *     attempts probe KIND                  takes one of a resource; exits with 0 or the errno
+ *     attempts listen NAME                 accepts connections on an abstract name
+ *     attempts control COUNT               connects COUNT times at once as a fake agent; prints how many
+ *                                          connections were refused
+ *     attempts signals                     sends every signal to process 1
+ *     attempts fill DIRECTORY COUNT BYTES  creates COUNT files, 1,000 in each directory; prints how many
+ *                                          exist and the errno that stopped it
+ *     attempts deep DIRECTORY LEVELS       nests directories deeper than any path is long
+ *     attempts forks                       prints "lit", then every process forks forever and ignores
+ *                                          all signals that can be ignored
  *
- * An attempt runs in a process of its own and returns 0 when it had success, else the errno that stopped it. One that is killed
- * was stopped too. "refused" means the system said no; "reached" that the call got through to the kernel's own checks of its
- * arguments, which a filter should not have let happen. Attempts are harmless if they succeed: they open and do not write.
+ * Each attempt runs in its own process and exits with 0 if it succeeded, or with the errno that stopped
+ * it. A killed attempt was stopped too. "refused" means that the system denied the call; "reached" means
+ * that the call got past the filter to the kernel's argument checks, which counts as a failure of the
+ * filter. Successful attempts are harmless: they open and do not write.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -48,7 +53,7 @@
 
 static int verdict(long result) { return result < 0 ? errno : 0; }
 
-/* Runs one attempt. With `strict`, only a refusal as such counts, not a complaint about arguments. */
+/* Runs one attempt. With `strict`, EINVAL and the like don't count as a refusal. */
 static void attempt_(const char *name, int strict, int (*run)(const void *), const void *argument) {
     fflush(stdout);
     pid_t child = fork();
@@ -219,7 +224,7 @@ static int run_x32(const void *unused) {
 static int run_i386(const void *unused) {
     (void)unused;
     int result = -1;
-    /* socket(AF_VSOCK, SOCK_STREAM, 0) as a 32-bit program asks for it. */
+    /* socket(AF_VSOCK, SOCK_STREAM, 0) through the 32-bit system call. */
     __asm__ volatile("int $0x80" : "=a"(result) : "a"(359), "b"(40), "c"(1), "d"(0) : "memory", "r8", "r9", "r10", "r11");
     if (result < 0) {
         errno = -result;
@@ -419,7 +424,7 @@ static int reach(const char *address, int port, int type) {
     setsockopt(fd, SOL_SOCKET, SO_BROADCAST, &on, sizeof on);
     if (type == SOCK_STREAM)
         return verdict(connect(fd, to, length));
-    /* A datagram to a closed port of loopback is accepted and answered by an error at the next look. */
+    /* A datagram to a closed loopback port is accepted; the error follows with the next call. */
     if (connect(fd, to, length) < 0 || send(fd, "x", 1, 0) < 0)
         return errno;
     struct timeval patience = {0, 200000};
@@ -501,7 +506,7 @@ static int run_read(const void *path) {
     if (fd < 0)
         return errno;
     ssize_t got = read(fd, &byte, 1);
-    /* Nothing to read is what a masked file gives. */
+    /* A masked file is empty. */
     return got < 0 ? errno : got == 0 ? ENODATA : 0;
 }
 
@@ -550,7 +555,7 @@ static int look(const char *path, const struct stat *status, int kind, struct FT
     return 0;
 }
 
-/* Whether any file below can be opened for writing. */
+/* Reports whether any file below can be opened for writing. */
 static int run_tree(const void *path) {
     struct stat status;
     if (stat(path, &status) < 0)
@@ -704,7 +709,7 @@ static int take(const char *kind) {
         int ends[2];
         if (pipe(ends) < 0)
             return 0;
-        /* As large as it may be. */
+        /* The largest possible size. */
         fcntl(ends[1], F_SETPIPE_SZ, 1 << 20);
         return 1;
     }
@@ -729,7 +734,7 @@ static int take(const char *kind) {
         return 1;
     }
     if (!strcmp(kind, "descriptors in flight")) {
-        /* As many as one message takes, in a socket of its own that nobody reads. */
+        /* As many as fit into one message, in a separate socket that nobody reads. */
         int ends[2], flying[253];
         if (socketpair(AF_UNIX, SOCK_DGRAM, 0, ends) < 0)
             return 0;
@@ -757,7 +762,7 @@ static int take(const char *kind) {
     return 0;
 }
 
-/* In as many processes as there may be, because most limits hold for one. Ends when a process gets nothing at all. */
+/* In as many processes as possible, because most limits are per process. Ends when a process gets nothing. */
 static int exhaust(const char *kind) {
     int ends[2];
     unsigned long total = 0;
@@ -777,7 +782,7 @@ static int exhaust(const char *kind) {
             _exit(0);
         }
         unsigned long taken = 0;
-        /* A child that the out-of-memory killer took writes nothing: look at it as well. */
+        /* A child killed by the out-of-memory killer writes nothing: check its status as well. */
         for (;;) {
             fcntl(ends[0], F_SETFL, O_NONBLOCK);
             if (read(ends[0], &taken, sizeof taken) == sizeof taken || waitpid(child, NULL, WNOHANG) == child)
@@ -785,7 +790,7 @@ static int exhaust(const char *kind) {
             usleep(1000);
         }
         total += taken;
-        /* Threads count as processes, so the first child takes all. */
+        /* Threads count as processes, so the first child takes all of them. */
         if (taken < 2)
             break;
     }
@@ -811,7 +816,7 @@ static int listen_abstract(const char *name) {
     return 0;
 }
 
-/* Connections that are all open at once, each with a frame that lies about its length or says hello. */
+/* Connections that are all open at once, each with a forged frame length or a hello. */
 static int control(int count) {
     int *sockets = calloc((size_t)count, sizeof *sockets), made = 0, turned_away = 0;
     static const char hello[] = "\x40\0\0\0\1{\"reply\":\"hello\",\"protocol\":1,\"version\":\"evil\",\"role\":\"watch\"}  ";

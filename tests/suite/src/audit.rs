@@ -1,4 +1,5 @@
-//! The audit trail as tests look at it: all of it, call by call, beside what callers were answered.
+//! The audit trail from a test's view: read whole, grouped by call, and compared with the responses
+//! that callers received.
 
 use std::{
     collections::BTreeMap,
@@ -17,12 +18,13 @@ use uuid::Uuid;
 
 use crate::Answer;
 
-/// Between two looks at the whole trail.
-const LOOK: Duration = Duration::from_millis(500);
-/// No call of a test takes longer.
-const LONGEST_CALL: Duration = Duration::from_secs(120);
+/// The interval between two verifications of the trail.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// The client-side timeout of a call.
+const CALL_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Everything that is recorded, in order. Looking is recorded too, so that there is always a little more.
+/// Reads all records in order. The read itself is recorded too, so the trail always grows by a few
+/// records.
 pub async fn whole_trail(client: &UserClient) -> Result<Vec<AuditRecord>> {
     let mut records: Vec<AuditRecord> = Vec::new();
     loop {
@@ -41,8 +43,8 @@ pub async fn whole_trail(client: &UserClient) -> Result<Vec<AuditRecord>> {
     }
 }
 
-/// Waits until every call has its outcome. At no moment may the trail be anything but intact.
-pub async fn until_settled(client: &UserClient, limit: Duration) -> Result<AuditVerdict> {
+/// Waits until every call has its outcome. The trail must be intact at every verification.
+pub async fn wait_until_settled(client: &UserClient, limit: Duration) -> Result<AuditVerdict> {
     let deadline = Instant::now() + limit;
     loop {
         let mut verification = client.verify_audit().await?;
@@ -70,25 +72,25 @@ pub async fn until_settled(client: &UserClient, limit: Duration) -> Result<Audit
             Instant::now() < deadline,
             "not within {limit:?}: every call has its outcome: {verdict:?}"
         );
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
-/// What is recorded of one call.
+/// The records of one call.
 #[derive(Clone, Debug, Default)]
-pub struct Told {
+pub struct CallRecords {
     pub intents: Vec<AuditRecord>,
     pub outcomes: Vec<AuditRecord>,
 }
 
-/// The trail, call by call.
+/// The trail, grouped by call.
 #[derive(Clone, Debug, Default)]
-pub struct Trail(BTreeMap<Uuid, Told>);
+pub struct AuditTrail(BTreeMap<Uuid, CallRecords>);
 
-impl Trail {
+impl AuditTrail {
     #[must_use]
     pub fn new(records: Vec<AuditRecord>) -> Self {
-        let mut calls: BTreeMap<Uuid, Told> = BTreeMap::new();
+        let mut calls: BTreeMap<Uuid, CallRecords> = BTreeMap::new();
         for record in records {
             let Some(id) = record.body.call_id else {
                 continue;
@@ -102,18 +104,19 @@ impl Trail {
         Self(calls)
     }
 
-    /// The intent and the outcome of each call. One that has not exactly one of both, in this order, is an error.
+    /// Returns the intent and the outcome of every call. Fails unless each call has exactly one
+    /// intent, followed by exactly one outcome.
     pub fn pairs(&self) -> Result<Vec<(&AuditRecord, &AuditRecord)>> {
         self.0.keys().map(|id| self.call(*id)).collect()
     }
 
-    /// The intent and the outcome of a call: one of each.
+    /// Returns the only intent and the only outcome of a call.
     pub fn call(&self, id: Uuid) -> Result<(&AuditRecord, &AuditRecord)> {
-        let told = self
+        let records = self
             .0
             .get(&id)
-            .with_context(|| format!("nothing is recorded of call {id}"))?;
-        let (intents, outcomes) = (told.intents.as_slice(), told.outcomes.as_slice());
+            .with_context(|| format!("call {id} has no records"))?;
+        let (intents, outcomes) = (records.intents.as_slice(), records.outcomes.as_slice());
         match (intents, outcomes) {
             ([intent], [outcome])
                 if intent.cursor < outcome.cursor && intent.body.action == outcome.body.action =>
@@ -124,9 +127,9 @@ impl Trail {
         }
     }
 
-    /// Whether something that callers were answered is told: each answered call has one intent and one outcome, which says what
-    /// was answered. Only a call for which there was no database may have none.
-    pub fn check(&self, answered: &[Answered]) -> Result<()> {
+    /// Checks that every answered call has one intent and one outcome, and that the outcome carries
+    /// the response's status. A call may lack records only if the database was unavailable.
+    pub fn check(&self, answered: &[RecordedAnswer]) -> Result<()> {
         for answer in answered {
             let without_database = answer.code == "store_unavailable";
             let Some(id) = answer.call_id else {
@@ -137,14 +140,14 @@ impl Trail {
                 continue;
             }
             let (_, outcome) = self.call(id).with_context(|| format!("{answer:?}"))?;
-            // What became of these was not known when they were answered.
+            // The outcome was unknown when these responses were sent.
             if !matches!(
                 answer.code.as_str(),
                 "store_unavailable" | "outcome_pending" | "node_unreachable"
             ) {
                 ensure!(
                     outcome.body.status == Some(answer.status),
-                    "{answer:?} is told as {outcome:?}"
+                    "{answer:?} is recorded as {outcome:?}"
                 );
             }
         }
@@ -152,21 +155,21 @@ impl Trail {
     }
 }
 
-/// How a call was answered.
+/// The response to a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Answered {
-    pub what: String,
+pub struct RecordedAnswer {
+    pub route: String,
     pub call_id: Option<Uuid>,
     pub status: u16,
-    /// Of a refusal.
+    /// The problem code of a refusal, or empty.
     pub code: String,
 }
 
-impl Answered {
-    fn new(what: String, answer: &Answer) -> Self {
+impl RecordedAnswer {
+    fn new(route: String, answer: &Answer) -> Self {
         let (status, code) = answer.outcome();
         Self {
-            what,
+            route,
             call_id: answer.header(CALL_HEADER).parse().ok(),
             status,
             code,
@@ -174,45 +177,45 @@ impl Answered {
     }
 }
 
-/// A caller who remembers how each call was answered. Those that broke off are not among them.
+/// A caller that records the response to each call. Calls whose connection broke are not recorded.
 #[derive(Clone, Debug)]
-pub struct Witness {
+pub struct RecordingCaller {
     client: UserClient,
-    answered: Arc<Mutex<Vec<Answered>>>,
+    answers: Arc<Mutex<Vec<RecordedAnswer>>>,
 }
 
-impl Witness {
+impl RecordingCaller {
     #[must_use]
     pub fn new(client: UserClient) -> Self {
         Self {
             client,
-            answered: Arc::default(),
+            answers: Arc::default(),
         }
     }
 
-    /// Calls with a body, or with none if that is null. None when it broke off.
+    /// Sends a call, without a body if `body` is null. Returns `None` if the connection broke.
     pub async fn call(&self, method: Method, path: &str, body: &Value) -> Option<Answer> {
-        let what = format!("{method} {path}");
+        let route = format!("{method} {path}");
         let mut request = self
             .client
             .sessions()
             .request(method, path)
-            .timeout(LONGEST_CALL);
+            .timeout(CALL_TIMEOUT);
         if !body.is_null() {
             request = request.json(body);
         }
         let answer = Answer::of(request).await.ok()?;
-        self.answered
+        self.answers
             .lock()
             .expect("not poisoned")
-            .push(Answered::new(what, &answer));
+            .push(RecordedAnswer::new(route, &answer));
         Some(answer)
     }
 
-    /// What was answered until now.
+    /// The responses so far.
     #[must_use]
-    pub fn answered(&self) -> Vec<Answered> {
-        self.answered.lock().expect("not poisoned").clone()
+    pub fn answers(&self) -> Vec<RecordedAnswer> {
+        self.answers.lock().expect("not poisoned").clone()
     }
 }
 
@@ -241,9 +244,9 @@ mod tests {
         }
     }
 
-    fn answered(call_id: Option<Uuid>, status: u16, code: &str) -> [Answered; 1] {
-        [Answered {
-            what: "POST /v1/sessions".to_owned(),
+    fn answered(call_id: Option<Uuid>, status: u16, code: &str) -> [RecordedAnswer; 1] {
+        [RecordedAnswer {
+            route: "POST /v1/sessions".to_owned(),
             call_id,
             status,
             code: code.to_owned(),
@@ -251,20 +254,20 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_is_told_twice_or_half_or_otherwise_than_it_was_answered_is_found() {
+    fn a_call_with_duplicate_missing_or_wrong_records_is_found() {
         let id = Uuid::now_v7();
         let (intent, outcome) = (
             record(1, id, AuditKind::Intent, None),
             record(2, id, AuditKind::Outcome, Some(200)),
         );
-        let trail = Trail::new(vec![intent.clone(), outcome.clone()]);
+        let trail = AuditTrail::new(vec![intent.clone(), outcome.clone()]);
         assert!(
             trail.pairs().is_ok_and(|pairs| pairs.len() == 1)
                 && trail.check(&answered(Some(id), 200, "")).is_ok()
         );
         assert!(
             trail.check(&answered(Some(id), 404, "not_found")).is_err(),
-            "otherwise"
+            "recorded with another status"
         );
         assert!(
             trail
@@ -276,13 +279,13 @@ mod tests {
                 .check(&answered(Some(Uuid::now_v7()), 200, ""))
                 .is_err()
                 && trail.check(&answered(None, 200, "")).is_err(),
-            "not at all"
+            "not recorded"
         );
         assert!(
             trail
                 .check(&answered(Some(Uuid::now_v7()), 503, "store_unavailable"))
                 .is_ok(),
-            "nothing was done"
+            "the call had no effect"
         );
         for broken in [
             vec![intent.clone()],
@@ -299,7 +302,7 @@ mod tests {
             ],
             vec![record(3, id, AuditKind::Intent, None), outcome],
         ] {
-            let trail = Trail::new(broken);
+            let trail = AuditTrail::new(broken);
             assert!(trail.pairs().is_err() && trail.check(&answered(Some(id), 200, "")).is_err());
         }
     }

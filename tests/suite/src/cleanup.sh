@@ -1,9 +1,10 @@
 # shellcheck shell=sh disable=SC2013 # process ids are words
-# Waits for the end of its standard input, which only the test holds, then ends everything below a directory and removes it.
+# Waits for end-of-file on standard input, which only the test holds open, then kills every process
+# of a directory and removes it.
 cat >/dev/null
 dir=$1; podman=$2
 for pid in $(cat "$dir"/pids 2>/dev/null); do kill -9 "$pid" 2>/dev/null; done
-# Docker's daemon ends its containers when it is asked to; what it leaves is killed by their cgroup.
+# SIGTERM makes Docker's daemon end its containers; the rest is killed by cgroup.
 if [ -f "$dir/docker/pid" ]; then
     pid=$(cat "$dir/docker/pid")
     tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF "$dir" && kill "$pid" 2>/dev/null
@@ -19,7 +20,7 @@ if [ -f "$dir/state/worker/podman/service.json" ]; then
     pid=$(sed 's/.*"pid":\([0-9]*\).*/\1/' "$dir/state/worker/podman/service.json")
     tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF "$dir" && kill -9 "$pid" 2>/dev/null
 fi
-# An ordinary user's containers lie in namespaces that only a process of that user can enter.
+# Only a process of the same user can enter the namespaces of rootless containers.
 if [ -d "$dir/xdg" ]; then
     user=$(stat -c %u "$dir/xdg")
     runtime=$dir/xdg
@@ -29,7 +30,7 @@ if [ -d "$dir/xdg" ]; then
         session=--unset=XDG_RUNTIME_DIR
     fi
     timeout 60 setpriv --reuid="$user" --regid="$user" --clear-groups env --chdir="$dir" "$session" HOME="$dir/home" "$podman" --root "$dir/root" --runroot "$dir/run" --storage-driver overlay --runtime runc --cgroup-manager cgroupfs --events-backend none rm -f -a -t 0 >/dev/null 2>&1
-    # Podman keeps the namespace by a process for each user.
+    # Podman keeps the namespace alive with one process per user.
     for file in "$runtime"/libpod/tmp/pause.pid "$dir"/*/libpod/tmp/pause.pid; do
         pid=$(cat "$file" 2>/dev/null)
         [ -z "$pid" ] || ! grep -qs -e podman -e catatonit "/proc/$pid/cmdline" || kill -9 "$pid" 2>/dev/null

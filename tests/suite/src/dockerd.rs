@@ -1,6 +1,7 @@
-//! A Docker daemon of one test's own: private directories, no network, no firewall rules.
+//! A private Docker daemon for one test: own directories, no network, no firewall rules.
 //!
-//! It starts in less than a second, so each test has its own, and what one test does to it is seen by no other.
+//! The daemon starts in less than a second, so every test has its own and tests can't affect one
+//! another.
 
 use std::{
     path::PathBuf,
@@ -13,10 +14,10 @@ use serde_json::Value;
 
 use crate::{World, eventually, world::IMAGES};
 
-/// The user whose subordinate ids the tests use; `scripts/setup test` makes it.
+/// The user whose subordinate ids the tests use; `scripts/setup test` creates it.
 pub const TEST_USER: &str = "cynode-test";
 
-/// A second name under which the daemon knows an OCI runtime.
+/// A second name for an OCI runtime in the daemon's configuration.
 pub const OTHER_RUNTIME: &str = "other-runc";
 
 const START: Duration = Duration::from_secs(60);
@@ -27,11 +28,11 @@ impl World {
         self.directory().join("docker/sock")
     }
 
-    /// Starts the daemon and gives it the tests' images.
+    /// Starts the daemon and loads the tests' images into it.
     pub(crate) async fn start_docker(&self, remap: bool) -> Result<()> {
         let directory = self.directory().join("docker");
         fs_err::create_dir_all(&directory)?;
-        // The machine's own /etc/docker/daemon.json must not decide anything here.
+        // The machine's /etc/docker/daemon.json must not affect this daemon.
         fs_err::write(
             directory.join("daemon.json"),
             format!(r#"{{"runtimes": {{"{OTHER_RUNTIME}": {{"path": "runc"}}}}}}"#),
@@ -46,7 +47,7 @@ impl World {
         );
         let log = fs_err::File::create(directory.join("log"))?.into_parts().0;
         let mut command = Command::new("/bin/sh");
-        // By a shell that ends at once, so that nobody but init has to reap it.
+        // Start through a shell that exits at once, so that init reaps the daemon.
         command.args([
             "-c",
             "\"$@\" &",
@@ -91,7 +92,7 @@ impl World {
             .unix_socket(self.docker_socket())
             .timeout(START)
             .build()?;
-        eventually("dockerd answers", START, async || Ok(matches!(client.get("http://docker/_ping").send().await, Ok(answer) if answer.status().is_success())))
+        eventually("dockerd responds", START, async || Ok(matches!(client.get("http://docker/_ping").send().await, Ok(answer) if answer.status().is_success())))
             .await
             .with_context(|| fs_err::read_to_string(directory.join("log")).unwrap_or_default())?;
         for image in IMAGES {
@@ -119,12 +120,12 @@ impl World {
         Ok(fs_err::remove_file(archive)?)
     }
 
-    /// An image of the tests' store as an archive that any engine can load.
+    /// Saves an image of the tests' store as an archive that any engine can load.
     pub(crate) fn save_image(&self, image: &str) -> Result<PathBuf> {
         let archive = self
             .directory()
             .join(format!("{}.tar", uuid::Uuid::new_v4().simple()));
-        // Not in the world's own run root, which may be an ordinary user's.
+        // The world's run root may belong to an ordinary user, so this doesn't use it.
         let source = format!(
             "containers-storage:[overlay@{}+{}]{image}",
             Self::image_store().display(),
@@ -146,26 +147,25 @@ impl World {
         Ok(archive)
     }
 
-    /// What the daemon answers to a GET.
+    /// Sends a GET request to the daemon.
     pub(crate) fn docker_get(&self, path: &str) -> Result<Value> {
-        let mut asking = Command::new("curl");
-        asking
-            .args([
-                "--silent",
-                "--show-error",
-                "--fail",
-                "--max-time",
-                "30",
-                "--unix-socket",
-            ])
-            .arg(self.docker_socket());
-        let asked = asking.arg(format!("http://docker/{path}")).output()?;
+        let mut curl = Command::new("curl");
+        curl.args([
+            "--silent",
+            "--show-error",
+            "--fail",
+            "--max-time",
+            "30",
+            "--unix-socket",
+        ])
+        .arg(self.docker_socket());
+        let output = curl.arg(format!("http://docker/{path}")).output()?;
         ensure!(
-            asked.status.success(),
+            output.status.success(),
             "{path}: {}",
-            String::from_utf8_lossy(&asked.stderr)
+            String::from_utf8_lossy(&output.stderr)
         );
-        Ok(serde_json::from_slice(&asked.stdout)?)
+        Ok(serde_json::from_slice(&output.stdout)?)
     }
 
     pub(crate) fn docker_containers(&self) -> Result<Vec<String>> {
@@ -178,8 +178,8 @@ impl World {
             .collect())
     }
 
-    /// Whether a mount is the daemon's own and not a container's.
-    pub(crate) fn is_dockers_own_mount(&self, mounted: &str) -> bool {
+    /// Tells a mount of the daemon itself from a container's.
+    pub(crate) fn is_docker_mount(&self, mounted: &str) -> bool {
         let own = self.directory().join("docker").display().to_string();
         mounted.strip_prefix(&own).is_some_and(|rest| {
             rest == "/exec/netns/default"
@@ -188,8 +188,8 @@ impl World {
     }
 }
 
-/// Whether a command line is the daemon's or that of what it keeps running, and not a container's.
-pub(crate) fn is_dockers_own(command: &str) -> bool {
+/// Tells the daemon's own processes and their helpers from a container's.
+pub(crate) fn is_docker_file(command: &str) -> bool {
     command.split(' ').next().is_some_and(|program| {
         program.ends_with("dockerd") || program == "containerd" || program.ends_with("/containerd")
     })

@@ -1,16 +1,17 @@
-//! The harness of the end-to-end tests: a real worker with its own state directory and its own store or daemon.
+//! The harness of the end-to-end tests: a real worker with its own state directory and its own
+//! store or daemon.
 //!
-//! What a test makes is removed even when the test is killed: a small watcher process, started before anything else, waits
-//! for the end of a pipe that only the test holds, and then cleans up.
+//! Everything that a test creates is removed even when the test is killed: a watcher process,
+//! started first, waits for the end of a pipe that only the test holds open, and then cleans up.
 #![forbid(unsafe_code)]
 #![allow(
     clippy::disallowed_methods,
-    reason = "tests start programs and look at files as people do"
+    reason = "tests start programs and inspect files directly"
 )]
 
 mod audit;
 mod dockerd;
-mod plane;
+mod orchestrator;
 mod random;
 mod relay;
 mod requests;
@@ -18,18 +19,21 @@ mod simulated;
 mod user;
 mod world;
 
-pub use audit::{Answered, Told, Trail, Witness, until_settled, whole_trail};
+pub use audit::{
+    AuditTrail, CallRecords, RecordedAnswer, RecordingCaller, wait_until_settled, whole_trail,
+};
 pub use dockerd::{OTHER_RUNTIME, TEST_USER};
-pub use plane::{Held, Plane, Postgres, RunningOrchestrator, postgres_programs};
+pub use orchestrator::{ControlPlane, HoldGuard, Postgres, RunningOrchestrator, postgres_programs};
 pub use random::Random;
 pub use relay::Relay;
 pub use requests::{Answer, Http};
-pub use simulated::{Fault, LARGEST, PROMISED_MEMORY_BYTES, SimulatedWorker};
+pub use simulated::{Fault, LARGEST_LIMITS, PROMISED_MEMORY_BYTES, SimulatedWorker};
 pub use world::{
-    Engine, Options, RunningWorker, World, eventually, forget_memory_peak, memory, repository,
+    Engine, Options, RunningWorker, World, eventually, memory, repository, reset_memory_peak,
 };
 
-/// Makes a test of each of these functions for each runtime, in modules named after them. A function is given its world.
+/// Defines a test for each function and each runtime, in modules named after the runtimes. Each
+/// function receives its world.
 #[macro_export]
 macro_rules! on_every_runtime {
     ($($test:ident),+ $(,)?) => {
@@ -57,7 +61,7 @@ pub const UNLABELLED: &str = "localhost/cynode/test-unlabelled:latest";
 pub const HOSTILE: &str = "localhost/cynode/test-hostile:latest";
 pub const RUNNER: &str = "localhost/cynode/sba-runner:latest";
 
-/// What sandboxes do that burn something, each without end.
+/// Scripts that exhaust a resource; none of them ends.
 pub const BOMBS: [&str; 10] = [
     "bomb() { bomb | bomb & }; while :; do bomb; wait; done",
     "while :; do setsid sh -c 'sleep 1000' & done",
@@ -66,13 +70,14 @@ pub const BOMBS: [&str; 10] = [
     "while :; do dd if=/dev/zero of=big bs=1M; rm -f big; done",
     "while :; do i=0; while [ $i -lt 5000 ]; do echo > f$i; i=$((i+1)); done; rm -f f*; done",
     "yes flood & yes flood >&2",
-    // Not at once: it would stop what has to say that it was started.
+    // Delayed: it would also stop the process that reports the start.
     "sleep 1; while :; do kill -STOP -1; done",
     "while :; do :; done & while :; do :; done & while :; do :; done",
-    "while :; do cd /tmp; i=0; while [ $i -lt 2000 ]; do mkdir d && cd d; i=$((i+1)); done; rm -rf /tmp/d; done",
+    "while :; do cd /tmp; i=0; while [ $i -lt 2000 ]; do mkdir d && cd d; i=$((i+1)); done; rm \
+     -rf /tmp/d; done",
 ];
 
-/// A session with small limits on the busybox image.
+/// A session on the busybox image with small limits.
 #[must_use]
 pub fn session() -> SessionCreate {
     let mut request = SessionCreate::new(TaskId::generate(), SessionId::generate(), IMAGE);
@@ -83,7 +88,7 @@ pub fn session() -> SessionCreate {
     request
 }
 
-/// A job of a shell script with small limits on the busybox image.
+/// A job that runs a shell script on the busybox image with small limits.
 #[must_use]
 pub fn job(script: &str) -> JobRun {
     let mut request = JobRun::command(
@@ -100,7 +105,7 @@ pub fn job(script: &str) -> JobRun {
     request
 }
 
-/// A command with a minute to run.
+/// A command with a timeout of one minute.
 pub fn exec<S: Into<String>>(argv: impl IntoIterator<Item = S>) -> ExecRequest {
     ExecRequest {
         argv: argv.into_iter().map(Into::into).collect(),
@@ -109,17 +114,7 @@ pub fn exec<S: Into<String>>(argv: impl IntoIterator<Item = S>) -> ExecRequest {
     }
 }
 
-/// Bytes in hexadecimal digits.
-#[must_use]
-pub fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write as _;
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _infallible = write!(text, "{byte:02x}");
-        text
-    })
-}
-
-/// A shell script as a command.
+/// A command that runs a shell script.
 pub fn sh(script: &str) -> ExecRequest {
     exec(["/bin/sh", "-c", script])
 }

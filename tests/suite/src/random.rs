@@ -1,8 +1,8 @@
-//! Chance that can be repeated.
+//! A repeatable source of randomness.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Numbers that look random and follow from a seed (SplitMix64).
+/// A pseudo-random number generator (SplitMix64).
 #[derive(Clone, Debug)]
 pub struct Random {
     seed: u64,
@@ -10,41 +10,41 @@ pub struct Random {
 }
 
 impl Random {
-    /// From `CYNODE_SEED`, or from the clock. The seed is printed, so that a run can be repeated.
+    /// Seeds from `CYNODE_SEED`, or from the clock. Prints the seed so that a run can be repeated.
     #[must_use]
     pub fn seeded() -> Self {
-        Self::chosen(|| {
+        Self::from_env_or(|| {
             SystemTime::now()
                 .duration_since(UNIX_EPOCH)
                 .map_or(1, |since| since.as_secs() ^ u64::from(since.subsec_nanos()))
         })
     }
 
-    /// From `CYNODE_SEED`, or the same in each run.
+    /// Seeds from `CYNODE_SEED`, or with a fixed seed.
     #[must_use]
-    pub fn usual(seed: u64) -> Self {
-        Self::chosen(|| seed)
+    pub fn with_seed(seed: u64) -> Self {
+        Self::from_env_or(|| seed)
     }
 
-    fn chosen(otherwise: impl FnOnce() -> u64) -> Self {
-        let chosen = std::env::var("CYNODE_SEED")
+    fn from_env_or(otherwise: impl FnOnce() -> u64) -> Self {
+        let from_env_or = std::env::var("CYNODE_SEED")
             .ok()
             .and_then(|text| text.parse().ok());
-        let seed = chosen.unwrap_or_else(otherwise);
-        #[expect(clippy::print_stdout, reason = "a run that failed is repeated with it")]
+        let seed = from_env_or.unwrap_or_else(otherwise);
+        #[expect(clippy::print_stdout, reason = "the seed repeats a failed run")]
         {
             println!("seed: CYNODE_SEED={seed}");
         }
         Self { seed, state: seed }
     }
 
-    /// What it began with.
+    /// The initial seed.
     #[must_use]
     pub const fn seed(&self) -> u64 {
         self.seed
     }
 
-    /// Another, which follows from this one and from then on goes its own way: for somebody who runs beside others.
+    /// Derives an independent generator, for a task that runs concurrently with others.
     #[must_use]
     pub fn fork(&mut self) -> Self {
         let seed = self.number();
@@ -59,17 +59,17 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// Below `bound`, which is not 0.
+    /// A number below `bound`, which must not be 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.number() % bound
     }
 
-    /// The same in another order.
+    /// Shuffles the items.
     #[must_use]
     pub fn shuffled<T, const N: usize>(&mut self, mut items: [T; N]) -> [T; N] {
         for last in (1..N).rev() {
-            let chosen = self.below(last as u64 + 1);
-            items.swap(last, usize::try_from(chosen).unwrap_or(0));
+            let from_env_or = self.below(last as u64 + 1);
+            items.swap(last, usize::try_from(from_env_or).unwrap_or(0));
         }
         items
     }

@@ -1,4 +1,4 @@
-//! A way between two processes that a test can close and lead elsewhere.
+//! A TCP relay between two processes that a test can disconnect and redirect.
 
 use std::net::SocketAddr;
 
@@ -9,26 +9,31 @@ use tokio::{
     task::JoinHandle,
 };
 
-/// Passes connections on to where it leads. A change of that breaks those that there are; while it leads nowhere, new ones break too.
+/// Forwards connections to its target. A change of the target breaks open connections; without a
+/// target, new connections break too.
 #[derive(Debug)]
 pub struct Relay {
     address: SocketAddr,
-    way: watch::Sender<Option<SocketAddr>>,
+    target: watch::Sender<Option<SocketAddr>>,
     task: JoinHandle<()>,
 }
 
 impl Relay {
-    /// Leads nowhere yet.
+    /// Creates a relay without a target.
     pub async fn new() -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let (address, way) = (listener.local_addr()?, watch::Sender::new(None));
-        let ways = way.subscribe();
+        let (address, target) = (listener.local_addr()?, watch::Sender::new(None));
+        let targets = target.subscribe();
         let task = tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                tokio::spawn(pass(stream, ways.clone()));
+                tokio::spawn(forward(stream, targets.clone()));
             }
         });
-        Ok(Self { address, way, task })
+        Ok(Self {
+            address,
+            target,
+            task,
+        })
     }
 
     #[must_use]
@@ -36,18 +41,18 @@ impl Relay {
         format!("http://{}", self.address)
     }
 
-    pub fn lead_to(&self, url: &str) -> Result<()> {
+    pub fn route_to(&self, url: &str) -> Result<()> {
         let address = url
             .strip_prefix("http://")
             .and_then(|address| address.trim_end_matches('/').parse().ok());
-        self.way.send_replace(Some(
-            address.with_context(|| format!("'{url}' is not the address of a process here"))?,
+        self.target.send_replace(Some(
+            address.with_context(|| format!("'{url}' is not a local address"))?,
         ));
         Ok(())
     }
 
     pub fn cut(&self) {
-        self.way.send_replace(None);
+        self.target.send_replace(None);
     }
 }
 
@@ -57,16 +62,16 @@ impl Drop for Relay {
     }
 }
 
-async fn pass(mut from: TcpStream, mut ways: watch::Receiver<Option<SocketAddr>>) {
-    let Some(way) = *ways.borrow_and_update() else {
+async fn forward(mut from: TcpStream, mut targets: watch::Receiver<Option<SocketAddr>>) {
+    let Some(target) = *targets.borrow_and_update() else {
         return;
     };
-    let passed = async {
-        let mut to = TcpStream::connect(way).await?;
+    let forwarded = async {
+        let mut to = TcpStream::connect(target).await?;
         tokio::io::copy_bidirectional(&mut from, &mut to).await
     };
     tokio::select! {
-        _ = passed => {}
-        _ = ways.changed() => {}
+        _ = forwarded => {}
+        _ = targets.changed() => {}
     }
 }

@@ -1,4 +1,5 @@
-//! Requests as a foreign client sends them: any header, any body, and the answer as it came.
+//! Raw HTTP requests, as a foreign client sends them: any header, any body, and the unparsed
+//! response.
 
 use anyhow::{Context as _, Result};
 use bytes::Bytes;
@@ -8,7 +9,7 @@ use reqwest::RequestBuilder;
 
 use crate::RunningWorker;
 
-/// A plain HTTP client of one worker. It knows the token and nothing else of the API.
+/// A plain HTTP client of one worker. It knows the token and nothing else about the API.
 #[derive(Clone, Debug)]
 pub struct Http {
     client: reqwest::Client,
@@ -16,7 +17,7 @@ pub struct Http {
     token: String,
 }
 
-/// A whole answer.
+/// A complete response.
 #[derive(Clone, Debug)]
 pub struct Answer {
     pub status: u16,
@@ -33,7 +34,7 @@ impl Http {
         })
     }
 
-    /// A client of whoever is at an address.
+    /// A client for an arbitrary address.
     pub fn to(base: &str, token: &str) -> Result<Self> {
         Ok(Self {
             client: reqwest::Client::builder().no_proxy().build()?,
@@ -42,12 +43,12 @@ impl Http {
         })
     }
 
-    /// With the token.
+    /// A request with the token.
     pub fn request(&self, method: Method, path: &str) -> RequestBuilder {
         self.anonymous(method, path).bearer_auth(&self.token)
     }
 
-    /// Without any token.
+    /// A request without a token.
     pub fn anonymous(&self, method: Method, path: &str) -> RequestBuilder {
         self.client.request(method, format!("{}{path}", self.base))
     }
@@ -63,7 +64,7 @@ impl Answer {
         })
     }
 
-    /// A header's text; empty when it is not there.
+    /// A header's value, or an empty string if it is missing.
     #[must_use]
     pub fn header(&self, name: &str) -> &str {
         self.headers
@@ -77,7 +78,7 @@ impl Answer {
             .with_context(|| format!("{}: {}", self.status, String::from_utf8_lossy(&self.body)))
     }
 
-    /// The status and, when it is a refusal, the problem's code.
+    /// The status, and the problem's code if the response is a refusal.
     #[must_use]
     pub fn outcome(&self) -> (u16, String) {
         (

@@ -1,4 +1,4 @@
-//! A world of an ordinary user: everything in it belongs to that user and runs as such.
+//! The world of an ordinary user, who owns everything in it and runs all its processes.
 
 use std::{
     os::unix::fs::PermissionsExt as _,
@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, ensure};
 use crate::{Engine, TEST_USER, World, world::IMAGES};
 
 impl World {
-    pub(crate) fn is_users(&self) -> bool {
+    pub(crate) fn is_rootless(&self) -> bool {
         matches!(
             self.engine(),
             Engine::Rootless | Engine::RootlessWithoutSession
@@ -25,8 +25,8 @@ impl World {
         )?))
     }
 
-    /// Gives the directory to the user, with the programs (the build may lie where that user can't look) and the images,
-    /// of which each user needs copies of their own.
+    /// Gives the directory to the user, with copies of the programs (the build may lie where the
+    /// user has no access) and of the images.
     pub(crate) fn prepare_user(&self) -> Result<()> {
         let binaries = self.directory().join("bin");
         let cynode = Self::cynode()?;
@@ -41,7 +41,7 @@ impl World {
             binaries.join("cynode-sba"),
         )?;
         if self.engine() == Engine::RootlessWithoutSession {
-            // The watcher removes what lies elsewhere too.
+            // Tells the watcher to remove directories outside the world too.
             fs_err::write(self.directory().join("without-session"), "")?;
         }
         for name in ["home", "xdg", "root", "run", "state/worker/podman"] {
@@ -51,12 +51,12 @@ impl World {
             self.directory().join("xdg"),
             std::fs::Permissions::from_mode(0o700),
         )?;
-        let given = Command::new("chown")
+        let chown = Command::new("chown")
             .args(["--recursive", &format!("{TEST_USER}:{TEST_USER}")])
             .arg(self.directory())
             .status()?;
-        ensure!(given.success(), "giving the world to {TEST_USER}");
-        // Makes the namespace in which all of this user's Podman lives.
+        ensure!(chown.success(), "giving the world to {TEST_USER}");
+        // Creates the user namespace that all of this user's Podman commands share.
         let made = self
             .as_user(Path::new("podman"))
             .arg("--root")
@@ -90,7 +90,7 @@ impl World {
         Ok(fs_err::remove_file(archive)?)
     }
 
-    /// A program run by the user, with nothing of our environment but the path.
+    /// A command that runs as the user, with only `PATH` from our environment.
     #[must_use]
     pub fn as_user(&self, program: &Path) -> Command {
         let mut command = Command::new("setpriv");
@@ -116,7 +116,7 @@ impl World {
         command
     }
 
-    /// The start of a command that runs in the user's namespace, as a worker's own do.
+    /// A command prefix that enters the user's namespace, like the worker's own commands do.
     pub(crate) fn in_namespace(&self) -> Command {
         let pause = fs_err::read_to_string(self.pause_file()).unwrap_or_default();
         let mut command = self.as_user(Path::new("nsenter"));
@@ -138,7 +138,7 @@ impl World {
         command
     }
 
-    /// Where Podman notes the process that keeps the namespace.
+    /// The file in which Podman records the process that keeps the namespace alive.
     fn pause_file(&self) -> PathBuf {
         let runtime = match self.engine() {
             Engine::RootlessWithoutSession => PathBuf::from(format!(

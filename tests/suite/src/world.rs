@@ -1,4 +1,4 @@
-//! One test's part of the machine.
+//! The part of the machine that belongs to one test.
 
 use std::{
     io::Write as _,
@@ -9,10 +9,10 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use cynode_client::WorkerClient;
+use cynode_client::SessionClient;
 use serde_json::Value;
 
-use crate::dockerd::is_dockers_own;
+use crate::dockerd::is_docker_file;
 
 /// The repository's root.
 #[must_use]
@@ -24,10 +24,10 @@ pub fn repository() -> PathBuf {
         .to_path_buf()
 }
 
-/// Between two looks at a condition.
+/// The interval between two evaluations of a condition.
 const POLL: Duration = Duration::from_millis(20);
 
-/// Waits until a condition holds, looking again and again.
+/// Polls until a condition holds.
 pub async fn eventually(
     what: &str,
     limit: Duration,
@@ -41,15 +41,15 @@ pub async fn eventually(
     Ok(())
 }
 
-/// What every world has; others are loaded where a test needs them.
+/// Images that every world has; tests load others when they need them.
 pub(crate) const IMAGES: [&str; 3] = [crate::IMAGE, crate::UNLABELLED, crate::HOSTILE];
 
-/// How a worker is started, where it differs from the default.
+/// Options of a worker that differ from the defaults.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Keys of the section `[worker]`.
+    /// Keys of the `[worker]` section.
     pub settings: Vec<(String, String)>,
-    /// Variables of the worker's environment.
+    /// Environment variables of the worker.
     pub env: Vec<(String, String)>,
 }
 
@@ -67,37 +67,38 @@ impl Options {
     }
 }
 
-/// What runs the containers of a test.
+/// The container engine of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engine {
-    /// As root.
+    /// Podman as root.
     Podman,
-    /// As an ordinary user.
+    /// Podman as an ordinary user.
     Rootless,
-    /// The same without a login session: no `XDG_RUNTIME_DIR`. What Podman and the worker use instead is the user's alone,
-    /// so only one test may have it.
+    /// Rootless Podman without a login session: no `XDG_RUNTIME_DIR`. The fallback directories
+    /// exist once per user, so only one test may use this.
     RootlessWithoutSession,
-    /// A daemon of the test's own with `userns-remap`.
+    /// A private Docker daemon with `userns-remap`.
     Docker,
-    /// The same without it: ids inside are the host's.
+    /// A private Docker daemon without `userns-remap`: ids inside are the host's.
     DockerUnmapped,
 }
 
-/// A state directory, a store of containers and a watcher that removes both.
+/// A state directory, a container store, and a watcher that removes both.
 #[derive(Debug)]
 pub struct World {
     directory: PathBuf,
     engine: Engine,
     watcher: Child,
-    /// Its end is the watcher's signal.
+    /// Closing it tells the watcher to clean up.
     lifeline: Option<ChildStdin>,
 }
 
-/// Ends everything below a directory and removes it. The arguments: the directory, Podman's program.
+/// Kills every process of a world and removes its directory. Arguments: the directory, Podman's
+/// program.
 const CLEANUP: &str = include_str!("cleanup.sh");
 
 impl World {
-    /// With Podman, as root.
+    /// A world with Podman as root.
     pub fn new() -> Result<Self> {
         Self::with(Engine::Podman)
     }
@@ -108,7 +109,7 @@ impl World {
             Engine::Podman => {}
             Engine::Rootless | Engine::RootlessWithoutSession => world.prepare_user()?,
             Engine::Docker | Engine::DockerUnmapped => {
-                world.start_docker(engine == Engine::Docker).await?
+                world.start_docker(engine == Engine::Docker).await?;
             }
         }
         Ok(world)
@@ -121,7 +122,7 @@ impl World {
             .args(["-c", CLEANUP, "cynode-test-cleanup"])
             .arg(&directory)
             .arg("podman");
-        // Its own group: a Ctrl-C at the test must not end the cleanup.
+        // A separate process group: Ctrl-C at the test must not end the cleanup.
         watcher
             .process_group(0)
             .stdin(Stdio::piped())
@@ -155,7 +156,7 @@ impl World {
         self.directory.join("state")
     }
 
-    /// The cgroup that this world's sandboxes run below.
+    /// The cgroup above this world's sandboxes.
     #[must_use]
     pub fn cgroup_parent(&self) -> String {
         self.directory
@@ -165,13 +166,13 @@ impl World {
             .into_owned()
     }
 
-    /// Where workers are started. They have no business there.
+    /// The working directory of workers, which they must not use.
     #[must_use]
     pub(crate) fn working_directory(&self) -> PathBuf {
         self.directory.join("cwd")
     }
 
-    /// The store in which `scripts/test` put the images.
+    /// The store in which `scripts/test` puts the images.
     #[must_use]
     pub fn image_store() -> PathBuf {
         std::env::var_os("CYNODE_TEST_IMAGE_STORE").map_or_else(
@@ -180,7 +181,7 @@ impl World {
         )
     }
 
-    /// The `cynode` that belongs to this build.
+    /// The `cynode` binary of this build.
     pub fn cynode() -> Result<PathBuf> {
         let program = std::env::current_exe()?;
         let directory = program
@@ -191,19 +192,19 @@ impl World {
             .join("cynode"))
     }
 
-    /// `cynode`, as the user whose world this is.
+    /// A `cynode` command that runs as the world's user.
     pub fn command(&self) -> Result<Command> {
-        Ok(if self.is_users() {
+        Ok(if self.is_rootless() {
             self.as_user(&self.directory.join("bin/cynode"))
         } else {
             Command::new(Self::cynode()?)
         })
     }
 
-    /// Podman with this world's store.
+    /// A Podman command on this world's store.
     #[must_use]
     pub fn podman(&self) -> Command {
-        let mut command = if self.is_users() {
+        let mut command = if self.is_rootless() {
             self.in_namespace()
         } else {
             Command::new("env")
@@ -232,7 +233,7 @@ impl World {
         command
     }
 
-    /// The configuration file of this world's worker.
+    /// Writes the worker's configuration file.
     pub fn config(&self, options: &Options) -> Result<PathBuf> {
         let path = self.directory.join("cynode.toml");
         let mut text = String::from("[worker]\n");
@@ -243,9 +244,9 @@ impl World {
             ("listen", "\"127.0.0.1:0\"".to_owned()),
             ("default_image", format!("{:?}", crate::IMAGE)),
             ("oci_runtime", "\"runc\"".to_owned()),
-            // Tests count containers.
+            // Tests count containers, so no spares.
             ("pool_size", "0".to_owned()),
-            // Removed with the rest of the world.
+            // Removed together with the world.
             ("cgroup_parent", format!("{:?}", self.cgroup_parent())),
         ];
         match self.engine {
@@ -301,7 +302,7 @@ impl World {
     /// Starts a worker without waiting.
     pub fn start_worker(&self, options: &Options) -> Result<RunningWorker> {
         let config = self.config(options)?;
-        // The address of an earlier worker must not be taken for this one's.
+        // A stale address must not be mistaken for the new worker's.
         drop(fs_err::remove_file(self.state_dir().join("worker/url")));
         let log = fs_err::OpenOptions::new()
             .create(true)
@@ -317,6 +318,7 @@ impl World {
             .arg("--config")
             .arg(config);
         command
+            .envs(cynode_service::allocator::ENVIRONMENT)
             .envs(options.env.iter().cloned())
             .env("CYNODE_LOG", "debug")
             .env_remove("CYNODE_URL")
@@ -328,7 +330,7 @@ impl World {
             .process_group(0)
             .current_dir(self.working_directory());
         let child = command.spawn().context("starting the worker")?;
-        self.remember(child.id())?;
+        self.kill_on_cleanup(child.id())?;
         Ok(RunningWorker {
             child,
             state_dir: self.state_dir(),
@@ -336,8 +338,8 @@ impl World {
         })
     }
 
-    /// A process that the watcher shall end.
-    pub fn remember(&self, pid: u32) -> Result<()> {
+    /// Registers a process that the watcher must kill.
+    pub fn kill_on_cleanup(&self, pid: u32) -> Result<()> {
         let mut pids = fs_err::OpenOptions::new()
             .create(true)
             .append(true)
@@ -346,9 +348,9 @@ impl World {
         Ok(())
     }
 
-    /// Containers in this world's store, whatever made them.
+    /// All containers in this world's store.
     pub fn containers(&self) -> Result<Vec<String>> {
-        if self.is_dockers() {
+        if self.is_docker() {
             return self.docker_containers();
         }
         let output = self
@@ -366,35 +368,36 @@ impl World {
             .collect())
     }
 
-    const fn is_dockers(&self) -> bool {
+    const fn is_docker(&self) -> bool {
         matches!(self.engine, Engine::Docker | Engine::DockerUnmapped)
     }
 
-    /// Makes sure that an image is there. Podman as root has those of the tests' store anyway; the others need copies.
+    /// Makes an image available. Podman as root reads the tests' store directly; the other engines
+    /// need copies.
     pub async fn load(&self, image: &str) -> Result<()> {
         if IMAGES.contains(&image) || self.engine == Engine::Podman {
             Ok(())
-        } else if self.is_dockers() {
+        } else if self.is_docker() {
             self.load_into_docker(image).await
         } else {
             self.load_for_user(image)
         }
     }
 
-    /// The socket on which this world's engine takes orders.
+    /// The socket of this world's engine.
     #[must_use]
     pub fn engine_socket(&self) -> PathBuf {
-        if self.is_dockers() {
+        if self.is_docker() {
             self.docker_socket()
         } else {
             self.state_dir().join("worker/podman/podman.sock")
         }
     }
 
-    /// What the engine says of each container. The field names that Podman and Docker share are the same.
+    /// Inspects each container. Callers rely only on fields that Podman and Docker share.
     pub fn inspect(&self) -> Result<Vec<Value>> {
         let containers = self.containers()?;
-        if self.is_dockers() {
+        if self.is_docker() {
             return containers
                 .iter()
                 .map(|id| self.docker_get(&format!("containers/{id}/json")))
@@ -413,9 +416,9 @@ impl World {
         Ok(serde_json::from_slice(&output.stdout)?)
     }
 
-    /// Volumes that the engine keeps on the host's disk.
+    /// Volumes on the host's disk.
     pub fn volumes(&self) -> Result<Vec<String>> {
-        if self.is_dockers() {
+        if self.is_docker() {
             let listed = self.docker_get("volumes")?;
             return Ok(listed["Volumes"]
                 .as_array()
@@ -436,7 +439,8 @@ impl World {
             .collect())
     }
 
-    /// What is left on this machine of a worker that was told to end everything: containers, mounts, processes, sockets.
+    /// Lists what a worker left behind after a full shutdown: containers, mounts, processes,
+    /// sockets.
     pub fn leftovers(&self) -> Result<Vec<String>> {
         let mut left: Vec<String> = self
             .containers()?
@@ -446,10 +450,10 @@ impl World {
         let directory = self.directory.display().to_string();
         for line in fs_err::read_to_string("/proc/self/mountinfo")?.lines() {
             let mounted = line.split(' ').nth(4).unwrap_or_default();
-            // What the store and the daemon keep for themselves goes with them.
+            // Mounts and processes of the store and the daemon are removed with them.
             if mounted.starts_with(&directory)
                 && mounted != format!("{directory}/root/overlay")
-                && !self.is_dockers_own_mount(mounted)
+                && !self.is_docker_mount(mounted)
             {
                 left.push(format!("mount {mounted}"));
             }
@@ -462,7 +466,7 @@ impl World {
             let command = String::from_utf8_lossy(&command).replace('\0', " ");
             if command.contains(&directory)
                 && !command.contains("cynode-test-cleanup")
-                && !is_dockers_own(&command)
+                && !is_docker_file(&command)
             {
                 left.push(format!("process {}: {command}", path.display()));
             }
@@ -477,7 +481,7 @@ impl World {
         Ok(left)
     }
 
-    /// Waits until nothing is left.
+    /// Waits until no leftovers remain.
     pub async fn assert_clean(&self) -> Result<()> {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
@@ -499,7 +503,7 @@ impl Drop for World {
                 let tail: Vec<&str> = log.lines().rev().take(60).collect();
                 #[expect(
                     clippy::print_stderr,
-                    reason = "what they said helps to read a failure"
+                    reason = "the output helps to diagnose a failure"
                 )]
                 {
                     eprintln!("--- the end of {name} ---");
@@ -533,13 +537,13 @@ impl RunningWorker {
             .to_owned())
     }
 
-    pub fn client(&self) -> Result<WorkerClient> {
-        // Installed once per process; a second time changes nothing.
+    pub fn client(&self) -> Result<SessionClient> {
+        // Installed once per process; a second call has no effect.
         drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
-        Ok(WorkerClient::new(&self.url()?, &self.token()?)?)
+        Ok(SessionClient::new(&self.url()?, &self.token()?)?)
     }
 
-    /// What the worker says.
+    /// The log file.
     #[must_use]
     pub fn log(&self) -> PathBuf {
         self.log.clone()
@@ -552,7 +556,7 @@ impl RunningWorker {
 
     pub async fn wait_until_ready(&self) -> Result<()> {
         let deadline = Instant::now() + Duration::from_secs(60);
-        let client = asking()?;
+        let client = probe_client()?;
         loop {
             if let Ok(url) = self.url()
                 && let Ok(response) = client.get(format!("{url}/readyz")).send().await
@@ -572,7 +576,7 @@ impl RunningWorker {
         }
     }
 
-    /// SIGKILL, at once.
+    /// Sends SIGKILL.
     pub fn kill(&mut self) -> Result<()> {
         self.child.kill()?;
         self.child.wait()?;
@@ -586,7 +590,7 @@ impl RunningWorker {
         Ok(rustix::process::kill_process(pid, signal)?)
     }
 
-    /// Waits until the worker has ended by itself.
+    /// Waits until the worker exits by itself.
     pub async fn wait(&mut self, limit: Duration) -> Result<std::process::ExitStatus> {
         let deadline = Instant::now() + limit;
         loop {
@@ -595,13 +599,13 @@ impl RunningWorker {
             }
             ensure!(
                 Instant::now() < deadline,
-                "the worker did not end within {limit:?}"
+                "the worker did not exit within {limit:?}"
             );
             tokio::time::sleep(POLL).await;
         }
     }
 
-    /// Asks the worker to end with all its sandboxes, and waits for it.
+    /// Shuts the worker down with all its sandboxes and waits for its exit.
     pub async fn shut_down(&mut self) -> Result<()> {
         let client = reqwest::Client::new();
         let response = client
@@ -621,13 +625,13 @@ impl RunningWorker {
         Ok(())
     }
 
-    /// The worker's resident memory in bytes, now and at its highest.
+    /// The worker's resident memory in bytes: current and peak.
     pub fn memory(&self) -> Result<(u64, u64)> {
         memory(self.child.id())
     }
 }
 
-/// A process's resident memory in bytes, now and at its highest.
+/// A process's resident memory in bytes: current and peak.
 pub fn memory(pid: u32) -> Result<(u64, u64)> {
     let status = fs_err::read_to_string(format!("/proc/{pid}/status"))?;
     let field = |name: &str| {
@@ -647,14 +651,14 @@ pub fn memory(pid: u32) -> Result<(u64, u64)> {
     Ok((field("VmRSS:")?, field("VmHWM:")?))
 }
 
-/// The highest that a process's memory was counts from now on.
-pub fn forget_memory_peak(pid: u32) -> Result<()> {
+/// Resets the peak of a process's resident memory.
+pub fn reset_memory_peak(pid: u32) -> Result<()> {
     Ok(fs_err::write(format!("/proc/{pid}/clear_refs"), "5")?)
 }
 
-/// Asks whether somebody is there; whose certificate it shows is another question.
-pub(crate) fn asking() -> Result<reqwest::Client> {
-    // Installed once per process; a second time changes nothing.
+/// A client for readiness probes; it accepts any certificate.
+pub(crate) fn probe_client() -> Result<reqwest::Client> {
+    // Installed once per process; a second call has no effect.
     drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
     Ok(reqwest::Client::builder()
         .timeout(Duration::from_secs(5))

@@ -1,18 +1,18 @@
-//! One call in one line.
+//! Describes a call in one line.
 
 use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditRecord, AuditResult, AuditSubject};
 use serde_json::Value;
 
 use super::{
     Call,
-    text::{cut, duration, plural, quoted, shown, size},
+    text::{duration, plural, quoted, shown, size, truncate},
 };
-use crate::action::{About, Verb, about, verb};
+use crate::action::{TargetKind, Verb, target_kind, verb};
 
-/// How many of a call's files its line names.
+/// The number of changed files that a line names.
 const MAX_FILES: usize = 5;
 
-pub(super) fn who(subject: Option<&AuditSubject>) -> String {
+pub(super) fn actor(subject: Option<&AuditSubject>) -> String {
     let Some(subject) = subject else {
         return "system".to_owned();
     };
@@ -30,12 +30,12 @@ pub(super) fn who(subject: Option<&AuditSubject>) -> String {
     }
 }
 
-pub(super) fn what(call: &Call<'_>) -> String {
+pub(super) fn summary(call: &Call<'_>) -> String {
     let body = &call.first().body;
-    let asked = match about(body) {
-        About::Exec => exec(call),
-        About::File => file(call),
-        About::Artifact | About::Other => other(call),
+    let request = match target_kind(body) {
+        TargetKind::Exec => exec(call),
+        TargetKind::File => file(call),
+        TargetKind::Artifact | TargetKind::Other => other(call),
     };
     if call.is_denied() {
         return denied(call);
@@ -43,15 +43,15 @@ pub(super) fn what(call: &Call<'_>) -> String {
     let end = if call.is_open() {
         " → no outcome yet".to_owned()
     } else {
-        match about(body) {
-            About::Exec => exec_end(call),
+        match target_kind(body) {
+            TargetKind::Exec => exec_end(call),
             _ => end(call),
         }
     };
-    format!("{}{end}", cut(&asked))
+    format!("{}{end}", truncate(&request))
 }
 
-/// One record by itself: `intent  ada  session.exec make test → allowed by default/owners`.
+/// One record on its own: `intent  ada  session.exec make test → allowed by rule default/owners`.
 pub(super) fn headline(record: &AuditRecord) -> String {
     let body = &record.body;
     let is_outcome = body.kind == AuditKind::Outcome;
@@ -60,14 +60,14 @@ pub(super) fn headline(record: &AuditRecord) -> String {
         outcome: is_outcome.then_some(record),
     };
     let changes: Vec<String> = call.changes().iter().take(MAX_FILES).map(change).collect();
-    let asked = if changes.is_empty() {
+    let request = if changes.is_empty() {
         other(&call)
     } else {
         format!("{} {}", shown(&body.action), changes.join(", "))
     };
     let end = if is_outcome {
-        match (about(body), call.result()) {
-            (About::Exec, _) => exec_end(&call),
+        match (target_kind(body), call.result()) {
+            (TargetKind::Exec, _) => exec_end(&call),
             (_, Some(result)) => format!(" → {}", failure(&call, result)),
             (_, None) => String::new(),
         }
@@ -79,14 +79,14 @@ pub(super) fn headline(record: &AuditRecord) -> String {
                 " → allowed"
             }
         });
-        word.map(|word| format!("{word}{}", by(body)))
+        word.map(|word| format!("{word}{}", decided_by(body)))
             .unwrap_or_default()
     };
     format!(
         "{}  {}  {}{end}",
         body.kind.as_str(),
-        who(body.subject.as_ref()),
-        cut(&asked)
+        actor(body.subject.as_ref()),
+        truncate(&request)
     )
 }
 
@@ -182,7 +182,7 @@ fn file(call: &Call<'_>) -> String {
             } else {
                 String::new()
             };
-            // Each could be long; at least the first is there as a whole.
+            // Paths can be long; name at least the first one in full.
             let listed = format!(
                 "{word} {}: {}{rest}",
                 plural(changes.len() as u64, "file", "files"),
@@ -243,7 +243,7 @@ fn failure(call: &Call<'_>, result: AuditResult) -> String {
         AuditResult::Failed => "failed",
         AuditResult::Refused => "refused",
         AuditResult::NotStarted => "not started",
-        AuditResult::Unknown => "nobody knows what came of it",
+        AuditResult::Unknown => "outcome unknown",
     };
     call.code().map_or_else(
         || word.to_owned(),
@@ -254,13 +254,13 @@ fn failure(call: &Call<'_>, result: AuditResult) -> String {
 fn denied(call: &Call<'_>) -> String {
     let body = &call.first().body;
     let target = target(call)
-        .map(|target| format!(" {}", cut(&target)))
+        .map(|target| format!(" {}", truncate(&target)))
         .unwrap_or_default();
-    format!("denied {}{target}{}", shown(&body.action), by(body))
+    format!("denied {}{target}{}", shown(&body.action), decided_by(body))
 }
 
-/// Which rules decided, or else at which stage it fell.
-fn by(body: &AuditBody) -> String {
+/// The rules that decided, or else the stage that denied the call.
+fn decided_by(body: &AuditBody) -> String {
     match (body.rules.as_slice(), &body.stage) {
         ([], Some(stage)) => format!(" at stage {}", shown(stage)),
         ([], None) => String::new(),

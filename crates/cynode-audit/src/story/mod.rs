@@ -1,7 +1,8 @@
-//! What happened, for a person: calls as one line each, in order, and what it comes to.
+//! Renders audit records for people: one line per call, in order, and a summary.
 //!
-//! Whatever a sandbox or a caller chose (arguments, paths, names) is shown with its control characters escaped: reading
-//! the audit must not drive a terminal, nor may a name turn the direction of a line.
+//! Text chosen by a sandbox or a caller (arguments, paths, names) has its control characters
+//! escaped: reading the audit trail must not drive a terminal, nor may a name reverse the direction
+//! of a line.
 
 mod describe;
 mod text;
@@ -16,9 +17,9 @@ use uuid::Uuid;
 
 pub use self::text::is_hidden;
 pub(crate) use self::text::quoted;
-use crate::action::{About, Verb, about, verb};
+use crate::action::{TargetKind, Verb, target_kind, verb};
 
-/// The most names that a summary lists.
+/// The number of names that a summary lists.
 const MAX_NAMES: usize = 100;
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -27,7 +28,7 @@ pub struct Story {
     pub summary: StorySummary,
 }
 
-/// A call with what came of it, or something that happened.
+/// A call with its outcome, or an event.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StoryLine {
     pub cursor: i64,
@@ -42,7 +43,7 @@ pub struct StoryLine {
     pub decision: Option<AuditDecision>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub result: Option<AuditResult>,
-    /// Nothing is known yet of what came of it.
+    /// The call has no outcome yet.
     pub open: bool,
 }
 
@@ -54,9 +55,9 @@ pub struct StorySummary {
     pub to: Option<OffsetDateTime>,
     pub actors: Vec<String>,
     pub commands: StoryCommands,
-    /// Files that were written, moved or deleted, in the order in which they were first touched.
+    /// Files written, moved or deleted, in the order of their first change.
     pub files: Vec<String>,
-    /// How many more there were.
+    /// The number of files left out of `files`.
     pub more_files: u64,
     pub artifacts: Vec<String>,
     pub more_artifacts: u64,
@@ -68,7 +69,8 @@ pub struct StorySummary {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct StoryCommands {
     pub count: u64,
-    /// Ended otherwise than with 0, or could not be started; those out of time not among them.
+    /// Commands that exited with another code than 0 or did not start, without those that timed
+    /// out.
     pub failed: u64,
     pub timed_out: u64,
 }
@@ -87,7 +89,7 @@ impl<'a> Call<'a> {
             .expect("a call has an intent or an outcome")
     }
 
-    /// Of the outcome, else of the intent.
+    /// A member of the outcome's detail, else of the intent's.
     fn get(&self, name: &str) -> Option<&'a Value> {
         [self.outcome, self.intent]
             .into_iter()
@@ -143,24 +145,24 @@ impl<'a> Call<'a> {
     }
 }
 
-/// One record in one line, without its time: for reading along.
+/// Describes one record in one line, without its time.
 #[must_use]
 pub fn headline(record: &AuditRecord) -> String {
     describe::headline(record)
 }
 
-/// Tells what the records say. They come in the order of their cursors.
+/// Renders records, which must be in cursor order.
 #[must_use]
 pub fn story(records: &[AuditRecord]) -> Story {
     let mut calls: Vec<Call<'_>> = Vec::new();
     let mut open: HashMap<Uuid, usize> = HashMap::new();
     for record in records {
         let call_id = record.body.call_id;
-        let asked = (record.body.kind == AuditKind::Outcome)
+        let intent_index = (record.body.kind == AuditKind::Outcome)
             .then(|| call_id.and_then(|call| open.remove(&call)))
             .flatten();
-        if let Some(place) = asked {
-            calls[place].outcome = Some(record);
+        if let Some(index) = intent_index {
+            calls[index].outcome = Some(record);
             continue;
         }
         if let (AuditKind::Intent, Some(call)) = (record.body.kind, call_id) {
@@ -184,8 +186,8 @@ fn line(call: &Call<'_>) -> StoryLine {
     StoryLine {
         cursor: first.cursor,
         at: first.at,
-        who: describe::who(first.body.subject.as_ref()),
-        what: describe::what(call),
+        who: describe::actor(first.body.subject.as_ref()),
+        what: describe::summary(call),
         action: text::shown(&first.body.action),
         call_id: first.body.call_id,
         decision: call.decision(),
@@ -205,7 +207,7 @@ fn summary(records: &[AuditRecord], calls: &[Call<'_>]) -> StorySummary {
     for call in calls {
         let body = &call.first().body;
         if let Some(subject) = &body.subject {
-            actors.add(&describe::who(Some(subject)));
+            actors.add(&describe::actor(Some(subject)));
         }
         summary.open += u64::from(call.is_open());
         if call.is_denied() {
@@ -213,28 +215,30 @@ fn summary(records: &[AuditRecord], calls: &[Call<'_>]) -> StorySummary {
             continue;
         }
         let is_done = call.result() == Some(AuditResult::Done);
-        match about(body) {
-            About::Exec => command(call, &mut summary.commands),
-            About::File if !call.changes().is_empty() => {
+        match target_kind(body) {
+            TargetKind::Exec => command(call, &mut summary.commands),
+            TargetKind::File if !call.changes().is_empty() => {
                 call.changes()
                     .iter()
                     .filter_map(|change| change.get("path").and_then(Value::as_str))
                     .for_each(|path| files.add(&text::shown(path)));
             }
-            About::File if is_done && !matches!(verb(&body.action), Verb::Read | Verb::Other) => {
+            TargetKind::File
+                if is_done && !matches!(verb(&body.action), Verb::Read | Verb::Other) =>
+            {
                 ["path", "from", "to"]
                     .into_iter()
                     .filter_map(|name| call.text(name))
                     .for_each(|path| files.add(&text::shown(path)));
             }
-            About::Artifact
+            TargetKind::Artifact
                 if is_done && !matches!(verb(&body.action), Verb::Read | Verb::Other) =>
             {
                 let name = call.text("path").or(body.resource.as_deref()).or_else(|| {
                     call.outcome
                         .and_then(|outcome| outcome.body.resource.as_deref())
                 });
-                artifacts.add(&text::shown(name.unwrap_or("(without a name)")));
+                artifacts.add(&text::shown(name.unwrap_or("(unnamed)")));
             }
             _ => {}
         }
@@ -264,7 +268,7 @@ fn command(call: &Call<'_>, commands: &mut StoryCommands) {
     }
 }
 
-/// Names, each once, up to a limit.
+/// Distinct names, up to a limit.
 #[derive(Debug, Default)]
 struct Names {
     listed: Vec<String>,

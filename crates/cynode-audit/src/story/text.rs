@@ -1,4 +1,4 @@
-//! Text that is safe and short enough to show.
+//! Formats text so that it is safe and short enough to show.
 
 use std::fmt::Write as _;
 
@@ -9,7 +9,7 @@ use super::Story;
 /// The longest description of one call, in characters.
 const MAX_CHARACTERS: usize = 500;
 
-/// With control characters, and those that turn or hide text, escaped.
+/// Escapes control characters and characters that hide or reorder text.
 pub(super) fn shown(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for character in text.chars() {
@@ -18,10 +18,10 @@ pub(super) fn shown(text: &str) -> String {
             '\r' => out.push_str("\\r"),
             '\t' => out.push_str("\\t"),
             '\0'..='\x1f' | '\x7f' => {
-                escape(format_args!("\\x{:02x}", u32::from(character)), &mut out)
+                escape(format_args!("\\x{:02x}", u32::from(character)), &mut out);
             }
             _ if is_hidden(character) => {
-                escape(format_args!("\\u{{{:x}}}", u32::from(character)), &mut out)
+                escape(format_args!("\\u{{{:x}}}", u32::from(character)), &mut out);
             }
             _ => out.push(character),
         }
@@ -29,8 +29,9 @@ pub(super) fn shown(text: &str) -> String {
     out
 }
 
-/// Whether a character can't be seen, or makes others appear where they are not. The C1 controls are among them: a terminal takes
-/// them for ESC and a letter. The rest are Unicode's default-ignorable characters, its bidirectional controls, and its separators of lines.
+/// Whether a character is invisible or changes how its neighbours appear: C1 controls, which a
+/// terminal interprets as ESC and a letter, and Unicode's default-ignorable characters,
+/// bidirectional controls and line separators.
 #[must_use]
 pub const fn is_hidden(character: char) -> bool {
     matches!(
@@ -62,7 +63,7 @@ fn escape(arguments: std::fmt::Arguments<'_>, out: &mut String) {
         .expect("writing to a string does not fail");
 }
 
-/// A word as a shell would take it, with what is not to be shown escaped.
+/// Quotes a word for a shell, with unsafe characters escaped.
 pub(crate) fn quoted(word: &str) -> String {
     let is_plain =
         |character: char| character.is_alphanumeric() || "-_./:=@%+,~".contains(character);
@@ -72,7 +73,7 @@ pub(crate) fn quoted(word: &str) -> String {
     format!("'{}'", shown(word).replace('\'', "'\\''"))
 }
 
-pub(super) fn cut(text: &str) -> String {
+pub(super) fn truncate(text: &str) -> String {
     match text.char_indices().nth(MAX_CHARACTERS) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),
@@ -126,10 +127,10 @@ fn moment(at: OffsetDateTime) -> String {
 }
 
 impl Story {
-    /// The lines, an empty one, and the summary.
+    /// The lines, an empty line, and the summary.
     #[must_use]
     pub fn to_text(&self) -> String {
-        let who = self
+        let width = self
             .lines
             .iter()
             .map(|line| line.who.chars().count())
@@ -138,7 +139,7 @@ impl Story {
         let mut text = String::new();
         for line in &self.lines {
             escape(
-                format_args!("{}  {:<who$}  {}\n", moment(line.at), line.who, line.what),
+                format_args!("{}  {:<width$}  {}\n", moment(line.at), line.who, line.what),
                 &mut text,
             );
         }
@@ -168,7 +169,7 @@ impl Story {
         );
         let mut facts = vec![plural(summary.commands.count, "command", "commands")];
         let mut fact = |count: u64, one: &str, many: &str| {
-            facts.extend((count > 0).then(|| plural(count, one, many)))
+            facts.extend((count > 0).then(|| plural(count, one, many)));
         };
         fact(summary.commands.failed, "failed", "failed");
         fact(summary.commands.timed_out, "timed out", "timed out");
@@ -179,8 +180,8 @@ impl Story {
             "calls without an outcome",
         );
         escape(format_args!("{}\n", facts.join(", ")), &mut text);
-        names("files", &summary.files, summary.more_files, &mut text);
-        names(
+        write_names("files", &summary.files, summary.more_files, &mut text);
+        write_names(
             "artifacts",
             &summary.artifacts,
             summary.more_artifacts,
@@ -190,11 +191,11 @@ impl Story {
     }
 }
 
-fn names(what: &str, listed: &[String], more: u64, text: &mut String) {
+fn write_names(title: &str, listed: &[String], more: u64, text: &mut String) {
     if listed.is_empty() {
         return;
     }
-    escape(format_args!("{what}:\n"), text);
+    escape(format_args!("{title}:\n"), text);
     for name in listed {
         escape(format_args!("  {name}\n"), text);
     }

@@ -1,28 +1,29 @@
-//! Each intent has at most one outcome, and each outcome an intent.
+//! Checks that each intent has at most one outcome, and each outcome an intent.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use serde_json::Value;
 use uuid::Uuid;
 
-use super::problems::{Problems, What};
+use super::problems::{ProblemKind, Problems};
 use crate::Link;
 
-/// How many closed calls are remembered, to tell an outcome that came twice from one that was never asked for.
-const MAX_RECENT: usize = 65_536;
+/// The number of closed calls to remember. They distinguish a duplicate outcome from an outcome
+/// without an intent.
+const MAX_RECENT_CALLS: usize = 65_536;
 
 #[derive(Debug, Default)]
-struct Recent {
+struct RecentCalls {
     order: VecDeque<Uuid>,
     calls: HashSet<Uuid>,
 }
 
-impl Recent {
+impl RecentCalls {
     fn insert(&mut self, call: Uuid) {
         if self.calls.insert(call) {
             self.order.push_back(call);
         }
-        if self.order.len() > MAX_RECENT
+        if self.order.len() > MAX_RECENT_CALLS
             && let Some(oldest) = self.order.pop_front()
         {
             self.calls.remove(&oldest);
@@ -32,12 +33,12 @@ impl Recent {
 
 #[derive(Debug, Default)]
 pub(super) struct Calls {
-    /// How many intents of each call have no outcome yet. More than one is a problem of its own.
+    /// Intents without an outcome, by call. More than one per call is reported separately.
     open: HashMap<Uuid, u64>,
-    nameless: u64,
-    /// A denied call may have an outcome, and is not open without one.
-    denied: Recent,
-    closed: Recent,
+    without_id: u64,
+    /// Denied calls: they may have an outcome, and are not open without one.
+    denied: RecentCalls,
+    closed: RecentCalls,
 }
 
 impl Calls {
@@ -57,18 +58,18 @@ impl Calls {
             Some("intent") => {
                 let is_denied = link.body.get("decision").and_then(Value::as_str) == Some("deny");
                 let Some(call) = call else {
-                    self.nameless += u64::from(!is_denied);
+                    self.without_id += u64::from(!is_denied);
                     return;
                 };
                 if self.open.contains_key(&call)
                     || self.denied.calls.contains(&call)
                     || self.closed.calls.contains(&call)
                 {
-                    problems.of_record(
-                        What::IntentDoubled,
+                    problems.add_for_record(
+                        ProblemKind::IntentDoubled,
                         cursor,
                         link,
-                        format!("call {call} has another intent"),
+                        format!("call {call} already has an intent"),
                     );
                 }
                 if is_denied {
@@ -79,29 +80,29 @@ impl Calls {
             }
             Some("outcome") => {
                 let Some(call) = call else {
-                    problems.of_record(
-                        What::OutcomeWithoutIntent,
+                    problems.add_for_record(
+                        ProblemKind::OutcomeWithoutIntent,
                         cursor,
                         link,
-                        "it names no call".to_owned(),
+                        "the record has no call id".to_owned(),
                     );
                     return;
                 };
                 if self.close(call) {
                     self.closed.insert(call);
                 } else if self.closed.calls.contains(&call) {
-                    problems.of_record(
-                        What::OutcomeDoubled,
+                    problems.add_for_record(
+                        ProblemKind::OutcomeDoubled,
                         cursor,
                         link,
-                        format!("call {call} has its outcome already"),
+                        format!("call {call} already has an outcome"),
                     );
                 } else if !is_truncated {
-                    problems.of_record(
-                        What::OutcomeWithoutIntent,
+                    problems.add_for_record(
+                        ProblemKind::OutcomeWithoutIntent,
                         cursor,
                         link,
-                        format!("call {call} has no open intent before it"),
+                        format!("call {call} has no open intent"),
                     );
                 }
             }
@@ -113,13 +114,13 @@ impl Calls {
         match self.open.get_mut(&call) {
             Some(count) if *count > 1 => *count -= 1,
             Some(_) => drop(self.open.remove(&call)),
-            // Its place in the order of the recent ones stays; there it harms nothing.
+            // The stale entry in `order` is harmless.
             None => return self.denied.calls.remove(&call),
         }
         true
     }
 
     pub(super) fn open(&self) -> u64 {
-        self.open.values().sum::<u64>() + self.nameless
+        self.open.values().sum::<u64>() + self.without_id
     }
 }

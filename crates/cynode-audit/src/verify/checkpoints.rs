@@ -1,7 +1,7 @@
-//! The checkpoints of the table and of the file outside, held against one another.
+//! Compares the checkpoints in the table with those in the file outside the database.
 //!
-//! What a checkpoint says counts only when its signature is good, wherever it was found: a checkpoint that the table lost
-//! still speaks from the file.
+//! A checkpoint counts only if its signature is valid, wherever it was found: one that the table
+//! lost still counts if the file has it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -9,12 +9,12 @@ use time::OffsetDateTime;
 use uuid::Uuid;
 
 use super::{
-    problems::{Problems, What},
+    problems::{ProblemKind, Problems},
     stream::{SignedHead, Stream, Witness},
 };
-use crate::{Checkpoint, Hash, Head, MalformedCheckpoint, PublicKey, Signed};
+use crate::{Checkpoint, Hash, Head, MalformedCheckpoint, PublicKey, SignedCheckpoint};
 
-/// What the newest good checkpoint says.
+/// The newest valid checkpoint.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Newest {
     number: u64,
@@ -24,7 +24,7 @@ pub(super) struct Newest {
 }
 
 impl Default for Newest {
-    /// There is no checkpoint: no record is older than it.
+    /// Without a checkpoint, no record is older than it.
     fn default() -> Self {
         Self {
             number: 0,
@@ -35,7 +35,7 @@ impl Default for Newest {
     }
 }
 
-/// What a table begins with that holds no checkpoint before.
+/// A full checkpoint at the beginning of the table: earlier ones were removed.
 #[derive(Debug)]
 struct FirstFull {
     truncated: u64,
@@ -43,7 +43,7 @@ struct FirstFull {
 }
 
 #[derive(Debug, Default)]
-struct Said {
+struct StreamClaims {
     heads: Vec<SignedHead>,
     cut: Option<Head>,
 }
@@ -51,25 +51,26 @@ struct Said {
 #[derive(Debug, Default)]
 pub(super) struct Checkpoints {
     count: u64,
-    /// The good ones of the table.
+    /// Valid checkpoints of the table.
     table: BTreeMap<u64, Hash>,
-    /// Numbers in the table under which nothing good is kept.
+    /// Numbers of the table without a valid checkpoint.
     bad: BTreeSet<u64>,
-    /// The number that was fed last, and what the lowest good one says if it is full.
+    /// The number of the last row, and the lowest valid checkpoint if that is full.
     last: Option<u64>,
     first_full: Option<FirstFull>,
-    /// Good ones of the file that the table has not shown (yet).
+    /// Valid checkpoints of the file that the table has not shown (yet).
     only_in_file: BTreeMap<u64, Hash>,
     lines: u64,
-    /// The last good one of the file, and those that do not stand on the one before them there.
+    /// The last valid checkpoint of the file, and the numbers of those that don't follow their
+    /// predecessor there.
     last_in_file: Option<(u64, Hash)>,
     breaks: Vec<u64>,
-    /// A line of the file that can't be read; harmless when none follows, for then it is what a crash left.
-    torn: Option<String>,
+    /// A malformed line of the file. It is harmless as the last line: a crash can leave it.
+    malformed_line: Option<String>,
     newest: Newest,
-    /// The newest full one.
+    /// The newest full checkpoint.
     full: Option<u64>,
-    said: HashMap<Uuid, Said>,
+    claims: HashMap<Uuid, StreamClaims>,
 }
 
 impl Checkpoints {
@@ -77,38 +78,38 @@ impl Checkpoints {
         self.count
     }
 
-    pub(super) fn of_table(
+    pub(super) fn add_from_table(
         &mut self,
-        kept_as: u64,
-        signed: &Signed,
+        row_number: u64,
+        signed: &SignedCheckpoint,
         key: &PublicKey,
         problems: &mut Problems,
     ) {
         self.count += 1;
         let number = signed.checkpoint.number;
-        let in_order = self.last.is_none_or(|last| last < kept_as);
-        self.last = self.last.max(Some(kept_as));
+        let in_order = self.last.is_none_or(|last| last < row_number);
+        self.last = self.last.max(Some(row_number));
         if !signed.verify(key) {
-            self.bad.extend([kept_as, number]);
-            problems.of_checkpoint(
-                What::SignatureBad,
-                Some(kept_as),
-                format!("the signature of checkpoint {kept_as} does not fit what it says"),
+            self.bad.extend([row_number, number]);
+            problems.add_for_checkpoint(
+                ProblemKind::SignatureBad,
+                Some(row_number),
+                format!("checkpoint {row_number} has an invalid signature"),
             );
             return;
         }
-        if kept_as != number {
-            self.bad.insert(kept_as);
-            problems.of_checkpoint(
-                What::CheckpointChanged,
-                Some(kept_as),
-                format!("what is kept as checkpoint {kept_as} is checkpoint {number}"),
+        if row_number != number {
+            self.bad.insert(row_number);
+            problems.add_for_checkpoint(
+                ProblemKind::CheckpointChanged,
+                Some(row_number),
+                format!("the row of checkpoint {row_number} holds checkpoint {number}"),
             );
         } else if !in_order {
-            problems.of_checkpoint(
-                What::CheckpointChanged,
+            problems.add_for_checkpoint(
+                ProblemKind::CheckpointChanged,
                 Some(number),
-                format!("checkpoint {number} is not in its place"),
+                format!("checkpoint {number} is out of order"),
             );
         }
         let before = if number == 1 {
@@ -117,10 +118,10 @@ impl Checkpoints {
             self.table.get(&(number.saturating_sub(1)))
         };
         if before.is_some_and(|before| *before != signed.checkpoint.prev) {
-            problems.of_checkpoint(
-                What::CheckpointChanged,
+            problems.add_for_checkpoint(
+                ProblemKind::CheckpointChanged,
                 Some(number),
-                format!("checkpoint {number} does not stand on the one before it"),
+                format!("checkpoint {number} does not follow the previous one"),
             );
         }
         if self
@@ -144,50 +145,50 @@ impl Checkpoints {
             .insert(number, signed.hash)
             .is_some_and(|other| other != signed.hash)
         {
-            problems.of_checkpoint(
-                What::CheckpointChanged,
+            problems.add_for_checkpoint(
+                ProblemKind::CheckpointChanged,
                 Some(number),
-                format!("there are two checkpoints {number}"),
+                format!("there are two checkpoints with number {number}"),
             );
         }
         match self.only_in_file.remove(&number) {
             Some(hash) if hash == signed.hash => {}
             Some(_) => {
-                differs(number, problems);
-                self.learn(&signed.checkpoint);
+                report_difference(number, problems);
+                self.add_claims(&signed.checkpoint);
             }
-            None => self.learn(&signed.checkpoint),
+            None => self.add_claims(&signed.checkpoint),
         }
     }
 
-    pub(super) fn unreadable(
+    pub(super) fn add_malformed(
         &mut self,
-        kept_as: u64,
+        row_number: u64,
         error: &MalformedCheckpoint,
         problems: &mut Problems,
     ) {
         self.count += 1;
-        self.last = self.last.max(Some(kept_as));
-        self.bad.insert(kept_as);
-        problems.of_checkpoint(
-            What::CheckpointChanged,
-            Some(kept_as),
-            format!("checkpoint {kept_as} can't be read: {error}"),
+        self.last = self.last.max(Some(row_number));
+        self.bad.insert(row_number);
+        problems.add_for_checkpoint(
+            ProblemKind::CheckpointChanged,
+            Some(row_number),
+            format!("checkpoint {row_number} is malformed: {error}"),
         );
     }
 
-    pub(super) fn of_file(&mut self, line: &str, key: &PublicKey, problems: &mut Problems) {
+    pub(super) fn add_from_file(&mut self, line: &str, key: &PublicKey, problems: &mut Problems) {
         self.lines += 1;
-        if let Some(torn) = self.torn.take() {
-            problems.of_checkpoint(What::CheckpointChanged, None, torn);
+        if let Some(malformed_line) = self.malformed_line.take() {
+            problems.add_for_checkpoint(ProblemKind::CheckpointChanged, None, malformed_line);
         }
         if line.trim().is_empty() {
             return;
         }
-        let signed = match Signed::parse(line) {
+        let signed = match SignedCheckpoint::parse(line) {
             Ok(signed) => signed,
             Err(error) => {
-                self.torn = Some(format!(
+                self.malformed_line = Some(format!(
                     "line {} of the file outside the database is not a checkpoint: {error}",
                     self.lines
                 ));
@@ -196,10 +197,13 @@ impl Checkpoints {
         };
         let number = signed.checkpoint.number;
         if !signed.verify(key) {
-            problems.of_checkpoint(
-                What::SignatureBad,
+            problems.add_for_checkpoint(
+                ProblemKind::SignatureBad,
                 Some(number),
-                format!("the signature in line {} of the file outside the database does not fit what it says", self.lines),
+                format!(
+                    "line {} of the file outside the database has an invalid signature",
+                    self.lines
+                ),
             );
             return;
         }
@@ -215,15 +219,15 @@ impl Checkpoints {
             .or_else(|| self.only_in_file.get(&number))
         {
             Some(hash) if *hash == signed.hash => {}
-            Some(_) => differs(number, problems),
+            Some(_) => report_difference(number, problems),
             None => {
                 self.only_in_file.insert(number, signed.hash);
-                self.learn(&signed.checkpoint);
+                self.add_claims(&signed.checkpoint);
             }
         }
     }
 
-    fn learn(&mut self, checkpoint: &Checkpoint) {
+    fn add_claims(&mut self, checkpoint: &Checkpoint) {
         if checkpoint.number >= self.newest.number {
             self.newest = Newest {
                 number: checkpoint.number,
@@ -236,51 +240,53 @@ impl Checkpoints {
             self.full = self.full.max(Some(checkpoint.number));
         }
         for (stream, head) in &checkpoint.heads {
-            let by = Witness::Checkpoint {
+            let witness = Witness::Checkpoint {
                 number: checkpoint.number,
                 truncated: checkpoint.truncated_records,
             };
-            let signed = SignedHead { head: *head, by };
-            self.said.entry(*stream).or_default().heads.push(signed);
+            let signed = SignedHead {
+                head: *head,
+                witness,
+            };
+            self.claims.entry(*stream).or_default().heads.push(signed);
         }
         for (stream, head) in &checkpoint.cut {
-            let cut = &mut self.said.entry(*stream).or_default().cut;
+            let cut = &mut self.claims.entry(*stream).or_default().cut;
             if cut.is_none_or(|cut| cut.seq < head.seq) {
                 *cut = Some(*head);
             }
         }
     }
 
-    /// Takes what somebody beside the checkpoints says of the streams.
-    pub(super) fn hear(&mut self, heads: &BTreeMap<Uuid, Head>, by: Witness) {
+    /// Adds heads that no checkpoint signed.
+    pub(super) fn add_heads(&mut self, heads: &BTreeMap<Uuid, Head>, witness: Witness) {
         for (stream, head) in heads {
-            self.said
+            self.claims
                 .entry(*stream)
                 .or_default()
                 .heads
-                .push(SignedHead { head: *head, by });
+                .push(SignedHead {
+                    head: *head,
+                    witness,
+                });
         }
     }
 
-    /// Says what is missing, and what all that is signed says of each stream.
+    /// Reports missing checkpoints, and returns the newest one and all streams with their signed
+    /// heads.
     pub(super) fn settle(&mut self, problems: &mut Problems) -> (Newest, HashMap<Uuid, Stream>) {
         let first = self.table.first_key_value().map(|(number, _)| *number);
         let mut expected = match first {
-            // A full one stands for all that were before it.
+            // A full checkpoint replaces all earlier ones.
             Some(first) if self.first_full.is_some() => first,
             _ => 1,
         };
         for number in self.table.keys() {
-            self.missing(
-                expected,
-                *number,
-                "the table of checkpoints lacks",
-                problems,
-            );
+            self.missing(expected, *number, "the checkpoint table lacks", problems);
             expected = number.saturating_add(1);
         }
         if let Some((last, _)) = self.only_in_file.last_key_value() {
-            // Up to the newest of the table the gaps have been named.
+            // Gaps up to the newest checkpoint of the table were reported above.
             let from = self
                 .only_in_file
                 .range(expected..)
@@ -289,31 +295,36 @@ impl Checkpoints {
             self.missing(
                 from,
                 last.saturating_add(1),
-                "the file outside the database has what the table lacks:",
+                "the table lacks, but the file outside the database has,",
                 problems,
             );
         }
-        // Where the table has both, they were held against each other.
+        // If the table has both, they were compared there.
         for number in self
             .breaks
             .iter()
             .filter(|number| first.is_some_and(|first| **number <= first))
         {
-            problems.of_checkpoint(
-                What::CheckpointChanged,
+            problems.add_for_checkpoint(
+                ProblemKind::CheckpointChanged,
                 Some(*number),
-                format!("checkpoint {number} does not stand on the one before it in the file outside the database"),
+                format!(
+                    "checkpoint {number} does not follow the previous one in the file outside \
+                     the database"
+                ),
             );
         }
-        // Where a checkpoint is missing, heads are: then nobody can say which records no checkpoint knows.
+        // A missing checkpoint may have had heads, so records beyond the known heads can't be
+        // called inserted.
         let from = self.full.unwrap_or(1);
         let known = self.table.range(from..).count() + self.only_in_file.range(from..).count();
         if known as u64 <= self.newest.number.saturating_sub(from) {
             self.newest.cursor = i64::MIN;
         }
         let since = first.unwrap_or(0);
-        let counts = |id: &Uuid, signed: &SignedHead| match (&self.first_full, signed.by) {
-            // What was signed before the table begins speaks from the file, but of what retention removed since.
+        let counts = |id: &Uuid, signed: &SignedHead| match (&self.first_full, signed.witness) {
+            // Older heads from the file count, unless retention may have removed their records
+            // since.
             (Some(full), Witness::Checkpoint { number, truncated }) => {
                 number >= since || truncated == full.truncated || full.streams.contains(id)
             }
@@ -322,27 +333,28 @@ impl Checkpoints {
             }
             (_, Witness::Writer) | (None, _) => true,
         };
-        let said = std::mem::take(&mut self.said);
-        let streams = said.into_iter().map(|(id, said)| {
-            let heads = said
+        let claims = std::mem::take(&mut self.claims);
+        let streams = claims.into_iter().map(|(id, claims)| {
+            let heads = claims
                 .heads
                 .into_iter()
                 .filter(|signed| counts(&id, signed))
                 .collect();
-            (id, Stream::signed(id, said.cut, heads))
+            (id, Stream::signed(id, claims.cut, heads))
         });
         (self.newest, streams.collect())
     }
 
-    /// Names the numbers from `from` until `until` under which the table has nothing, not even something bad.
+    /// Reports the numbers from `from` until `until` for which the table has no row, not even an
+    /// invalid one.
     fn missing(&self, from: u64, until: u64, lacks: &str, problems: &mut Problems) {
         let mut from = from;
         while from < until {
             let bad = self.bad.range(from..until).next().copied();
             let end = bad.unwrap_or(until);
             if from < end {
-                problems.of_checkpoint(
-                    What::CheckpointMissing,
+                problems.add_for_checkpoint(
+                    ProblemKind::CheckpointMissing,
                     Some(from),
                     format!("{lacks} {}", span("checkpoint", from, end - 1)),
                 );
@@ -352,18 +364,18 @@ impl Checkpoints {
     }
 }
 
-fn differs(number: u64, problems: &mut Problems) {
-    problems.of_checkpoint(
-        What::CheckpointChanged,
+fn report_difference(number: u64, problems: &mut Problems) {
+    problems.add_for_checkpoint(
+        ProblemKind::CheckpointChanged,
         Some(number),
-        format!("checkpoint {number} is not the one in the file outside the database"),
+        format!("checkpoint {number} differs from the one in the file outside the database"),
     );
 }
 
-pub(super) fn span(what: &str, from: u64, to: u64) -> String {
+pub(super) fn span(noun: &str, from: u64, to: u64) -> String {
     if from == to {
-        format!("{what} {from}")
+        format!("{noun} {from}")
     } else {
-        format!("{what}s {from} to {to}")
+        format!("{noun}s {from} to {to}")
     }
 }

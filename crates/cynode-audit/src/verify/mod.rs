@@ -1,7 +1,7 @@
-//! Finds what was changed, removed, added or moved in a trail, and names it.
+//! Detects and reports records that were changed, removed, added or reordered.
 //!
-//! What must stay true: a trail that nobody touched is intact; verification goes on after a broken record, standing on the
-//! hash that is stored there, so that one changed row is one problem and not a thousand; and memory grows with
+//! Invariants: an untouched trail is intact; verification continues after a broken record from the
+//! stored hash, so that one changed row is one problem and not a thousand; memory grows with
 //! streams, signed heads and open calls, not with records.
 
 mod calls;
@@ -19,12 +19,12 @@ use uuid::Uuid;
 use self::{
     calls::Calls,
     checkpoints::{Checkpoints, Newest},
-    problems::{Problems, What},
-    stream::{Stream, Taken, Witness},
+    problems::{ProblemKind, Problems},
+    stream::{Placement, Stream, Witness},
 };
-use crate::{Head, Link, PublicKey, Signed};
+use crate::{Head, Link, PublicKey, SignedCheckpoint};
 
-/// Columns that a database derives from a record's body, to find records by, and where in the body each comes from.
+/// Search columns that a database derives from a record's body, with their paths in the body.
 pub const DERIVED_COLUMNS: &[(&str, &[&str])] = &[
     ("kind", &["kind"]),
     ("action", &["action"]),
@@ -37,7 +37,7 @@ pub const DERIVED_COLUMNS: &[(&str, &[&str])] = &[
     ("decision", &["decision"]),
 ];
 
-/// Records that come after the last checkpoint.
+/// Records after the last checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unsigned {
     pub records: u64,
@@ -47,20 +47,20 @@ pub struct Unsigned {
     pub last_cursor: i64,
 }
 
-/// Fed with all checkpoints by number and the lines of the file outside the database, in either order, then with all
-/// records in the order of their cursors.
+/// Verifies a trail. Takes all checkpoints by number and all lines of the file outside the
+/// database, in either order, then all records in cursor order.
 #[derive(Debug)]
 pub struct Verifier {
     key: PublicKey,
     checkpoints: Checkpoints,
-    /// Known once the first record comes.
+    /// Set when the first record arrives.
     newest: Option<Newest>,
     streams: HashMap<Uuid, Stream>,
     calls: Calls,
     problems: Problems,
     records: u64,
     last_cursor: Option<i64>,
-    /// The newest cursor that was ever given out.
+    /// The newest cursor that was ever assigned.
     end: Option<i64>,
     unsigned: Option<Unsigned>,
 }
@@ -82,15 +82,15 @@ impl Verifier {
         }
     }
 
-    /// The newest cursor that was given out: a record beyond it was put there by somebody else.
+    /// Sets the newest cursor that was ever assigned: records beyond it were inserted.
     pub const fn ends_at(&mut self, cursor: i64) {
         self.end = Some(cursor);
     }
 
-    /// The next checkpoint of the table.
-    pub fn checkpoint(&mut self, signed: &Signed) {
+    /// Adds the next checkpoint of the table.
+    pub fn checkpoint(&mut self, signed: &SignedCheckpoint) {
         debug_assert!(self.newest.is_none(), "checkpoints come before records");
-        self.checkpoints.of_table(
+        self.checkpoints.add_from_table(
             signed.checkpoint.number,
             signed,
             &self.key,
@@ -98,67 +98,67 @@ impl Verifier {
         );
     }
 
-    /// The next checkpoint of the table as its line, and the number under which it is kept.
+    /// Adds the next checkpoint of the table as its line, with the number of its row.
     pub fn checkpoint_line(&mut self, number: u64, line: &str) {
         debug_assert!(self.newest.is_none(), "checkpoints come before records");
-        match Signed::parse(line) {
-            Ok(signed) => self
-                .checkpoints
-                .of_table(number, &signed, &self.key, &mut self.problems),
+        match SignedCheckpoint::parse(line) {
+            Ok(signed) => {
+                self.checkpoints
+                    .add_from_table(number, &signed, &self.key, &mut self.problems);
+            }
             Err(error) => self
                 .checkpoints
-                .unreadable(number, &error, &mut self.problems),
+                .add_malformed(number, &error, &mut self.problems),
         }
     }
 
-    /// The next line of the file outside the database. What is there must be in the table too, and equal; the file may lack
-    /// checkpoints, may be older than a table that begins with a full one, and its last line may be torn.
+    /// Adds the next line of the file outside the database. Its checkpoints must be in the table
+    /// too, and equal. The file may lack checkpoints, may be older than a table that begins with a
+    /// full one, and its last line may be incomplete.
     pub fn witness(&mut self, line: &str) {
         debug_assert!(self.newest.is_none(), "checkpoints come before records");
         self.checkpoints
-            .of_file(line, &self.key, &mut self.problems);
+            .add_from_file(line, &self.key, &mut self.problems);
     }
 
-    /// Where living writers know that their streams stand, whatever the database says. Only what was committed before the records
-    /// are read.
+    /// Adds the heads that running writers have committed, independent of the database. Pass only
+    /// heads committed before the records are read.
     pub fn writers(&mut self, heads: &BTreeMap<Uuid, Head>) {
         debug_assert!(
             self.newest.is_none(),
-            "what writers know comes before records"
+            "heads of writers come before records"
         );
-        self.checkpoints.hear(heads, Witness::Writer);
+        self.checkpoints.add_heads(heads, Witness::Writer);
     }
 
-    /// A line that was signed beside the database while that took no checkpoint. It has no place among the checkpoints, and
-    /// says where streams stood all the same.
+    /// Adds a line that was signed to a separate file while the database accepted no checkpoint. It
+    /// is not part of the checkpoint chain, but its heads count.
     pub fn interim(&mut self, line: &str) {
-        debug_assert!(
-            self.newest.is_none(),
-            "what was signed comes before records"
-        );
-        match Signed::parse(line) {
+        debug_assert!(self.newest.is_none(), "interim heads come before records");
+        match SignedCheckpoint::parse(line) {
             Ok(signed) if signed.verify(&self.key) => {
-                self.checkpoints.hear(
+                self.checkpoints.add_heads(
                     &signed.checkpoint.heads,
                     Witness::Interim {
                         truncated: signed.checkpoint.truncated_records,
                     },
                 );
             }
-            Ok(_) => self.problems.of_checkpoint(
-                What::SignatureBad,
+            Ok(_) => self.problems.add_for_checkpoint(
+                ProblemKind::SignatureBad,
                 None,
-                "the signature in the file of heads does not fit what it says".to_owned(),
+                "the file of interim heads has an invalid signature".to_owned(),
             ),
-            Err(error) => self.problems.of_checkpoint(
-                What::CheckpointChanged,
+            Err(error) => self.problems.add_for_checkpoint(
+                ProblemKind::CheckpointChanged,
                 None,
-                format!("the file of heads can't be read: {error}"),
+                format!("the file of interim heads is malformed: {error}"),
             ),
         }
     }
 
-    /// The columns of the record that came last, as they are stored, in the order of [`DERIVED_COLUMNS`].
+    /// Compares the stored search columns of the last record with its body, in the order of
+    /// [`DERIVED_COLUMNS`].
     pub fn columns(&mut self, cursor: i64, link: &Link, stored: &[Option<String>]) {
         let differ: Vec<&str> = DERIVED_COLUMNS
             .iter()
@@ -168,34 +168,36 @@ impl Verifier {
             .collect();
         if !differ.is_empty() {
             let detail = format!(
-                "its {} not what its body says, so a search by it misses the record",
+                "its {} not what its body says, so searches miss the record",
                 match differ.as_slice() {
                     [one] => format!("column {one} is"),
                     all => format!("columns {} are", all.join(", ")),
                 }
             );
             self.problems
-                .of_record(What::ColumnChanged, cursor, link, detail);
+                .add_for_record(ProblemKind::ColumnChanged, cursor, link, detail);
         }
     }
 
-    /// A table of the trail that is not as it was made.
+    /// Reports a table of the trail whose definition was changed.
     pub fn table(&mut self, detail: String) {
         self.problems
-            .of_checkpoint(What::TableChanged, None, detail);
+            .add_for_checkpoint(ProblemKind::TableChanged, None, detail);
     }
 
-    /// What comes after the last checkpoint, as far as records have come.
+    /// The records after the last checkpoint, so far.
     #[must_use]
     pub const fn unsigned(&self) -> Option<Unsigned> {
         self.unsigned
     }
 
-    /// Records wait for a checkpoint for longer than they may.
+    /// Reports that records have been waiting too long for a checkpoint.
     pub fn overdue(&mut self, seconds: i64) {
         let records = self.unsigned.map_or(0, |unsigned| unsigned.records);
         let detail = format!(
-            "{records} {} after the last checkpoint, which is overdue: nothing was signed for {seconds} s. What is not signed can be removed unnoticed. Look in the orchestrator's log for why, and whether somebody holds a lock on the tables of the audit trail",
+            "{records} {} after the last checkpoint, which is overdue: nothing was signed for \
+             {seconds} s. Unsigned records can be removed undetected. See the orchestrator's log \
+             for the cause, and check for locks on the audit tables",
             if records == 1 {
                 "record comes"
             } else {
@@ -203,10 +205,10 @@ impl Verifier {
             }
         );
         self.problems
-            .of_checkpoint(What::CheckpointOverdue, None, detail);
+            .add_for_checkpoint(ProblemKind::CheckpointOverdue, None, detail);
     }
 
-    /// The next record.
+    /// Adds the next record.
     pub fn record(&mut self, cursor: i64, link: &Link) {
         let newest = self.settle();
         self.records += 1;
@@ -214,8 +216,8 @@ impl Verifier {
             .streams
             .entry(link.stream)
             .or_insert_with(|| Stream::unsigned(link.stream));
-        let taken = stream.take(cursor, link, newest.cursor, &mut self.problems);
-        if taken != Taken::Refused && link.seq > stream.last_signed() {
+        let placement = stream.take(cursor, link, newest.cursor, &mut self.problems);
+        if placement != Placement::Refused && link.seq > stream.last_signed() {
             let before = self.unsigned.unwrap_or(Unsigned {
                 records: 0,
                 since: link.at,
@@ -227,24 +229,24 @@ impl Verifier {
                 last_cursor: before.last_cursor.max(cursor),
             });
         }
-        if taken == Taken::InOrder && self.last_cursor.is_some_and(|last| last >= cursor) {
-            self.problems.of_record(
-                What::OrderChanged,
+        if placement == Placement::InOrder && self.last_cursor.is_some_and(|last| last >= cursor) {
+            self.problems.add_for_record(
+                ProblemKind::OrderChanged,
                 cursor,
                 link,
-                "its cursor does not follow the one before it".to_owned(),
+                "its cursor is not higher than the previous one".to_owned(),
             );
         }
-        if taken != Taken::Refused && self.end.is_some_and(|end| end < cursor) {
-            self.problems.of_record(
-                What::RecordInserted,
+        if placement != Placement::Refused && self.end.is_some_and(|end| end < cursor) {
+            self.problems.add_for_record(
+                ProblemKind::RecordInserted,
                 cursor,
                 link,
-                "its cursor was never given out".to_owned(),
+                "its cursor was never assigned".to_owned(),
             );
         }
         self.last_cursor = self.last_cursor.max(Some(cursor));
-        if taken != Taken::Refused {
+        if placement != Placement::Refused {
             self.calls
                 .take(cursor, link, newest.truncated > 0, &mut self.problems);
         }
@@ -276,7 +278,7 @@ impl Verifier {
         }
     }
 
-    /// All checkpoints are there: says what is missing among them and what they say of the streams.
+    /// Evaluates the checkpoints, once all have been added.
     fn settle(&mut self) -> Newest {
         if let Some(newest) = self.newest {
             return newest;
@@ -287,7 +289,7 @@ impl Verifier {
     }
 }
 
-/// Whether a column holds what the body has at that place.
+/// Whether a column holds the value at `path` in the body.
 fn is_derived(body: &Value, path: &[&str], stored: Option<&str>) -> bool {
     let value = path
         .iter()

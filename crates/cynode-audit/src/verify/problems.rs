@@ -1,4 +1,4 @@
-//! What was found, as much of it as a person can read.
+//! Collects problems, up to the number that a person can read.
 
 use cynode_api::{AuditProblem, MAX_AUDIT_PROBLEMS};
 use uuid::Uuid;
@@ -6,7 +6,7 @@ use uuid::Uuid;
 use crate::Link;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
+pub(super) enum ProblemKind {
     RecordChanged,
     RecordMissing,
     RecordInserted,
@@ -24,7 +24,7 @@ pub(super) enum What {
     TableChanged,
 }
 
-impl What {
+impl ProblemKind {
     const fn code(self) -> &'static str {
         match self {
             Self::RecordChanged => "record_changed",
@@ -46,9 +46,9 @@ impl What {
     }
 }
 
-/// A problem that is listed and may still turn out to be another one.
+/// A reported problem that later records may reclassify.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Listed(usize);
+pub(super) struct ProblemId(usize);
 
 #[derive(Debug, Default)]
 pub(super) struct Problems {
@@ -57,18 +57,23 @@ pub(super) struct Problems {
 }
 
 impl Problems {
-    fn add(&mut self, problem: AuditProblem) -> Option<Listed> {
+    fn add(&mut self, problem: AuditProblem) -> Option<ProblemId> {
         if self.listed.len() >= MAX_AUDIT_PROBLEMS {
             self.more = true;
             return None;
         }
         self.listed.push(problem);
-        Some(Listed(self.listed.len() - 1))
+        Some(ProblemId(self.listed.len() - 1))
     }
 
-    pub(super) fn of_checkpoint(&mut self, what: What, number: Option<u64>, detail: String) {
+    pub(super) fn add_for_checkpoint(
+        &mut self,
+        kind: ProblemKind,
+        number: Option<u64>,
+        detail: String,
+    ) {
         self.add(AuditProblem {
-            what: what.code().to_owned(),
+            what: kind.code().to_owned(),
             stream: None,
             seq: None,
             cursor: None,
@@ -77,15 +82,15 @@ impl Problems {
         });
     }
 
-    pub(super) fn of_record(
+    pub(super) fn add_for_record(
         &mut self,
-        what: What,
+        kind: ProblemKind,
         cursor: i64,
         link: &Link,
         detail: String,
-    ) -> Option<Listed> {
-        self.at(
-            what,
+    ) -> Option<ProblemId> {
+        self.add_at(
+            kind,
             link.stream,
             Some(link.seq),
             Some(cursor),
@@ -94,17 +99,17 @@ impl Problems {
         )
     }
 
-    pub(super) fn at(
+    pub(super) fn add_at(
         &mut self,
-        what: What,
+        kind: ProblemKind,
         stream: Uuid,
         seq: Option<u64>,
         cursor: Option<i64>,
         checkpoint: Option<u64>,
         detail: String,
-    ) -> Option<Listed> {
+    ) -> Option<ProblemId> {
         self.add(AuditProblem {
-            what: what.code().to_owned(),
+            what: kind.code().to_owned(),
             stream: Some(stream),
             seq,
             cursor,
@@ -113,15 +118,15 @@ impl Problems {
         })
     }
 
-    /// It turned out to be something else.
-    pub(super) fn amend(&mut self, listed: Option<Listed>, what: What, detail: &str) {
-        if let Some(problem) = listed.and_then(|Listed(place)| self.listed.get_mut(place)) {
-            what.code().clone_into(&mut problem.what);
+    /// Reclassifies a reported problem.
+    pub(super) fn amend(&mut self, listed: Option<ProblemId>, kind: ProblemKind, detail: &str) {
+        if let Some(problem) = listed.and_then(|ProblemId(place)| self.listed.get_mut(place)) {
+            kind.code().clone_into(&mut problem.what);
             detail.clone_into(&mut problem.detail);
         }
     }
 
-    /// What is about checkpoints first, then in the order of the records.
+    /// Sorts problems: those of checkpoints first, then those of records in cursor order.
     pub(super) fn into_parts(mut self) -> (Vec<AuditProblem>, bool) {
         self.listed
             .sort_by_key(|problem| (problem.stream.is_some(), problem.cursor.unwrap_or(i64::MAX)));

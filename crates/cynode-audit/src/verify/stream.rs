@@ -1,4 +1,4 @@
-//! One stream: its chain, the heads that were signed, and what retention cut from it.
+//! Verifies one stream: its chain, its signed heads, and its cut by retention.
 
 use std::collections::BTreeMap;
 
@@ -6,27 +6,28 @@ use uuid::Uuid;
 
 use super::{
     checkpoints::span,
-    problems::{Listed, Problems, What},
+    problems::{ProblemId, ProblemKind, Problems},
 };
 use crate::{Hash, Head, Link, genesis, hash};
 
-/// Gaps of a stream that are remembered in case what is missing comes later. Who makes more of them does not mean order.
+/// The number of gaps to remember in case the missing records come later. A stream with more gaps
+/// is not merely out of order.
 const MAX_GAPS: usize = 128;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SignedHead {
     pub(super) head: Head,
-    pub(super) by: Witness,
+    pub(super) witness: Witness,
 }
 
-/// Who says where a stream stood.
+/// The source of a head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Witness {
-    /// `truncated`: how many records retention had removed by then.
+    /// `truncated`: the number of records that retention had removed by then.
     Checkpoint { number: u64, truncated: u64 },
-    /// What was signed beside the database while that took no checkpoint.
+    /// Signed to a separate file while the database accepted no checkpoint.
     Interim { truncated: u64 },
-    /// The writer of the stream, which is alive and remembers what it committed.
+    /// The stream's running writer, which remembers what it committed.
     Writer,
 }
 
@@ -44,80 +45,86 @@ impl std::fmt::Display for Witness {
         match self {
             Self::Checkpoint { number, .. } => write!(f, "checkpoint {number} signed"),
             Self::Interim { .. } => f.write_str(
-                "the file outside the database has, signed while the database took no checkpoint,",
+                "the file outside the database has, signed while the database accepted no \
+                 checkpoint,",
             ),
             Self::Writer => f.write_str("its writer committed"),
         }
     }
 }
 
-/// What became of a record.
+/// How a record fits into its stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Taken {
+pub(super) enum Placement {
     InOrder,
     Late,
-    /// It does not belong to the stream.
+    /// The record does not belong to the stream.
     Refused,
 }
 
 #[derive(Debug)]
 struct Gap {
-    /// The last number that is missing.
+    /// The last missing number.
     to: u64,
-    /// The hash that the first missing one stands on.
+    /// The previous hash of the first missing record.
     before: Option<Hash>,
-    /// Of the record after the gap.
+    /// The cursor of the record after the gap.
     cursor: i64,
 }
 
 #[derive(Debug)]
 pub(super) struct Stream {
     id: Uuid,
-    /// Records up to here were removed by retention.
+    /// Retention removed the records up to this number.
     cut: u64,
-    /// By number, each once; those below `checked` have been passed.
+    /// Distinct, sorted by number. Those below index `checked` have been passed.
     signed: Vec<SignedHead>,
     checked: usize,
-    /// The last number that a checkpoint knows.
+    /// The last number that a checkpoint covers.
     checkpointed: u64,
-    /// The last number whose hash is as it was signed.
-    good: u64,
-    /// The last signed head was not reached as it was signed: what follows is not as it was signed either.
-    strayed: bool,
-    /// The number of the next record, and the hash that it stands on when that is known.
+    /// The last number whose hash matches its signed head.
+    verified: u64,
+    /// The last signed head did not match, so later records can't match what was signed either.
+    diverged: bool,
+    /// The number of the next record, and its previous hash if that is known.
     next: u64,
-    stands_on: Option<Hash>,
-    /// What it stands on when the record before was changed alone.
-    or_on: Option<Hash>,
-    /// What the last record stands on, and its problem when it does not fit.
-    last_stands_on: Option<Hash>,
-    suspect: Option<Listed>,
+    expected_prev: Option<Hash>,
+    /// Its previous hash in case only the record before was changed.
+    alternative_prev: Option<Hash>,
+    /// The previous hash of the last record, and its problem if it does not match.
+    last_expected_prev: Option<Hash>,
+    suspect: Option<ProblemId>,
     gaps: BTreeMap<u64, Gap>,
     seen: bool,
-    /// A record beyond what was signed, or below the cut, has been named.
-    named: bool,
+    /// A record beyond the signed heads, or below the cut, was reported.
+    reported: bool,
 }
 
 impl Stream {
-    /// A stream that no checkpoint knows.
+    /// A stream without signed heads.
     pub(super) fn unsigned(id: Uuid) -> Self {
         Self::signed(id, None, Vec::new())
     }
 
-    /// What checkpoints say of a stream.
+    /// A stream with the heads and the cut that checkpoints hold.
     pub(super) fn signed(id: Uuid, cut: Option<Head>, mut signed: Vec<SignedHead>) -> Self {
         let cut = cut.unwrap_or_else(|| Head {
             seq: 0,
             hash: genesis(id),
         });
         signed.retain(|signed| signed.head.seq > cut.seq);
-        // A checkpoint speaks first of what others say too.
-        signed.sort_by_key(|signed| (signed.head.seq, signed.by.checkpoint().unwrap_or(u64::MAX)));
+        // Of equal heads, the one of a checkpoint comes first and stays.
+        signed.sort_by_key(|signed| {
+            (
+                signed.head.seq,
+                signed.witness.checkpoint().unwrap_or(u64::MAX),
+            )
+        });
         signed.dedup_by_key(|signed| signed.head);
         let checkpointed = signed
             .iter()
             .rev()
-            .find(|signed| signed.by.checkpoint().is_some())
+            .find(|signed| signed.witness.checkpoint().is_some())
             .map_or(cut.seq, |signed| signed.head.seq);
         Self {
             id,
@@ -125,16 +132,16 @@ impl Stream {
             signed,
             checked: 0,
             checkpointed,
-            good: cut.seq,
-            strayed: false,
+            verified: cut.seq,
+            diverged: false,
             next: cut.seq.saturating_add(1),
-            stands_on: Some(cut.hash),
-            or_on: None,
-            last_stands_on: None,
+            expected_prev: Some(cut.hash),
+            alternative_prev: None,
+            last_expected_prev: None,
             suspect: None,
             gaps: BTreeMap::new(),
             seen: false,
-            named: false,
+            reported: false,
         }
     }
 
@@ -146,58 +153,60 @@ impl Stream {
         self.seen
     }
 
-    /// The last number that a checkpoint knows, or that retention removed.
+    /// The last number that a checkpoint covers or that retention removed.
     pub(super) const fn last_signed(&self) -> u64 {
         self.checkpointed
     }
 
-    /// `signed_cursor`: no record up to there is beyond a signed head.
+    /// Adds a record. Checkpoints cover every record with a cursor up to `signed_cursor`.
     pub(super) fn take(
         &mut self,
         cursor: i64,
         link: &Link,
         signed_cursor: i64,
         problems: &mut Problems,
-    ) -> Taken {
+    ) -> Placement {
         if link.seq <= self.cut {
-            if !std::mem::replace(&mut self.named, true) {
+            if !std::mem::replace(&mut self.reported, true) {
                 let detail = format!(
                     "retention removed the records of its stream up to number {}",
                     self.cut
                 );
-                problems.of_record(What::RecordInserted, cursor, link, detail);
+                problems.add_for_record(ProblemKind::RecordInserted, cursor, link, detail);
             }
-            return Taken::Refused;
+            return Placement::Refused;
         }
         if link.seq < self.next {
-            return self.take_again(cursor, link, problems);
+            return self.take_passed_number(cursor, link, problems);
         }
         self.seen = true;
         if cursor <= signed_cursor
             && link.seq > self.last_signed()
-            && !std::mem::replace(&mut self.named, true)
+            && !std::mem::replace(&mut self.reported, true)
         {
             let detail = match self.last_signed() {
-                0 => "it is older than the newest checkpoint, and no checkpoint knows its stream"
+                0 => "it is older than the newest checkpoint, and no checkpoint covers its stream"
                     .to_owned(),
                 last => format!(
-                    "it is older than the newest checkpoint, which knows its stream up to number {last}"
+                    "it is older than the newest checkpoint, which covers its stream up to number \
+                     {last}"
                 ),
             };
-            problems.of_record(What::RecordInserted, cursor, link, detail);
+            problems.add_for_record(ProblemKind::RecordInserted, cursor, link, detail);
         }
         if link.seq > self.next {
-            self.skip_to(link.seq, cursor, problems);
+            self.open_gap(link.seq, cursor, problems);
         }
         self.follow(cursor, link, problems);
-        Taken::InOrder
+        Placement::InOrder
     }
 
-    /// Notes that what lies between is missing, and finds what the record after it stands on, if that was signed.
-    fn skip_to(&mut self, seq: u64, cursor: i64, problems: &mut Problems) {
+    /// Records a gap, and takes the previous hash of the record after it from a signed head, if
+    /// there is one.
+    fn open_gap(&mut self, seq: u64, cursor: i64, problems: &mut Problems) {
         let gap = Gap {
             to: seq - 1,
-            before: self.stands_on,
+            before: self.expected_prev,
             cursor,
         };
         if self.gaps.len() < MAX_GAPS {
@@ -205,41 +214,42 @@ impl Stream {
         } else {
             self.missing(self.next, &gap, problems);
         }
-        (self.stands_on, self.or_on) = (None, None);
+        (self.expected_prev, self.alternative_prev) = (None, None);
         while let Some(signed) = self
             .signed
             .get(self.checked)
             .filter(|signed| signed.head.seq < seq)
         {
             if signed.head.seq == seq - 1 {
-                self.stands_on = Some(signed.head.hash);
+                self.expected_prev = Some(signed.head.hash);
             }
             self.checked += 1;
         }
     }
 
     fn follow(&mut self, cursor: i64, link: &Link, problems: &mut Problems) {
-        let computed = self.stands_on.map(|before| hash_on(before, link));
+        let computed = self.expected_prev.map(|before| hash_after(before, link));
         let fits = computed.is_none_or(|computed| computed == link.hash)
             || self
-                .or_on
-                .is_some_and(|before| hash_on(before, link) == link.hash);
+                .alternative_prev
+                .is_some_and(|before| hash_after(before, link) == link.hash);
         self.suspect = None;
-        self.last_stands_on = self.stands_on;
-        self.or_on = None;
+        self.last_expected_prev = self.expected_prev;
+        self.alternative_prev = None;
         if !fits {
-            let detail = if self.good.saturating_add(1) == link.seq {
-                "it does not fit its hash".to_owned()
+            let detail = if self.verified.saturating_add(1) == link.seq {
+                "its hash does not match".to_owned()
             } else {
                 format!(
-                    "it does not fit its hash and the record before it: it was changed, or record {} with its hash",
+                    "its hash does not match: it was changed, or record {} with its hash",
                     link.seq - 1
                 )
             };
-            self.suspect = problems.of_record(What::RecordChanged, cursor, link, detail);
-            self.or_on = computed;
+            self.suspect =
+                problems.add_for_record(ProblemKind::RecordChanged, cursor, link, detail);
+            self.alternative_prev = computed;
         }
-        self.stands_on = Some(link.hash);
+        self.expected_prev = Some(link.hash);
         self.next = link.seq.saturating_add(1);
         while let Some(signed) = self
             .signed
@@ -248,11 +258,11 @@ impl Stream {
             .copied()
         {
             self.checked += 1;
-            self.hold_against(signed, cursor, link, fits, problems);
+            self.compare_with_signed(signed, cursor, link, fits, problems);
         }
     }
 
-    fn hold_against(
+    fn compare_with_signed(
         &mut self,
         signed: SignedHead,
         cursor: i64,
@@ -261,32 +271,38 @@ impl Stream {
         problems: &mut Problems,
     ) {
         if signed.head.hash == link.hash {
-            self.good = link.seq;
-            self.strayed = false;
+            self.verified = link.seq;
+            self.diverged = false;
             return;
         }
-        // Whoever changed the hash too is found here; when nothing after it was changed, the rest stands on what was signed.
-        self.or_on = Some(signed.head.hash);
-        if fits && !self.strayed {
+        // The hash was changed together with the record. If later records were not changed, they
+        // follow the signed hash.
+        self.alternative_prev = Some(signed.head.hash);
+        if fits && !self.diverged {
             let detail = format!(
                 "{} not what {}",
-                are(self.good.saturating_add(1), link.seq),
-                signed.by
+                span_with_verb(self.verified.saturating_add(1), link.seq),
+                signed.witness
             );
-            problems.at(
-                What::RecordChanged,
+            problems.add_at(
+                ProblemKind::RecordChanged,
                 self.id,
                 Some(link.seq),
                 Some(cursor),
-                signed.by.checkpoint(),
+                signed.witness.checkpoint(),
                 detail,
             );
         }
-        self.strayed = true;
+        self.diverged = true;
     }
 
-    /// A number that has been passed: it comes late, or for the second time.
-    fn take_again(&mut self, cursor: i64, link: &Link, problems: &mut Problems) -> Taken {
+    /// Takes a record whose number was passed already: it comes late, or is a duplicate.
+    fn take_passed_number(
+        &mut self,
+        cursor: i64,
+        link: &Link,
+        problems: &mut Problems,
+    ) -> Placement {
         let gap = self
             .gaps
             .range(..=link.seq)
@@ -294,8 +310,8 @@ impl Stream {
             .filter(|(_, gap)| gap.to >= link.seq)
             .map(|(from, _)| *from);
         if let Some((from, gap)) = gap.and_then(|from| Some((from, self.gaps.remove(&from)?))) {
-            problems.of_record(
-                What::OrderChanged,
+            problems.add_for_record(
+                ProblemKind::OrderChanged,
                 cursor,
                 link,
                 "it comes after records with higher numbers".to_owned(),
@@ -303,13 +319,13 @@ impl Stream {
             if from == link.seq
                 && gap
                     .before
-                    .is_some_and(|before| hash_on(before, link) != link.hash)
+                    .is_some_and(|before| hash_after(before, link) != link.hash)
             {
-                problems.of_record(
-                    What::RecordChanged,
+                problems.add_for_record(
+                    ProblemKind::RecordChanged,
                     cursor,
                     link,
-                    "it does not fit its hash".to_owned(),
+                    "its hash does not match".to_owned(),
                 );
             }
             if link.seq < gap.to {
@@ -331,34 +347,34 @@ impl Stream {
                     },
                 );
             }
-            return Taken::Late;
+            return Placement::Late;
         }
         let detail = "there is another record with its number";
         if link.seq.checked_add(1) == Some(self.next)
             && self
-                .last_stands_on
-                .is_some_and(|before| hash_on(before, link) == link.hash)
+                .last_expected_prev
+                .is_some_and(|before| hash_after(before, link) == link.hash)
         {
             if self.suspect.is_some() {
-                // This is the true one: the one that did not fit had been put before it.
-                problems.amend(self.suspect.take(), What::RecordInserted, detail);
-                self.stands_on = Some(link.hash);
-                self.or_on = None;
-                self.strayed = self.signed[..self.checked].last().is_some_and(|signed| {
+                // This is the genuine record: the mismatching one was inserted before it.
+                problems.amend(self.suspect.take(), ProblemKind::RecordInserted, detail);
+                self.expected_prev = Some(link.hash);
+                self.alternative_prev = None;
+                self.diverged = self.signed[..self.checked].last().is_some_and(|signed| {
                     signed.head.seq == link.seq && signed.head.hash != link.hash
                 });
-                return Taken::Late;
+                return Placement::Late;
             }
-            self.or_on = Some(link.hash);
+            self.alternative_prev = Some(link.hash);
         }
-        problems.of_record(What::RecordInserted, cursor, link, detail.to_owned());
-        Taken::Refused
+        problems.add_for_record(ProblemKind::RecordInserted, cursor, link, detail.to_owned());
+        Placement::Refused
     }
 
     fn missing(&self, from: u64, gap: &Gap, problems: &mut Problems) {
-        let detail = format!("{} not there", are(from, gap.to));
-        problems.at(
-            What::RecordMissing,
+        let detail = format!("{} missing", span_with_verb(from, gap.to));
+        problems.add_at(
+            ProblemKind::RecordMissing,
             self.id,
             Some(from),
             Some(gap.cursor),
@@ -375,13 +391,16 @@ impl Stream {
             return;
         };
         let (detail, checkpoint) = (
-            format!("{} the stream up to number {}", last.by, last.head.seq),
-            last.by.checkpoint(),
+            format!("{} the stream up to number {}", last.witness, last.head.seq),
+            last.witness.checkpoint(),
         );
         if self.seen {
-            let detail = format!("{} not there: {detail}", are(self.next, last.head.seq));
-            problems.at(
-                What::TailMissing,
+            let detail = format!(
+                "{} missing: {detail}",
+                span_with_verb(self.next, last.head.seq)
+            );
+            problems.add_at(
+                ProblemKind::TailMissing,
                 self.id,
                 Some(self.next),
                 None,
@@ -389,23 +408,23 @@ impl Stream {
                 detail,
             );
         } else {
-            problems.at(
-                What::StreamMissing,
+            problems.add_at(
+                ProblemKind::StreamMissing,
                 self.id,
                 None,
                 None,
                 checkpoint,
-                format!("none of its records is there: {detail}"),
+                format!("all of its records are missing: {detail}"),
             );
         }
     }
 }
 
-fn hash_on(before: Hash, link: &Link) -> Hash {
+fn hash_after(before: Hash, link: &Link) -> Hash {
     hash(&before, link.stream, link.seq, link.at, &link.body)
 }
 
-fn are(from: u64, to: u64) -> String {
+fn span_with_verb(from: u64, to: u64) -> String {
     format!(
         "{} {}",
         span("record", from, to),

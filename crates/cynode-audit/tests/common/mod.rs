@@ -1,4 +1,4 @@
-//! Records to tell stories of.
+//! Sample records.
 
 use cynode_api::{
     AuditBody, AuditDecision, AuditKind, AuditRecord, AuditResult, AuditSubject, ExecId, SessionId,
@@ -64,7 +64,7 @@ pub(crate) fn event(kind: AuditKind, action: &str, members: Value) -> AuditBody 
     }
 }
 
-/// Records of these bodies, a second and a bit apart.
+/// Records with these bodies, 1.234 seconds apart.
 pub(crate) fn records(bodies: Vec<AuditBody>) -> Vec<AuditRecord> {
     let record = |(body, number): (AuditBody, i64)| AuditRecord {
         cursor: number,

@@ -1,12 +1,12 @@
-//! Somebody tampers with checkpoints.
+//! Tampering with checkpoints.
 
-use cynode_audit::{Signed, SigningKey, Verifier};
+use cynode_audit::{SignedCheckpoint, SigningKey, Verifier};
 use proptest::{prelude::*, sample::Index};
 use serde_json::json;
 
-use crate::trail::{Step, Trail, key, only, sealed, trails};
+use crate::trail::{Step, Trail, key, only_problem, sealed, trails};
 
-/// The verdict when the table's checkpoints are these lines, by number.
+/// The verdict if the table holds these lines, by number.
 fn with_lines(trail: &Trail, lines: &[(u64, String)]) -> cynode_api::AuditVerdict {
     let mut verifier = Verifier::new(key().public());
     for (number, line) in lines {
@@ -42,33 +42,60 @@ proptest! {
     }
 
     #[test]
-    fn a_removed_checkpoint_is_found_by_the_file_outside_and_its_heads_still_speak(trail in sealed(), which in any::<Index>()) {
+    fn a_removed_checkpoint_is_found_by_the_file_outside_and_its_heads_still_speak(
+        trail in sealed(),
+        which in any::<Index>(),
+    ) {
         let mut trail = trail;
         let which = which.index(trail.table.len());
         let number = trail.table.remove(which).checkpoint.number;
         let verdict = trail.verify();
-        if which == 0 && trail.table.first().is_some_and(|first| first.checkpoint.full) {
-            prop_assert!(verdict.intact, "a full one stands for those before it: {:#?}", verdict.problems);
+        if which == 0
+            && trail
+                .table
+                .first()
+                .is_some_and(|first| first.checkpoint.full)
+        {
+            prop_assert!(
+                verdict.intact,
+                "a full checkpoint replaces those before it: {:#?}",
+                verdict.problems
+            );
         } else {
-            let problem = only(&verdict);
-            prop_assert_eq!((problem.what.as_str(), problem.checkpoint), ("checkpoint_missing", Some(number)));
+            let problem = only_problem(&verdict);
+            prop_assert_eq!(
+                (problem.what.as_str(), problem.checkpoint),
+                ("checkpoint_missing", Some(number))
+            );
         }
         if which == trail.table.len() {
             trail.records.clear();
-            prop_assert!(trail.verify().problems.iter().any(|problem| problem.what == "stream_missing"));
+            prop_assert!(
+                trail
+                    .verify()
+                    .problems
+                    .iter()
+                    .any(|problem| problem.what == "stream_missing")
+            );
         }
     }
 
     #[test]
-    fn a_checkpoint_removed_from_the_middle_is_found_without_the_file(trail in sealed(), which in any::<Index>()) {
+    fn a_checkpoint_removed_from_the_middle_is_found_without_the_file(
+        trail in sealed(),
+        which in any::<Index>(),
+    ) {
         prop_assume!(trail.table.len() > 2);
         let mut trail = trail;
         trail.file.clear();
         let which = 1 + which.index(trail.table.len() - 2);
         let number = trail.table.remove(which).checkpoint.number;
         let verdict = trail.verify();
-        let problem = only(&verdict);
-        prop_assert_eq!((problem.what.as_str(), problem.checkpoint), ("checkpoint_missing", Some(number)));
+        let problem = only_problem(&verdict);
+        prop_assert_eq!(
+            (problem.what.as_str(), problem.checkpoint),
+            ("checkpoint_missing", Some(number))
+        );
     }
 
     #[test]
@@ -77,13 +104,28 @@ proptest! {
         let count = trail.table.len();
         trail.table.clear();
         let verdict = trail.verify();
-        let problem = only(&verdict);
-        prop_assert_eq!((problem.what.as_str(), problem.checkpoint), ("checkpoint_missing", Some(1)));
-        prop_assert!(count == 1 || problem.detail.ends_with(&format!("checkpoints 1 to {count}")), "{}", problem.detail);
+        let problem = only_problem(&verdict);
+        prop_assert_eq!(
+            (problem.what.as_str(), problem.checkpoint),
+            ("checkpoint_missing", Some(1))
+        );
+        prop_assert!(
+            count == 1
+                || problem
+                    .detail
+                    .ends_with(&format!("checkpoints 1 to {count}")),
+            "{}",
+            problem.detail
+        );
     }
 
     #[test]
-    fn a_byte_of_a_checkpoint_that_was_changed_is_found(trail in sealed(), which in any::<Index>(), at in any::<Index>(), byte in 0x20..0x7fu8) {
+    fn a_byte_of_a_checkpoint_that_was_changed_is_found(
+        trail in sealed(),
+        which in any::<Index>(),
+        at in any::<Index>(),
+        byte in 0x20..0x7fu8,
+    ) {
         let mut lines = lines(&trail);
         let which = which.index(lines.len());
         let (number, line) = &mut lines[which];
@@ -94,8 +136,11 @@ proptest! {
         *line = String::from_utf8(bytes).expect("it is ASCII");
         let number = *number;
         let verdict = with_lines(&trail, &lines);
-        let problem = only(&verdict);
-        prop_assert!(["signature_bad", "checkpoint_changed"].contains(&problem.what.as_str()), "{problem:?}");
+        let problem = only_problem(&verdict);
+        prop_assert!(
+            ["signature_bad", "checkpoint_changed"].contains(&problem.what.as_str()),
+            "{problem:?}"
+        );
         prop_assert_eq!(problem.checkpoint, Some(number));
     }
 
@@ -107,12 +152,19 @@ proptest! {
         let number = checkpoint.number;
         trail.table[which] = checkpoint.sign(&SigningKey::from_seed([9; 32]));
         let verdict = trail.verify();
-        let problem = only(&verdict);
-        prop_assert_eq!((problem.what.as_str(), problem.checkpoint), ("signature_bad", Some(number)));
+        let problem = only_problem(&verdict);
+        prop_assert_eq!(
+            (problem.what.as_str(), problem.checkpoint),
+            ("signature_bad", Some(number))
+        );
     }
 
     #[test]
-    fn two_checkpoints_that_changed_places_are_found(trail in sealed(), one in any::<Index>(), other in any::<Index>()) {
+    fn two_checkpoints_that_changed_places_are_found(
+        trail in sealed(),
+        one in any::<Index>(),
+        other in any::<Index>(),
+    ) {
         let (one, other) = (one.index(trail.table.len()), other.index(trail.table.len()));
         prop_assume!(one != other);
         let mut lines = lines(&trail);
@@ -120,7 +172,12 @@ proptest! {
         lines[one].1 = lines[other].1.clone();
         lines[other].1 = line;
         let verdict = with_lines(&trail, &lines);
-        let mut named: Vec<u64> = verdict.problems.iter().filter(|problem| problem.what == "checkpoint_changed").filter_map(|problem| problem.checkpoint).collect();
+        let mut named: Vec<u64> = verdict
+            .problems
+            .iter()
+            .filter(|problem| problem.what == "checkpoint_changed")
+            .filter_map(|problem| problem.checkpoint)
+            .collect();
         named.sort_unstable();
         let mut expected = vec![lines[one].0, lines[other].0];
         expected.sort_unstable();
@@ -128,11 +185,20 @@ proptest! {
 
         let mut trail = trail;
         trail.table.swap(one, other);
-        prop_assert!(trail.verify().problems.iter().any(|problem| problem.what == "checkpoint_changed"));
+        prop_assert!(
+            trail
+                .verify()
+                .problems
+                .iter()
+                .any(|problem| problem.what == "checkpoint_changed")
+        );
     }
 
     #[test]
-    fn another_history_signed_by_the_same_key_is_not_the_one_in_the_file(trail in sealed(), which in any::<Index>()) {
+    fn another_history_signed_by_the_same_key_is_not_the_one_in_the_file(
+        trail in sealed(),
+        which in any::<Index>(),
+    ) {
         let mut trail = trail;
         let which = which.index(trail.table.len());
         let mut checkpoint = trail.table[which].checkpoint.clone();
@@ -140,7 +206,15 @@ proptest! {
         let number = checkpoint.number;
         trail.table[which] = checkpoint.sign(&key());
         let verdict = trail.verify();
-        prop_assert!(verdict.problems.iter().any(|problem| problem.what == "checkpoint_changed" && problem.checkpoint == Some(number)), "{:#?}", verdict.problems);
+        prop_assert!(
+            verdict
+                .problems
+                .iter()
+                .any(|problem| problem.what == "checkpoint_changed"
+                    && problem.checkpoint == Some(number)),
+            "{:#?}",
+            verdict.problems
+        );
     }
 }
 
@@ -176,8 +250,8 @@ fn a_table_that_begins_with_another_lacks_those_before_it() {
         trail.file = file;
         assert_eq!(
             (
-                only(&trail.verify()).what.as_str(),
-                only(&trail.verify()).checkpoint
+                only_problem(&trail.verify()).what.as_str(),
+                only_problem(&trail.verify()).checkpoint
             ),
             ("checkpoint_missing", Some(1))
         );
@@ -200,20 +274,20 @@ fn a_line_of_the_file_that_was_damaged_is_found() {
     let mut trail = three();
     trail.file[1].truncate(20);
     assert!(
-        only(&trail.verify())
+        only_problem(&trail.verify())
             .detail
             .starts_with("line 2 of the file outside the database is not a checkpoint")
     );
     let mut trail = three();
-    trail.file[1] = Signed::parse(&trail.file[1])
+    trail.file[1] = SignedCheckpoint::parse(&trail.file[1])
         .expect("it is a checkpoint")
         .checkpoint
         .sign(&SigningKey::from_seed([1; 32]))
         .to_line();
     assert_eq!(
         (
-            only(&trail.verify()).what.as_str(),
-            only(&trail.verify()).checkpoint
+            only_problem(&trail.verify()).what.as_str(),
+            only_problem(&trail.verify()).checkpoint
         ),
         ("signature_bad", Some(2))
     );
@@ -253,8 +327,8 @@ fn a_checkpoint_that_was_replaced_before_all_were_folded_into_one_is_found_by_th
     trail.table.drain(..2);
     assert_eq!(
         (
-            only(&trail.verify()).what.as_str(),
-            only(&trail.verify()).checkpoint
+            only_problem(&trail.verify()).what.as_str(),
+            only_problem(&trail.verify()).checkpoint
         ),
         ("checkpoint_changed", Some(2))
     );
@@ -268,7 +342,8 @@ fn what_was_signed_before_the_table_begins_still_speaks_from_the_file() {
     };
     let sign = |full| Step::Sign { full };
     let ours = Trail::write(vec![write(1), sign(false), write(2), sign(false)]);
-    // The database was put back to the first checkpoint, went on otherwise, and folded all of it; whoever has this file was away.
+    // The database was restored to the first checkpoint, continued differently, and folded
+    // everything, while the holder of this file was away.
     let mut other = Trail::write(vec![
         write(1),
         sign(false),
@@ -290,7 +365,7 @@ fn what_was_signed_before_the_table_begins_still_speaks_from_the_file() {
         "{:#?}",
         other.verify().problems
     );
-    // A stream that is gone altogether.
+    // A stream that was removed entirely.
     let mut gone = Trail::write(vec![
         Step::Write {
             stream: 1,
@@ -318,8 +393,8 @@ fn what_was_signed_before_the_table_begins_still_speaks_from_the_file() {
 #[test]
 fn a_record_beyond_all_cursors_that_were_given_out_is_found() {
     let trail = three();
-    let mut stranger = cynode_audit::Chain::new(uuid::Uuid::from_u128(99));
-    let link = stranger.append(trail.records[0].1.at, json!({"kind": "event"}));
+    let mut foreign = cynode_audit::Chain::new(uuid::Uuid::from_u128(99));
+    let link = foreign.append(trail.records[0].1.at, json!({"kind": "event"}));
     let verdict = |end: i64| {
         let mut verifier = Verifier::new(key().public());
         verifier.ends_at(end);
@@ -338,8 +413,8 @@ fn a_record_beyond_all_cursors_that_were_given_out_is_found() {
     let last = trail.records.last().expect("records").0;
     assert_eq!(
         (
-            only(&verdict(last)).what.as_str(),
-            only(&verdict(last)).cursor
+            only_problem(&verdict(last)).what.as_str(),
+            only_problem(&verdict(last)).cursor
         ),
         ("record_inserted", Some(i64::MAX))
     );

@@ -1,7 +1,9 @@
-//! Nobody who can write the database but not sign can change the trail without being found.
+//! Proves that nobody can change the trail undetected with write access to the database but without
+//! the signing key.
 //!
-//! A trail is written at random, by several streams whose records are interleaved, with checkpoints in between; then
-//! somebody tampers with it in one way. Each way must be found and what was touched must be named.
+//! Each test writes a random trail of several interleaved streams with checkpoints in between, then
+//! tampers with it in one way. Verification must detect it and name the affected record or
+//! checkpoint.
 
 mod checkpoints;
 mod records;

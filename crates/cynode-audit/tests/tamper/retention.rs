@@ -1,10 +1,10 @@
-//! Retention removes records properly; somebody removes them otherwise.
+//! Records removed by retention, and records removed by tampering.
 
 use proptest::{prelude::*, sample::Index};
 use serde_json::json;
 use uuid::Uuid;
 
-use crate::trail::{Step, Trail, names, only, sealed};
+use crate::trail::{Step, Trail, only_problem, reports, sealed};
 
 fn write(stream: usize, count: u32) -> Vec<Step> {
     (0..count)
@@ -15,7 +15,7 @@ fn write(stream: usize, count: u32) -> Vec<Step> {
         .collect()
 }
 
-/// Two streams of ten; the first four of the first are cut.
+/// Two streams of ten records; the first four of the first stream are cut.
 fn cut() -> Trail {
     let mut steps = write(0, 10);
     steps.extend(write(1, 10));
@@ -31,6 +31,7 @@ fn cut() -> Trail {
 }
 
 #[test]
+// invariant: audit-trail
 fn what_retention_removed_is_no_problem_and_is_counted() {
     let verdict = cut().verify();
     assert!(
@@ -61,7 +62,7 @@ fn a_stream_may_be_cut_again_and_wholly() {
         verdict.intact && verdict.truncated == 10 && verdict.streams == 1,
         "{verdict:?}"
     );
-    // The full one no longer knows the stream, and need not.
+    // The full checkpoint doesn't cover the removed stream and need not.
     let mut pruned = trail.clone();
     pruned.table.drain(..pruned.table.len() - 1);
     assert!(pruned.verify().intact);
@@ -84,7 +85,10 @@ fn a_record_that_was_removed_and_is_there_again_is_found() {
     trail.records.insert(0, whole.records[2].clone());
     let verdict = trail.verify();
     assert_eq!(
-        (only(&verdict).what.as_str(), only(&verdict).seq),
+        (
+            only_problem(&verdict).what.as_str(),
+            only_problem(&verdict).seq
+        ),
         ("record_inserted", Some(3))
     );
 }
@@ -112,16 +116,21 @@ fn an_outcome_may_outlive_its_intent() {
 
 proptest! {
     #[test]
+    // invariant: audit-trail
     fn more_than_was_cut_is_missing(more in 1..6usize) {
         let mut trail = cut();
         trail.records.drain(..more);
         let verdict = trail.verify();
-        let problem = only(&verdict);
+        let problem = only_problem(&verdict);
         prop_assert_eq!((problem.what.as_str(), problem.seq), ("record_missing", Some(5)));
     }
 
     #[test]
-    fn the_beginning_of_a_stream_that_no_checkpoint_cut_is_missing(trail in sealed(), place in any::<Index>(), count in 1..4usize) {
+    fn the_beginning_of_a_stream_that_no_checkpoint_cut_is_missing(
+        trail in sealed(),
+        place in any::<Index>(),
+        count in 1..4usize,
+    ) {
         let mut trail = trail;
         let stream = place.get(&trail.records).1.stream;
         let places = trail.places(stream);
@@ -130,6 +139,10 @@ proptest! {
             trail.records.remove(*place);
         }
         let verdict = trail.verify();
-        prop_assert!(names(&verdict, "record_missing", stream, 1) && verdict.problems.len() == 1, "{:#?}", verdict.problems);
+        prop_assert!(
+            reports(&verdict, "record_missing", stream, 1) && verdict.problems.len() == 1,
+            "{:#?}",
+            verdict.problems
+        );
     }
 }

@@ -1,10 +1,11 @@
-//! Trails as writers leave them.
+//! Builds trails as writers leave them.
 
 use std::collections::BTreeMap;
 
 use cynode_api::{AuditProblem, AuditVerdict};
 use cynode_audit::{
-    Chain, Checkpoint, Hash, Head, Link, PublicKey, Signed, SigningKey, Verifier, genesis, hash,
+    Chain, Checkpoint, Hash, Head, Link, PublicKey, SignedCheckpoint, SigningKey, Verifier,
+    genesis, hash,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -12,7 +13,7 @@ use time::{Duration, OffsetDateTime, macros::datetime};
 use uuid::Uuid;
 
 const BEGIN: OffsetDateTime = datetime!(2026-01-02 03:04:05.678901 UTC);
-/// Cursors leave room for what somebody puts between.
+/// Cursors leave room for inserted records.
 const STEP: i64 = 10;
 
 pub(crate) fn key() -> SigningKey {
@@ -28,18 +29,18 @@ pub(crate) enum Step {
     Sign {
         full: bool,
     },
-    /// Retention removes as many of the stream's records.
+    /// Retention removes this many of the stream's records.
     Cut {
         stream: usize,
         records: usize,
     },
 }
 
-/// What is stored.
+/// The stored trail.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Trail {
     pub(crate) records: Vec<(i64, Link)>,
-    pub(crate) table: Vec<Signed>,
+    pub(crate) table: Vec<SignedCheckpoint>,
     pub(crate) file: Vec<String>,
 }
 
@@ -172,7 +173,7 @@ impl Trail {
         verifier.finish()
     }
 
-    /// The numbers at which the stream was signed.
+    /// The sequence numbers of the stream's signed heads.
     pub(crate) fn signed(&self, stream: Uuid) -> Vec<u64> {
         self.table
             .iter()
@@ -181,21 +182,21 @@ impl Trail {
             .collect()
     }
 
-    /// Places of the stream's records.
+    /// Indexes of the stream's records.
     pub(crate) fn places(&self, stream: Uuid) -> Vec<usize> {
         (0..self.records.len())
             .filter(|place| self.records[*place].1.stream == stream)
             .collect()
     }
 
-    /// What somebody can do who knows how hashes are made: makes all of the stream from this place on fit again.
+    /// Recomputes the stream's hashes from `from` on, as an attacker who knows the algorithm can.
     pub(crate) fn rechain(&mut self, stream: Uuid, from: usize) {
         let mut before: Option<Hash> = None;
         for place in self.places(stream) {
             let link = &self.records[place].1;
             if place >= from {
-                let on = before.unwrap_or_else(|| genesis(stream));
-                self.records[place].1.hash = hash(&on, stream, link.seq, link.at, &link.body);
+                let prev = before.unwrap_or_else(|| genesis(stream));
+                self.records[place].1.hash = hash(&prev, stream, link.seq, link.at, &link.body);
             }
             before = Some(self.records[place].1.hash);
         }
@@ -217,12 +218,12 @@ fn steps(cuts: u32) -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..80)
 }
 
-/// A trail as it may stand at any moment.
+/// A trail at any point in time.
 pub(crate) fn trails() -> impl Strategy<Value = Trail> {
     steps(2).prop_map(Trail::write)
 }
 
-/// A trail that begins with some records, was never cut, and whose last word is a checkpoint.
+/// A trail that begins with some records, was never cut, and ends with a checkpoint.
 pub(crate) fn sealed() -> impl Strategy<Value = Trail> {
     (
         prop::collection::vec(bodies(), 3..6),
@@ -240,22 +241,22 @@ pub(crate) fn sealed() -> impl Strategy<Value = Trail> {
         })
 }
 
-/// The one problem that was found.
-pub(crate) fn only(verdict: &AuditVerdict) -> &AuditProblem {
-    assert!(!verdict.intact, "nothing was found");
+/// The only problem of a verdict.
+pub(crate) fn only_problem(verdict: &AuditVerdict) -> &AuditProblem {
+    assert!(!verdict.intact, "no problem was reported");
     assert_eq!(
         verdict.problems.len(),
         1,
-        "one thing was done: {:#?}",
+        "expected one problem: {:#?}",
         verdict.problems
     );
     &verdict.problems[0]
 }
 
-/// Whether one of the problems is this one, here.
-pub(crate) fn names(verdict: &AuditVerdict, what: &str, stream: Uuid, seq: u64) -> bool {
+/// Whether the verdict reports this problem for this record.
+pub(crate) fn reports(verdict: &AuditVerdict, code: &str, stream: Uuid, seq: u64) -> bool {
     !verdict.intact
         && verdict.problems.iter().any(|problem| {
-            problem.what == what && problem.stream == Some(stream) && problem.seq == Some(seq)
+            problem.what == code && problem.stream == Some(stream) && problem.seq == Some(seq)
         })
 }

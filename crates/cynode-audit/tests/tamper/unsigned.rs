@@ -1,4 +1,5 @@
-//! Records after the last checkpoint are counted, and the live writer still remembers them.
+//! Records after the last checkpoint: they are counted, and a running writer still vouches for
+//! them.
 
 use std::collections::BTreeMap;
 
@@ -8,12 +9,12 @@ use serde_json::{Value, json};
 use time::macros::datetime;
 use uuid::Uuid;
 
-use crate::trail::{Step, Trail, key, names, only};
+use crate::trail::{Step, Trail, key, only_problem, reports};
 
 const STREAM: Uuid = Uuid::from_u128(1);
 
-/// Somebody beside the checkpoints, and how the verifier hears of them.
-type Beside<'a> = (&'a str, Box<dyn Fn(&mut Verifier) + 'a>);
+/// A source of heads other than checkpoints, and how it is added to the verifier.
+type Source<'a> = (&'a str, Box<dyn Fn(&mut Verifier) + 'a>);
 
 fn write(number: u64) -> Step {
     Step::Write {
@@ -45,14 +46,14 @@ fn head(trail: &Trail) -> BTreeMap<Uuid, Head> {
     )])
 }
 
-/// The verdict with what somebody beside the checkpoints says.
-fn verify(trail: &Trail, beside: impl FnOnce(&mut Verifier)) -> AuditVerdict {
+/// The verdict with an additional source of heads.
+fn verify(trail: &Trail, add_source: impl FnOnce(&mut Verifier)) -> AuditVerdict {
     let mut verifier = Verifier::new(key().public());
     trail
         .table
         .iter()
         .for_each(|signed| verifier.checkpoint(signed));
-    beside(&mut verifier);
+    add_source(&mut verifier);
     trail
         .records
         .iter()
@@ -99,7 +100,7 @@ fn records_after_the_last_checkpoint_are_counted() {
 fn what_is_not_signed_is_found_by_its_writer_and_by_what_was_signed_beside_the_database() {
     let whole = trail();
     let (heads, line) = (head(&whole), interim(&head(&whole)));
-    let witnesses: [Beside<'_>; 2] = [
+    let witnesses: [Source<'_>; 2] = [
         (
             "its writer committed",
             Box::new(|verifier| verifier.writers(&heads)),
@@ -109,8 +110,8 @@ fn what_is_not_signed_is_found_by_its_writer_and_by_what_was_signed_beside_the_d
             Box::new(|verifier| verifier.interim(&line)),
         ),
     ];
-    for (who, beside) in &witnesses {
-        let verdict = verify(&whole, beside);
+    for (who, add_source) in &witnesses {
+        let verdict = verify(&whole, add_source);
         assert!(
             verdict.intact && verdict.unsigned == 3,
             "{who}: what they say is signed nowhere: {verdict:?}"
@@ -119,8 +120,8 @@ fn what_is_not_signed_is_found_by_its_writer_and_by_what_was_signed_beside_the_d
         let mut cut = whole.clone();
         cut.records.truncate(4);
         assert!(cut.verify().intact, "the checkpoint does not know it");
-        let found = verify(&cut, beside);
-        let problem = only(&found);
+        let found = verify(&cut, add_source);
+        let problem = only_problem(&found);
         assert_eq!(
             (
                 problem.what.as_str(),
@@ -136,7 +137,12 @@ fn what_is_not_signed_is_found_by_its_writer_and_by_what_was_signed_beside_the_d
         forged.records[4].1.body = json!({"version": 1, "kind": "event", "action": "harmless"});
         forged.rechain(STREAM, 4);
         assert!(forged.verify().intact);
-        assert!(names(&verify(&forged, beside), "record_changed", STREAM, 6));
+        assert!(reports(
+            &verify(&forged, add_source),
+            "record_changed",
+            STREAM,
+            6
+        ));
     }
 }
 
@@ -158,11 +164,11 @@ fn heads_that_another_key_signed_say_nothing() {
         truncated_records: 0,
     };
     let verdict = verify(&trail(), |verifier| {
-        verifier.interim(&line.sign(&other).to_line())
+        verifier.interim(&line.sign(&other).to_line());
     });
-    assert_eq!(only(&verdict).what, "signature_bad");
+    assert_eq!(only_problem(&verdict).what, "signature_bad");
     assert_eq!(
-        only(&verify(&trail(), |verifier| verifier.interim("nothing"))).what,
+        only_problem(&verify(&trail(), |verifier| verifier.interim("nothing"))).what,
         "checkpoint_changed"
     );
 }
@@ -186,7 +192,7 @@ fn a_checkpoint_that_does_not_come_is_a_problem() {
     );
     verifier.overdue(60);
     let verdict = verifier.finish();
-    let problem = only(&verdict);
+    let problem = only_problem(&verdict);
     assert_eq!(problem.what, "checkpoint_overdue");
     assert!(
         problem
@@ -229,7 +235,7 @@ fn a_column_that_says_something_else_than_the_body_is_a_problem_that_names_both(
             }
         };
         let verdict = found(&other);
-        let problem = only(&verdict);
+        let problem = only_problem(&verdict);
         assert_eq!(
             (problem.what.as_str(), problem.seq, problem.cursor),
             ("column_changed", Some(1), Some(*cursor))
@@ -241,7 +247,7 @@ fn a_column_that_says_something_else_than_the_body_is_a_problem_that_names_both(
             "{problem:?}"
         );
         assert_eq!(
-            only(&found(&|stored| stored[at] = Some("other".to_owned()))).what,
+            only_problem(&found(&|stored| stored[at] = Some("other".to_owned()))).what,
             "column_changed",
             "{name}"
         );

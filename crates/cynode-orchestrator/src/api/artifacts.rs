@@ -35,15 +35,16 @@ pub(super) async fn list(
     QueryParams(query): QueryParams<ArtifactQuery>,
 ) -> Result<Json<Page<Artifact>>, ApiError> {
     orchestrator.db.task(&caller.scope, query.task_id).await?;
-    orchestrator
-        .db
-        .list_artifacts(
-            query.task_id,
-            after(query.cursor.as_deref())?,
-            limit(query.limit)?,
-        )
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .list_artifacts(
+                query.task_id,
+                after(query.cursor.as_deref())?,
+                limit(query.limit)?,
+            )
+            .await?,
+    ))
 }
 
 /// Show an artifact.
@@ -54,7 +55,7 @@ pub(super) async fn show(
     Person(caller): Person,
     Id(id): Id<ArtifactId>,
 ) -> Result<Json<Artifact>, ApiError> {
-    orchestrator.readable_artifact(&caller, id).await.map(Json)
+    Ok(Json(orchestrator.readable_artifact(&caller, id).await?))
 }
 
 /// The bytes of an artifact.
@@ -70,7 +71,7 @@ pub(super) async fn content(
     send(&orchestrator, &artifact, &headers).await
 }
 
-/// A path within a task: relative, without steps up, in plain UTF-8.
+/// A path within a task: relative, without '..', in plain UTF-8.
 fn check_path(path: &str) -> Result<(), ApiError> {
     let good = !path.is_empty()
         && path.len() <= artifact_limits::MAX_PATH
@@ -88,11 +89,11 @@ fn check_path(path: &str) -> Result<(), ApiError> {
     }
 }
 
-/// A header that is as it should be, or is not there. One that can't be read is not the same as none.
+/// An optional header that must be valid: an unreadable one is not treated as absent.
 fn checked(
     headers: &HeaderMap,
     name: &str,
-    what: &str,
+    expectation: &str,
     good: impl Fn(&str) -> bool,
 ) -> Result<Option<String>, ApiError> {
     let Some(value) = headers.get(name) else {
@@ -100,10 +101,10 @@ fn checked(
     };
     let text = value.to_str().ok().filter(|text| good(text));
     text.map(|text| Some(text.to_owned()))
-        .ok_or_else(|| ApiError::invalid(format!("{name}: must be {what}")))
+        .ok_or_else(|| ApiError::invalid(format!("{name}: must be {expectation}")))
 }
 
-/// Store a new version of a path. `X-Content-SHA256` is checked when it is sent.
+/// Store a new version of a path. `X-Content-SHA256` is verified when present.
 #[utoipa::path(put, path = "/v1/tasks/{task_id}/artifacts/{*path}", tag = "artifacts", params(("task_id" = TaskId, Path), ("path" = String, Path)),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 201, body = Artifact), (status = "default", body = Problem, content_type = "application/problem+json")))]
@@ -173,11 +174,11 @@ pub(super) async fn put(
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct GetQuery {
-    /// The newest when absent.
+    /// The newest version when absent.
     version: Option<i64>,
 }
 
-/// The bytes of a path's newest version, or of the one that is asked for.
+/// The bytes of a path's newest version, or of the requested one.
 #[utoipa::path(get, path = "/v1/tasks/{task_id}/artifacts/{*path}", tag = "artifacts", params(("task_id" = TaskId, Path), ("path" = String, Path), GetQuery),
     responses((status = 200, body = Vec<u8>, content_type = "*/*"), (status = 304), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn get(
@@ -237,7 +238,7 @@ pub(super) async fn send(
         http::HeaderName::from_static("x-artifact-version"),
         &artifact.version.to_string(),
     );
-    // What a sandbox made is never shown by a browser as a page of ours.
+    // A browser must never render content of a sandbox as a page of this origin.
     set(header::CONTENT_DISPOSITION, "attachment");
     set(header::X_CONTENT_TYPE_OPTIONS, "nosniff");
     Ok(response)

@@ -16,24 +16,24 @@ use tokio::{sync::mpsc, time::Instant};
 use utoipa::IntoParams;
 use uuid::Uuid;
 
-use crate::{Orchestrator, audit, caller::Person, db::Wanted};
+use crate::{Orchestrator, caller::Person, db::AuditFilter};
 
-/// How often somebody who waits looks.
-const LOOK: Duration = Duration::from_millis(300);
-const LONGEST_TEXT: usize = 200;
-const LONGEST_TAIL: u32 = 1_000_000;
+/// The poll interval of a waiting reader.
+const POLL_INTERVAL: Duration = Duration::from_millis(300);
+const MAX_TEXT_BYTES: usize = 200;
+const MAX_TAIL: u32 = 1_000_000;
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct AuditQuery {
-    /// The cursor of the last record that was seen; 0 for all that are kept.
+    /// The cursor of the last record that the reader has; 0 for all that are kept.
     after: Option<i64>,
-    /// Instead of `after`: begin so many records before the end.
+    /// Instead of `after`: start this many records before the end.
     tail: Option<u32>,
     /// 1 to 1000; 100 by default.
     limit: Option<u32>,
-    /// How long to wait for one, up to 60,000.
+    /// How long to wait for a record, up to 60,000.
     wait_ms: Option<u64>,
     task_id: Option<TaskId>,
     session_id: Option<SessionId>,
@@ -58,14 +58,14 @@ fn time(field: &str, text: Option<&String>) -> Result<Option<OffsetDateTime>, Ap
 
 fn text(field: &str, text: Option<String>) -> Result<Option<String>, ApiError> {
     match text {
-        Some(text) if text.len() > LONGEST_TEXT || text.contains('\0') => Err(ApiError::invalid(
-            format!("{field}: must be a text of at most {LONGEST_TEXT} bytes"),
+        Some(text) if text.len() > MAX_TEXT_BYTES || text.contains('\0') => Err(ApiError::invalid(
+            format!("{field}: must be a text of at most {MAX_TEXT_BYTES} bytes"),
         )),
         text => Ok(text),
     }
 }
 
-/// Records, in the order in which they were written. Administrators only, unless a policy says otherwise.
+/// List records in commit order. Administrators only, unless a policy allows others.
 #[utoipa::path(get, path = "/v1/audit", tag = "audit", params(AuditQuery),
     responses((status = 200, body = AuditPage), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
@@ -90,7 +90,7 @@ pub(super) async fn list(
     {
         return Err(ApiError::invalid("decision: must be allow or deny"));
     }
-    let wanted = Wanted {
+    let filter = AuditFilter {
         task_id: query.task_id,
         session_id: query.session_id,
         job_id: query.job_id,
@@ -102,47 +102,47 @@ pub(super) async fn list(
         until: time("until", query.until.as_ref())?,
     };
     let after = match (query.after, query.tail) {
-        (Some(_), Some(_)) => return Err(ApiError::invalid("tail: say after or tail, not both")),
+        (Some(_), Some(_)) => return Err(ApiError::invalid("tail: can't be combined with after")),
         (Some(after), None) if after < 0 => {
             return Err(ApiError::invalid("after: must not be negative"));
         }
-        (None, Some(tail)) if tail > LONGEST_TAIL => {
+        (None, Some(tail)) if tail > MAX_TAIL => {
             return Err(ApiError::invalid(format!(
-                "tail: must be at most {LONGEST_TAIL}"
+                "tail: must be at most {MAX_TAIL}"
             )));
         }
         (None, Some(tail)) => (orchestrator.db.audit_last().await? - i64::from(tail)).max(0),
         (after, None) => after.unwrap_or(0),
     };
-    let between = orchestrator.db.audit_between(&wanted).await?;
+    let between = orchestrator.db.audit_between(&filter).await?;
     let deadline = Instant::now() + Duration::from_millis(query.wait_ms.unwrap_or(0));
     loop {
         let page = orchestrator
             .db
-            .audit_page(&wanted, after, between, limit)
+            .audit_page(&filter, after, between, limit)
             .await?;
         if !page.items.is_empty() || Instant::now() >= deadline || orchestrator.stop.is_cancelled()
         {
             return Ok(Json(page));
         }
-        tokio::time::sleep_until((Instant::now() + LOOK).min(deadline)).await;
+        tokio::time::sleep_until((Instant::now() + POLL_INTERVAL).min(deadline)).await;
     }
 }
 
-/// The signed words on where the trail stood, each a line, and the key by which they are checked.
+/// The signed checkpoints of the trail, one per line, and the public key that verifies them.
 #[utoipa::path(get, path = "/v1/audit/checkpoints", tag = "audit",
     responses((status = 200, body = AuditCheckpoints), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn checkpoints(
     State(orchestrator): State<Orchestrator>,
     Person(_): Person,
 ) -> Result<Response, ApiError> {
-    // A failure before the first byte is a problem document, a later one breaks the answer off.
-    let first = orchestrator.db.some_checkpoints(0).await?;
+    // A failure before the first byte becomes a problem document; a later one aborts the response.
+    let first = orchestrator.db.checkpoint_batch(0).await?;
     let begin = format!(
         "{{\"key\":{},\"items\":[",
-        crate::db::to_json(&orchestrator.checkpoints.key.public().to_text())
+        crate::db::to_json(&orchestrator.signer.checkpoints.key.public().to_text())
     );
-    // They grow with the trail, without bound: some of them at a time are in memory.
+    // The list grows with the trail, so it is streamed in batches.
     let lines = stream::try_unfold(Some((first, true)), move |state| {
         let orchestrator = orchestrator.clone();
         async move {
@@ -163,9 +163,9 @@ pub(super) async fn checkpoints(
             drop(lines);
             let next = orchestrator
                 .db
-                .some_checkpoints(last)
+                .checkpoint_batch(last)
                 .await
-                .map_err(|error| std::io::Error::other(error.0.detail))?;
+                .map_err(|error| std::io::Error::other(error.to_string()))?;
             Ok(Some((text, Some((next, false)))))
         }
     });
@@ -179,25 +179,26 @@ pub(super) async fn checkpoints(
     response.map_err(|_| ApiError::new(ErrorCode::Internal, "the answer could not be made"))
 }
 
-/// Verify the whole trail. Lines of JSON: how far it is, and last the verdict.
+/// Verify the whole trail. Responds with lines of JSON: progress reports, and last the verdict.
 #[utoipa::path(get, path = "/v1/audit/verify", tag = "audit",
     responses((status = 200, body = String, content_type = "application/x-ndjson"), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn verify(
     State(orchestrator): State<Orchestrator>,
     Person(_): Person,
 ) -> Result<Response, ApiError> {
-    let (told, heard) = mpsc::channel(16);
-    let verifying = tokio::spawn(async move { audit::verify(&orchestrator, told).await });
-    let progress = stream::unfold(heard, async |mut heard| {
-        heard
+    let (progress_sender, progress_receiver) = mpsc::channel(16);
+    let signer = orchestrator.signer.clone();
+    let verifying = tokio::spawn(async move { signer.verify(progress_sender).await });
+    let progress = stream::unfold(progress_receiver, async |mut progress_receiver| {
+        progress_receiver
             .recv()
             .await
-            .map(|(checked, of)| (AuditVerifyLine::Progress { checked, of }, heard))
+            .map(|(checked, of)| (AuditVerifyLine::Progress { checked, of }, progress_receiver))
     });
     let verdict = stream::once(async move {
         match verifying.await {
             Ok(Ok(verdict)) => Ok(AuditVerifyLine::Verdict { verdict }),
-            Ok(Err(error)) => Err(std::io::Error::other(error.0.detail)),
+            Ok(Err(error)) => Err(std::io::Error::other(error.to_string())),
             Err(error) => Err(std::io::Error::other(error)),
         }
     });

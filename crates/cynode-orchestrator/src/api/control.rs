@@ -1,4 +1,5 @@
-//! What nodes call: registration, heartbeats, their configuration, and words about jobs.
+//! The control plane for nodes: registration, heartbeats, configuration, job notifications,
+//! artifacts.
 
 use std::time::Duration;
 
@@ -28,15 +29,16 @@ use super::{Body, Id, check_name, check_text, check_version};
 use crate::{
     Orchestrator,
     audit::{Failure, Surface},
-    caller::{self, hash},
+    caller::hash,
     db::{NodeRow, Registration},
+    identity,
 };
 
-/// A registration: anybody may send one, and most of it is the images that a node has.
+/// Anybody may send a registration; most of it is the node's image list.
 const MAX_REGISTRATION_BYTES: usize = 1024 * 1024;
 /// How long a node may take to list its images.
-const IMAGES: Duration = Duration::from_secs(5);
-const ASKED_AT_ONCE: usize = 16;
+const IMAGES_TIMEOUT: Duration = Duration::from_secs(5);
+const MAX_CONCURRENT_QUERIES: usize = 16;
 
 pub(super) fn routes(orchestrator: Orchestrator) -> Router {
     let nodes = Router::new()
@@ -60,9 +62,9 @@ pub(super) fn routes(orchestrator: Orchestrator) -> Router {
         .with_state(orchestrator)
 }
 
-/// The node that a call comes from.
+/// The authenticated node of a call.
 #[derive(Clone, Debug)]
-struct Calling(NodeRow);
+struct CallingNode(NodeRow);
 
 async fn authenticate(
     State(orchestrator): State<Orchestrator>,
@@ -80,12 +82,12 @@ async fn authenticate(
             {
                 return error.into_response();
             }
-            request.extensions_mut().insert(Calling(node));
+            request.extensions_mut().insert(CallingNode(node));
             next.run(request).await
         }
         Ok(None) => {
             let peer = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
-            caller::refused(
+            identity::reject_token(
                 &orchestrator,
                 Failure::new(Surface::Control, peer, &offered),
             )
@@ -124,11 +126,11 @@ async fn register(
             peer.map(|peer| peer.0.0.ip()),
             &registration.key_hash,
         );
-        return Err(caller::refused(&orchestrator, failure).await);
+        return Err(identity::reject_token(&orchestrator, failure).await);
     };
     orchestrator.note_registration(&node).await?;
-    tracing::info!(node_id = %node.id, name = node.name, "A node has registered.");
-    orchestrator.jobs_wait.notify_one();
+    tracing::info!(node_id = %node.id, name = node.name, "A node registered.");
+    orchestrator.jobs_due.notify_one();
     let registered = NodeRegistered {
         node_id: node.id,
         node_token: orchestrator.keys.node_token(node.id, node.token_epoch),
@@ -138,14 +140,14 @@ async fn register(
     Ok((StatusCode::CREATED, Json(registered)))
 }
 
-/// An address that we can call. What is not one would be a node that nobody ever reaches.
+/// A node with an uncallable address could never be reached.
 fn check_api_url(url: &str) -> Result<(), ApiError> {
     cynode_client::check_base(url).map_err(|error| ApiError::invalid(format!("api_url: {error}")))
 }
 
 async fn heartbeat(
     State(orchestrator): State<Orchestrator>,
-    axum::Extension(Calling(node)): axum::Extension<Calling>,
+    axum::Extension(CallingNode(node)): axum::Extension<CallingNode>,
     Body(beat): Body<Heartbeat>,
 ) -> Result<Json<HeartbeatAnswer>, ApiError> {
     check_version(beat.version)?;
@@ -163,17 +165,17 @@ async fn heartbeat(
             .await?;
     }
     if returned
-        || node.silent_seconds > orchestrator.config.unreachable_after()
+        || node.silent_for > orchestrator.config.unreachable_after()
         || node.not_ready != beat.not_ready
     {
-        orchestrator.db.wake_jobs_of(node.id).await?;
-        orchestrator.jobs_wait.notify_one();
-        orchestrator.sessions_wait.notify_one();
+        orchestrator.db.wake_jobs_on(node.id).await?;
+        orchestrator.jobs_due.notify_one();
+        orchestrator.sessions_due.notify_one();
     }
     let due = OffsetDateTime::now_utc() - node.tokens_rotated_at
         > time::Duration::hours(orchestrator.config.rotate_tokens_hours.into());
     let rotate = if due || node.rotating {
-        // Until the node shows the new one, both are good; what it is offered is the same each time.
+        // Both tokens are valid until the node uses the new one; repeated offers are identical.
         let (node_token, worker_token) = (
             orchestrator.keys.node_token(node.id, node.token_epoch + 1),
             orchestrator
@@ -200,37 +202,41 @@ async fn heartbeat(
 }
 
 async fn config(State(orchestrator): State<Orchestrator>) -> Result<Json<NodeConfig>, ApiError> {
-    orchestrator.node_config().await.map(Json)
+    Ok(Json(orchestrator.node_config().await?))
 }
 
-/// Something happened to a job: it is asked for now. What the node says here is not believed, only that it says something.
+/// Schedules a job's next step. The reported status is not trusted, only that something happened.
 async fn job_status(
     State(orchestrator): State<Orchestrator>,
-    axum::Extension(Calling(node)): axum::Extension<Calling>,
+    axum::Extension(CallingNode(node)): axum::Extension<CallingNode>,
     Id(id): Id<JobId>,
     Body(_): Body<Value>,
 ) -> Result<StatusCode, ApiError> {
-    if !orchestrator.db.wake_job(id, node.id, 0.0).await? {
+    if !orchestrator
+        .db
+        .wake_job(id, node.id, Duration::ZERO)
+        .await?
+    {
         return Err(ApiError::new(
             ErrorCode::JobNotFound,
-            format!("this node was not given a job {id}"),
+            format!("this node has no job {id}"),
         ));
     }
-    orchestrator.jobs_wait.notify_one();
+    orchestrator.jobs_due.notify_one();
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// The bytes of an artifact, for a node that was given work which begins with it.
+/// The bytes of an artifact, for a node whose work starts from it.
 async fn artifact(
     State(orchestrator): State<Orchestrator>,
-    axum::Extension(Calling(node)): axum::Extension<Calling>,
+    axum::Extension(CallingNode(node)): axum::Extension<CallingNode>,
     Id(id): Id<ArtifactId>,
     headers: HeaderMap,
 ) -> Result<Response, ApiError> {
     if !orchestrator.db.needs_artifact(node.id, id).await? {
         return Err(ApiError::new(
             ErrorCode::NotFound,
-            format!("no work of this node begins with an artifact {id}"),
+            format!("no work of this node starts from an artifact {id}"),
         ));
     }
     let artifact = orchestrator.db.artifact(id).await?;
@@ -239,7 +245,7 @@ async fn artifact(
 }
 
 impl Orchestrator {
-    /// What nodes keep to. It follows the settings; its number is theirs.
+    /// The configuration of nodes. It follows the settings and shares their revision.
     pub(crate) async fn node_config(&self) -> Result<NodeConfig, ApiError> {
         let setting = self.db.setting(cynode_api::DEFAULT_IMAGE_KEY).await?;
         Ok(NodeConfig {
@@ -249,14 +255,15 @@ impl Orchestrator {
         })
     }
 
-    /// Asks the nodes which images they have, and matches that against the register. Of a node that does not answer, its last report counts.
-    pub(crate) async fn look_for_images(&self) -> Result<(), ApiError> {
+    /// Asks the nodes for their images and updates the register. For a node that does not answer,
+    /// its last report counts.
+    pub(crate) async fn refresh_images(&self) -> Result<(), ApiError> {
         let nodes = self.db.nodes().await?;
         let asked = stream::iter(nodes)
-            .map(|node| async move { (self.ask_for_images(&node).await, node) })
-            .buffer_unordered(ASKED_AT_ONCE);
+            .map(|node| async move { (self.local_images(&node).await, node) })
+            .buffer_unordered(MAX_CONCURRENT_QUERIES);
         let mut answers: Vec<_> = asked.collect().await;
-        // What a node has now is learned before what another had once.
+        // Current answers are applied before old reports.
         answers.sort_by_key(|(answer, _)| answer.is_none());
         for (answer, node) in answers {
             self.db
@@ -270,15 +277,14 @@ impl Orchestrator {
         Ok(())
     }
 
-    async fn ask_for_images(&self, node: &NodeRow) -> Option<Vec<LocalImage>> {
-        if node.is_lost
-            || node.silent_seconds > self.config.unreachable_after()
-            || self.fleet.trouble(node.id).is_some()
+    async fn local_images(&self, node: &NodeRow) -> Option<Vec<LocalImage>> {
+        if !node.is_responsive(self.config.unreachable_after())
+            || self.fleet.connection_error(node.id).is_some()
         {
             return None;
         }
-        let client = self.fleet.client_of(node).ok()?;
-        tokio::time::timeout(IMAGES, client.local_images())
+        let client = self.fleet.client_for(node).ok()?;
+        tokio::time::timeout(IMAGES_TIMEOUT, client.local_images())
             .await
             .ok()?
             .ok()

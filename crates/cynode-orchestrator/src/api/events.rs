@@ -20,30 +20,31 @@ use utoipa::IntoParams;
 
 use crate::{
     Orchestrator,
-    caller::{Agent, Caller},
-    db::Readable,
+    caller::{AnyCaller, Caller},
+    db::EventScope,
 };
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct EventQuery {
-    /// The cursor of the last event that was seen; 0 for all that are kept.
+    /// The cursor of the last event that the reader has; 0 for all that are kept.
     after: Option<i64>,
-    /// How long to wait for one, up to 60,000.
+    /// How long to wait for an event, up to 60,000.
     wait_ms: Option<u64>,
     /// 1 to 1000; 100 by default.
     limit: Option<u32>,
     task_id: Option<TaskId>,
 }
 
-/// What happened to jobs and sessions, in order, each at least once to a reader who goes on from the last cursor. With
-/// `Accept: text/event-stream` a stream whose ids are cursors.
+/// State changes of jobs and sessions, in order, each delivered at least once to a reader that
+/// continues from its last cursor. With `Accept: text/event-stream`, a stream whose ids are
+/// cursors.
 #[utoipa::path(get, path = "/v1/events", tag = "events", params(EventQuery),
     responses((status = 200, content((EventPage = "application/json"), (String = "text/event-stream"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
     State(orchestrator): State<Orchestrator>,
-    Agent(caller): Agent,
+    AnyCaller(caller): AnyCaller,
     headers: HeaderMap,
     QueryParams(query): QueryParams<EventQuery>,
 ) -> Result<Response, ApiError> {
@@ -72,11 +73,11 @@ pub(super) async fn list(
                 id.to_str()
                     .ok()
                     .and_then(|id| id.parse().ok())
-                    .ok_or_else(|| ApiError::invalid("Last-Event-ID: is not a cursor"))?,
+                    .ok_or_else(|| ApiError::invalid("Last-Event-ID: must be a cursor"))?,
             ),
         };
         let after = resumed.or(query.after).unwrap_or(0);
-        // A cursor that is no good is refused before the stream begins.
+        // An invalid cursor must fail before the stream starts.
         let first = orchestrator.db.events(&readable, after, limit).await?;
         return Ok(
             Sse::new(streamed(orchestrator, caller, readable, first, limit))
@@ -86,7 +87,7 @@ pub(super) async fn list(
     }
     let deadline = Instant::now() + Duration::from_millis(query.wait_ms.unwrap_or(0));
     let mut after = query.after.unwrap_or(0);
-    let mut news = orchestrator.news.subscribe();
+    let mut news = orchestrator.readers.subscribe();
     loop {
         let (items, next_cursor) = orchestrator.db.events(&readable, after, limit).await?;
         if !items.is_empty() || Instant::now() >= deadline || orchestrator.stop.is_cancelled() {
@@ -94,7 +95,7 @@ pub(super) async fn list(
         }
         after = next_cursor;
         wait(&orchestrator, &mut news, deadline).await;
-        if !caller.is_good(&orchestrator).await {
+        if !caller.is_token_valid(&orchestrator).await {
             return Err(ApiError::new(
                 cynode_api::ErrorCode::Unauthorized,
                 "the token is no longer valid",
@@ -103,7 +104,7 @@ pub(super) async fn list(
     }
 }
 
-/// Until there may be news, at the latest in a second: the word of another orchestrator may have been lost.
+/// Waits for new events, at most for a second: a notification of another orchestrator may be lost.
 async fn wait(
     orchestrator: &Orchestrator,
     news: &mut tokio::sync::watch::Receiver<u64>,
@@ -116,16 +117,16 @@ async fn wait(
     }
 }
 
-fn readable(caller: &Caller, only_task: Option<TaskId>) -> Readable {
+fn readable(caller: &Caller, only_task: Option<TaskId>) -> EventScope {
     match caller.kind {
-        TokenKind::User => Readable {
+        TokenKind::User => EventScope {
             all: caller.scope.is_admin,
             owner: Some(*caller.scope.user_id.as_uuid()),
             project_id: None,
             task_ids: Vec::new(),
             only_task,
         },
-        _ => Readable {
+        _ => EventScope {
             all: false,
             owner: None,
             project_id: caller.project_id,
@@ -135,15 +136,15 @@ fn readable(caller: &Caller, only_task: Option<TaskId>) -> Readable {
     }
 }
 
-/// Each event with its cursor as id, for as long as the reader and this orchestrator are there.
+/// Streams events with their cursors as ids, until the reader or the orchestrator goes away.
 fn streamed(
     orchestrator: Orchestrator,
     caller: Caller,
-    readable: Readable,
+    readable: EventScope,
     first: (Vec<Event>, i64),
     limit: u32,
 ) -> impl Stream<Item = Result<SseEvent, Infallible>> {
-    let news = orchestrator.news.subscribe();
+    let news = orchestrator.readers.subscribe();
     let is_full = move |items: &[Event]| items.len() == limit as usize;
     let (items, after) = first;
     let more = is_full(&items);
@@ -165,7 +166,7 @@ fn streamed(
                     if orchestrator.stop.is_cancelled() {
                         return None;
                     }
-                    // After a full page the next one is there already.
+                    // After a full page the next one is available already.
                     if !more {
                         wait(
                             &orchestrator,
@@ -174,10 +175,10 @@ fn streamed(
                         )
                         .await;
                     }
-                    if !caller.is_good(&orchestrator).await {
+                    if !caller.is_token_valid(&orchestrator).await {
                         return None;
                     }
-                    // While the database is away, the reader waits with us.
+                    // While the database is unavailable, the stream stays open.
                     more = false;
                     if let Ok((found, next)) = orchestrator.db.events(&readable, after, limit).await
                     {

@@ -34,13 +34,13 @@ pub(super) async fn create_user(
     check_version(body.version)?;
     check_name("name", &body.name)?;
     if body.name == "system" || body.name.parse::<UserId>().is_ok() {
-        return Err(ApiError::invalid("name: 'system' and ids are not names"));
+        return Err(ApiError::invalid("name: must not be 'system' or an id"));
     }
-    // Whoever may make users does not thereby make administrators.
+    // The right to create users does not include creating administrators.
     if body.is_admin && !caller.scope.is_admin {
         return Err(ApiError::new(
             ErrorCode::Forbidden,
-            "only an administrator makes administrators",
+            "only an administrator can create administrators",
         ));
     }
     Ok((
@@ -67,11 +67,12 @@ pub(super) async fn list_users(
     Person(caller): Person,
     QueryParams(paging): QueryParams<Paging>,
 ) -> Result<Json<Page<User>>, ApiError> {
-    orchestrator
-        .db
-        .list_users(&caller.scope, paging.after()?, paging.limit()?)
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .list_users(&caller.scope, paging.after()?, paging.limit()?)
+            .await?,
+    ))
 }
 
 /// Show a user.
@@ -150,11 +151,12 @@ pub(super) async fn list_groups(
     Person(caller): Person,
     QueryParams(paging): QueryParams<Paging>,
 ) -> Result<Json<Page<Group>>, ApiError> {
-    orchestrator
-        .db
-        .list_groups(&caller.scope, None, paging.after()?, paging.limit()?)
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .list_groups(&caller.scope, None, paging.after()?, paging.limit()?)
+            .await?,
+    ))
 }
 
 /// Show a group.
@@ -165,7 +167,7 @@ pub(super) async fn show_group(
     Person(caller): Person,
     Id(id): Id<GroupId>,
 ) -> Result<Json<Group>, ApiError> {
-    group(&orchestrator, &caller, id).await.map(Json)
+    Ok(Json(group(&orchestrator, &caller, id).await?))
 }
 
 /// Create a token. It is shown once.
@@ -196,7 +198,7 @@ pub(super) async fn create_token(
         }
     };
     check_scope(&orchestrator, &caller, &body).await?;
-    // Whatever it is for, each of it.
+    // Every project and task that the token covers is authorized.
     let call = Call {
         token_kind: Some(body.kind.as_str().to_owned()),
         ..Call::default()
@@ -205,7 +207,7 @@ pub(super) async fn create_token(
         orchestrator.check(
             &caller,
             Action::TokenCreate,
-            &orchestrator.about_project(&caller, id).await?.resource,
+            &orchestrator.project_target(&caller, id).await?.resource,
             &call,
         )?;
     }
@@ -213,7 +215,7 @@ pub(super) async fn create_token(
         orchestrator.check(
             &caller,
             Action::TokenCreate,
-            &orchestrator.about_task(&caller, *id).await?.resource,
+            &orchestrator.task_target(&caller, *id).await?.resource,
             &call,
         )?;
     }
@@ -242,7 +244,7 @@ pub(super) async fn create_token(
     ))
 }
 
-/// A token names what it is for, and nothing that its maker may not have.
+/// A token names its scope, and nothing that its creator may not access.
 async fn check_scope(
     orchestrator: &Orchestrator,
     caller: &Caller,
@@ -307,7 +309,7 @@ async fn check_scope(
     Ok(())
 }
 
-/// List tokens: all for an administrator, one's own for others. The tokens themselves are nowhere.
+/// List tokens: all for an administrator, one's own for others. The secrets are not stored.
 #[utoipa::path(get, path = "/v1/tokens", tag = "identity", params(Paging),
     responses((status = 200, body = Page<Token>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list_tokens(
@@ -315,11 +317,12 @@ pub(super) async fn list_tokens(
     Person(caller): Person,
     QueryParams(paging): QueryParams<Paging>,
 ) -> Result<Json<Page<Token>>, ApiError> {
-    orchestrator
-        .db
-        .list_tokens(&caller.scope, paging.after()?, paging.limit()?)
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .list_tokens(&caller.scope, paging.after()?, paging.limit()?)
+            .await?,
+    ))
 }
 
 /// Show a token's record.
@@ -330,10 +333,10 @@ pub(super) async fn show_token(
     Person(caller): Person,
     Id(id): Id<TokenId>,
 ) -> Result<Json<Token>, ApiError> {
-    orchestrator.db.token(&caller.scope, id).await.map(Json)
+    Ok(Json(orchestrator.db.token(&caller.scope, id).await?))
 }
 
-/// Revoke a token. It is good no more from the next call on.
+/// Revoke a token. It is invalid from the next call on.
 #[utoipa::path(delete, path = "/v1/tokens/{id}", tag = "identity", params(("id" = TokenId, Path)),
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn revoke_token(

@@ -15,9 +15,10 @@ use crate::{
     db::{NewImage, name_and_tag},
 };
 
-/// Add a version of an image, and ask the nodes for it. One that is known is pinned anew, to what the nodes have now. Administrators only.
+/// Add a version of an image, and ask the nodes for it. A known version is re-pinned to what the
+/// nodes have now. Administrators only.
 #[utoipa::path(post, path = "/v1/images", tag = "images", request_body = ImageCreate,
-    responses((status = 201, body = Image), (status = 200, description = "It was known, and is pinned anew.", body = Image), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses((status = 201, body = Image), (status = 200, description = "The version was known and is re-pinned.", body = Image), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn create(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
@@ -43,7 +44,8 @@ pub(super) async fn create(
     }
     let is_agent = caller.kind != TokenKind::User;
     if is_agent && !body.image_ref.contains('/') {
-        // It would be a short name itself, and come before that of an image which a person adds later.
+        // An unqualified reference is a short name itself, and would shadow an image that a person
+        // adds later.
         return Err(ApiError::invalid(
             "image_ref: must name the registry and the repository, such as registry.example/tools/python:3",
         ));
@@ -61,7 +63,7 @@ pub(super) async fn create(
         is_allowed: body.is_allowed,
         by: &caller.user_name,
     };
-    // To pin a known one anew changes what others use.
+    // Re-pinning a known version changes what others use.
     if !is_agent
         && let Some(id) = orchestrator.db.known_version(&new).await?
         && let Some((reference, agent_compatible, pinned)) = orchestrator.db.image_place(id).await?
@@ -77,10 +79,10 @@ pub(super) async fn create(
             &Call::default(),
         )?;
     }
-    // What people decided on an image, an agent does not decide anew, nor what a name means.
+    // An agent must not change people's decisions on an image, nor the meaning of a name.
     let (id, is_new) = orchestrator.db.insert_image(&new, is_agent).await?;
-    // Nodes may have it already.
-    orchestrator.look_for_images().await?;
+    // Nodes may have the image already.
+    orchestrator.refresh_images().await?;
     Ok((
         if is_new {
             StatusCode::CREATED
@@ -101,7 +103,7 @@ fn check_reference(reference: &str) -> Result<(), ApiError> {
         || !reference.starts_with(|c: char| c.is_ascii_alphanumeric())
     {
         return Err(ApiError::invalid(
-            "image_ref: is not a reference to an image",
+            "image_ref: is not a valid image reference",
         ));
     }
     Ok(())
@@ -111,14 +113,14 @@ fn check_reference(reference: &str) -> Result<(), ApiError> {
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct ImageQuery {
-    /// Only what may be used.
+    /// Only versions that are allowed.
     allowed: Option<bool>,
     /// 1 to 1000; 100 by default.
     limit: Option<u32>,
     cursor: Option<String>,
 }
 
-/// List images with their versions and which nodes have them.
+/// List images with their versions and the nodes that have them.
 #[utoipa::path(get, path = "/v1/images", tag = "images", params(ImageQuery),
     responses((status = 200, body = Page<Image>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
@@ -126,16 +128,17 @@ pub(super) async fn list(
     Person(_): Person,
     QueryParams(query): QueryParams<ImageQuery>,
 ) -> Result<Json<Page<Image>>, ApiError> {
-    orchestrator
-        .db
-        .images(
-            None,
-            query.allowed.unwrap_or(false),
-            after(query.cursor.as_deref())?,
-            limit(query.limit)?,
-        )
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .images(
+                None,
+                query.allowed.unwrap_or(false),
+                after(query.cursor.as_deref())?,
+                limit(query.limit)?,
+            )
+            .await?,
+    ))
 }
 
 /// Show an image.
@@ -146,7 +149,7 @@ pub(super) async fn show(
     Person(_): Person,
     Id(id): Id<ImageId>,
 ) -> Result<Json<Image>, ApiError> {
-    orchestrator.db.image(id).await.map(Json)
+    Ok(Json(orchestrator.db.image(id).await?))
 }
 
 /// Allow or deny an image, or change its description. Administrators only.
@@ -160,9 +163,10 @@ pub(super) async fn patch(
 ) -> Result<Json<Image>, ApiError> {
     check_version(patch.version)?;
     check_text("description", patch.description.as_ref())?;
-    orchestrator
-        .db
-        .patch_image(id, &patch, &caller.user_name)
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .patch_image(id, &patch, &caller.user_name)
+            .await?,
+    ))
 }

@@ -7,27 +7,25 @@ use axum::{
     extract::{Request, State},
     response::Response,
 };
-use cynode_api::{Job, JobCreate, JobId, JobState, OutputPage, Page, Problem, TaskId};
-use cynode_service::{ApiError, QueryParams};
+use cynode_api::{
+    Job, JobCreate, JobId, JobState, OutputPage, OutputQuery, Page, Problem, TaskId,
+    exec_limits::MAX_WAIT_MS,
+};
+use cynode_service::{ApiError, QueryParams, output::OutputRequest};
 use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-use super::{Body, Id, after, check_version, limit};
-use crate::{
-    Orchestrator,
-    caller::Person,
-    db::JobRow,
-    forward::forward,
-    output::{self, Asked},
-};
+use super::{Body, Id, after, check_version, limit, output, requests::check_job};
+use crate::{Orchestrator, caller::Person, db::JobRow, forward::forward};
 
-/// How long a caller may wait with `Prefer: wait`.
-const LONGEST_WAIT: u64 = 3_600;
+/// Bounds `Prefer: wait`, in seconds.
+const MAX_WAIT_SECONDS: u64 = 3_600;
 
-/// Create a job. Answers 202 at once; with `Prefer: wait=N` after its end, or after N seconds.
+/// Create a job. Responds with 202 at once; with `Prefer: wait=N` when it has ended, or after N
+/// seconds.
 #[utoipa::path(post, path = "/v1/jobs", tag = "jobs", request_body = JobCreate,
-    responses((status = 202, body = Job), (status = 200, body = Job, description = "It has ended, or the same request came before"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses((status = 202, body = Job), (status = 200, body = Job, description = "The job has ended, or the request is a repetition"), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn create(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
@@ -35,6 +33,7 @@ pub(super) async fn create(
     Body(body): Body<JobCreate>,
 ) -> Result<(StatusCode, Json<Job>), ApiError> {
     check_version(body.version)?;
+    check_job(&body)?;
     let wait = preferred_wait(&headers);
     let (mut row, new) = orchestrator.create_job(&caller, body).await?;
     if let Some(seconds) = wait {
@@ -50,7 +49,7 @@ pub(super) async fn create(
     Ok((status, Json(row.into_object())))
 }
 
-/// `Prefer: wait=N`. What is not understood is not preferred.
+/// `Prefer: wait=N`. Unknown preferences are ignored.
 fn preferred_wait(headers: &HeaderMap) -> Option<u64> {
     let values = headers
         .get_all("prefer")
@@ -65,7 +64,7 @@ fn preferred_wait(headers: &HeaderMap) -> Option<u64> {
                 .parse::<u64>()
                 .ok()
         });
-    wait.map(|seconds| seconds.min(LONGEST_WAIT))
+    wait.map(|seconds| seconds.min(MAX_WAIT_SECONDS))
 }
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -93,17 +92,18 @@ pub(super) async fn list(
         .map(|text| text.parse::<JobState>())
         .transpose()
         .map_err(|error| ApiError::invalid(format!("state: {error}")))?;
-    orchestrator
-        .db
-        .list_jobs(
-            &caller.scope,
-            state,
-            query.task_id,
-            after(query.cursor.as_deref())?,
-            limit(query.limit)?,
-        )
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .list_jobs(
+                &caller.scope,
+                state,
+                query.task_id,
+                after(query.cursor.as_deref())?,
+                limit(query.limit)?,
+            )
+            .await?,
+    ))
 }
 
 /// Show a job.
@@ -114,15 +114,13 @@ pub(super) async fn show(
     Person(caller): Person,
     Id(id): Id<JobId>,
 ) -> Result<Json<Job>, ApiError> {
-    orchestrator
-        .db
-        .job(&caller.scope, id)
-        .await
-        .map(JobRow::into_object)
-        .map(Json)
+    Ok(Json(JobRow::into_object(
+        orchestrator.db.job(&caller.scope, id).await?,
+    )))
 }
 
-/// Stop a job. Answers when it has ended, or after a while with how far it is; stopping one that has ended changes nothing.
+/// Stop a job. Responds when it has ended, or after a while with its state. Stopping an ended job
+/// changes nothing.
 #[utoipa::path(post, path = "/v1/jobs/{id}/stop", tag = "jobs", params(("id" = JobId, Path)),
     responses((status = 200, body = Job), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn stop(
@@ -131,29 +129,35 @@ pub(super) async fn stop(
     Id(id): Id<JobId>,
 ) -> Result<Json<Job>, ApiError> {
     orchestrator.db.job(&caller.scope, id).await?;
-    orchestrator.db.ask_stop(id).await?;
-    orchestrator.jobs_wait.notify_one();
-    orchestrator
-        .wait_for_job(&caller, id, Duration::from_secs(30))
-        .await
-        .map(JobRow::into_object)
-        .map(Json)
+    orchestrator.db.request_stop(id).await?;
+    orchestrator.jobs_due.notify_one();
+    Ok(Json(JobRow::into_object(
+        orchestrator
+            .wait_for_job(&caller, id, Duration::from_secs(30))
+            .await?,
+    )))
 }
 
-/// A job's output, while it runs and after: as an exec's.
-#[utoipa::path(get, path = "/v1/jobs/{id}/output", tag = "jobs", params(("id" = JobId, Path), output::OutputQuery),
+/// A job's output, while it runs and after it has ended, in the format of an exec's.
+#[utoipa::path(get, path = "/v1/jobs/{id}/output", tag = "jobs", params(("id" = JobId, Path), OutputQuery),
     responses((status = 200, content((OutputPage = "application/json"), (String = "text/event-stream"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn output(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
     Id(id): Id<JobId>,
-    QueryParams(query): QueryParams<output::OutputQuery>,
+    QueryParams(query): QueryParams<OutputQuery>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let asked = Asked::new(&query, request.headers())?;
-    // One that no node has yet is waited for.
+    let wanted = OutputRequest::new(&query, request.headers())?;
+    // A reader of events waits for the maximum and reconnects after that.
+    let wait = if wanted.events {
+        Duration::from_millis(MAX_WAIT_MS)
+    } else {
+        wanted.wait
+    };
+    // Wait for a job that is not assigned yet.
     let row = orchestrator
-        .wait_for(&caller, id, asked.wait, |row| {
+        .wait_until(&caller, id, wait, |row| {
             row.node_id.is_some() || row.state.is_final()
         })
         .await?;
@@ -170,24 +174,22 @@ pub(super) async fn output(
             &client,
             &format!("/v1/worker/jobs/{id}/output{rest}"),
             request,
-            orchestrator.over(&caller, node_id),
+            orchestrator.call_must_end(&caller, node_id),
         )
         .await?;
         if !matches!(answer.status(), StatusCode::NOT_FOUND | StatusCode::GONE) {
             return Ok(answer);
         }
     }
-    // It is here by now, or its node never had it.
+    // By now the output is stored here, or the node never had it.
     let row = orchestrator.db.job(&caller.scope, id).await?;
     match row.output_sha256.clone() {
         Some(sha256) => {
-            orchestrator
-                .kept_output(&sha256, &row.into_object(), asked)
-                .await
+            output::stored_output(&orchestrator.blobs, &sha256, &row.into_object(), wanted).await
         }
         None if row.object.output.truncated_by.is_some() => {
-            output::shown_output(&row.into_object(), asked).await
+            output::object_output(&row.into_object(), wanted).await
         }
-        None => Ok(asked.nothing(&row.into_object())),
+        None => Ok(output::empty_response(wanted, &row.into_object())),
     }
 }

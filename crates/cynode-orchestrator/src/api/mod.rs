@@ -3,12 +3,15 @@
 mod artifacts;
 mod audit;
 mod control;
+mod errors;
 mod events;
 mod identity;
 mod images;
 mod jobs;
 mod nodes;
+mod output;
 mod policies;
+mod requests;
 mod sessions;
 mod settings;
 mod work;
@@ -23,42 +26,36 @@ use axum::{
     routing::get,
 };
 use cynode_api::{ErrorCode, Problem, text_limits};
-use cynode_service::{ApiError, admin, answers, body, compute, describe, edge, linger};
+use cynode_service::{
+    ApiError, admin, answers, body, compute,
+    describe::{self, Bearer},
+    edge, linger,
+};
 use http::request::Parts;
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
-use utoipa::{
-    IntoParams, Modify, OpenApi,
-    openapi::security::{Http, HttpAuthScheme, SecurityScheme},
-};
+use utoipa::{IntoParams, OpenApi};
 use utoipa_axum::{router::OpenApiRouter, routes};
 use uuid::Uuid;
 
-use crate::{Orchestrator, caller, gate, mcp};
+use crate::{
+    Orchestrator, gate,
+    identity::{Authenticator, authenticate},
+    mcp,
+};
 
 #[derive(OpenApi)]
 #[openapi(
-    info(title = "CyNode user API", description = "Projects, tasks, jobs, sessions and what they need. Errors are RFC 9457 problem documents.", license(name = "Apache-2.0", identifier = "Apache-2.0")),
+    info(
+        title = "CyNode user API",
+        description = "Projects, tasks, jobs, sessions and what they need. \
+                       Errors are RFC 9457 problem documents.",
+        license(name = "Apache-2.0", identifier = "Apache-2.0"),
+    ),
     modifiers(&Bearer),
     components(schemas(Problem, ErrorCode))
 )]
 struct Document;
-
-struct Bearer;
-
-impl Modify for Bearer {
-    fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
-        let components = document.components.get_or_insert_default();
-        components.add_security_scheme(
-            "bearer",
-            SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer)),
-        );
-        document.security = Some(vec![utoipa::openapi::security::SecurityRequirement::new(
-            "bearer",
-            Vec::<String>::new(),
-        )]);
-    }
-}
 
 fn documented() -> OpenApiRouter<Orchestrator> {
     OpenApiRouter::with_openapi(Document::openapi())
@@ -102,7 +99,7 @@ fn documented() -> OpenApiRouter<Orchestrator> {
         .routes(routes!(sessions::resume))
         .routes(routes!(sessions::export))
         .layer(DefaultBodyLimit::max(edge::MAX_BODY))
-        // Passed on as they come; the node has the limits.
+        // Forwarded to the node, which enforces the limits.
         .merge(
             OpenApiRouter::new()
                 .routes(routes!(sessions::signal))
@@ -131,11 +128,11 @@ fn documented() -> OpenApiRouter<Orchestrator> {
         )
 }
 
-/// The API's description, as it is served and checked in.
+/// The OpenAPI document, as served and as checked in.
 #[must_use]
 pub fn openapi() -> Value {
     let document = serde_json::to_value(documented().into_openapi()).unwrap_or_default();
-    let any = [
+    let common = [
         ErrorCode::Forbidden,
         ErrorCode::DeniedByPolicy,
         ErrorCode::TooManyAttempts,
@@ -143,17 +140,17 @@ pub fn openapi() -> Value {
         ErrorCode::StoreUnavailable,
         ErrorCode::OutcomePending,
     ];
-    let mut some = describe::in_sessions("/v1/sessions");
-    some.extend(
-        REFUSALS
+    let mut by_route = describe::in_sessions("/v1/sessions");
+    by_route.extend(
+        ROUTE_ERRORS
             .iter()
             .map(|(route, codes)| ((*route).to_owned(), *codes)),
     );
-    describe::complete(document, &any, &some)
+    describe::complete(document, &common, &by_route)
 }
 
-/// What single routes refuse with.
-const REFUSALS: &[(&str, &[ErrorCode])] = &[
+/// The error codes of single routes.
+const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
     ("POST /v1/projects", &[ErrorCode::AlreadyExists]),
     (
         "POST /v1/tasks",
@@ -244,39 +241,42 @@ pub(crate) fn router(
             gate::pass,
         ))
         .with_state(orchestrator.clone());
-    // What a tool does, it does by these routes.
+    // Tools act through these routes.
     let tools = mcp::routes(&orchestrator, routes.clone());
     let routes = routes
         .merge(tools)
-        .layer(middleware::from_fn(answers::hold))
+        .layer(middleware::from_fn(answers::buffer))
         .layer(middleware::from_fn(edge::measure))
         .layer(middleware::from_fn_with_state(
-            orchestrator,
-            caller::authenticate,
+            Authenticator {
+                orchestrator,
+                accepts_cached_identity: gate::accepts_cached_identity,
+            },
+            authenticate,
         ));
-    finished(routes.merge(admin::routes(readiness, metrics)).route(
+    with_common_layers(routes.merge(admin::routes(readiness, metrics)).route(
         "/openapi.json",
         get(async move || ([("content-type", "application/json")], document.clone())),
     ))
 }
 
-/// What nodes call, on a port of its own.
+/// The control plane for nodes, on its own port.
 pub(crate) fn control_router(
     orchestrator: Orchestrator,
     readiness: admin::Readiness,
     metrics: admin::MetricsReader,
 ) -> Router {
-    finished(control::routes(orchestrator).merge(admin::routes(readiness, metrics)))
+    with_common_layers(control::routes(orchestrator).merge(admin::routes(readiness, metrics)))
 }
 
-fn finished(router: Router) -> Router {
+fn with_common_layers(router: Router) -> Router {
     router
         .layer(middleware::from_fn(edge::request_id))
         .layer(middleware::from_fn(body::limit_pauses))
-        .layer(middleware::from_fn(linger::read_away))
+        .layer(middleware::from_fn(linger::drain_body))
 }
 
-/// A JSON body, read strictly. PostgreSQL has no NUL in texts, so neither have we.
+/// A JSON body, parsed strictly. NUL is refused because PostgreSQL can't store it.
 #[derive(Debug)]
 pub(crate) struct Body<T>(pub(crate) T);
 
@@ -287,19 +287,19 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
         let edge::JsonBytes { bytes, .. } = &edge::JsonBytes::from_request(request, state).await?;
         let read = || {
             let value = edge::parse(bytes)?;
-            without_nul(bytes)?;
+            check_no_nul(bytes)?;
             Ok(Self(value))
         };
         compute::apart(bytes.len(), read).await
     }
 }
 
-fn without_nul(bytes: &Bytes) -> Result<(), ApiError> {
+fn check_no_nul(bytes: &Bytes) -> Result<(), ApiError> {
     if memchr::memmem::find(bytes, b"\\u0000").is_none() {
         return Ok(());
     }
     let value: Value = serde_json::from_slice(bytes).unwrap_or_default();
-    match nul_at(&value, String::new()) {
+    match find_nul(&value, String::new()) {
         Some(path) => Err(ApiError::invalid(format!(
             "{path}: must not contain the character NUL"
         ))),
@@ -307,27 +307,27 @@ fn without_nul(bytes: &Bytes) -> Result<(), ApiError> {
     }
 }
 
-/// Where a text, or the name of a member, has the character NUL.
-fn nul_at(value: &Value, path: String) -> Option<String> {
+/// The place of the first text or member name that contains NUL.
+fn find_nul(value: &Value, path: String) -> Option<String> {
     match value {
         Value::String(text) => text.contains('\0').then_some(path),
         Value::Array(items) => items
             .iter()
             .enumerate()
-            .find_map(|(index, item)| nul_at(item, format!("{path}[{index}]"))),
+            .find_map(|(index, item)| find_nul(item, format!("{path}[{index}]"))),
         Value::Object(members) => members.iter().find_map(|(name, member)| {
             let dot = if path.is_empty() { "" } else { "." };
             if name.contains('\0') {
                 Some(format!("{path}{dot}(a name)"))
             } else {
-                nul_at(member, format!("{path}{dot}{name}"))
+                find_nul(member, format!("{path}{dot}{name}"))
             }
         }),
         _ => None,
     }
 }
 
-/// The parts of a path that are not ids. One that is not UTF-8 is refused as everything else is.
+/// Path parameters. Answers malformed ones with a problem document.
 #[derive(Debug)]
 pub(crate) struct Path<T>(pub(crate) T);
 
@@ -342,7 +342,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Path<T>
     }
 }
 
-/// An id in a path; one that is not a UUID names nothing.
+/// The id in a path. Text that is not a UUID names nothing, which answers 404.
 #[derive(Debug)]
 pub(crate) struct Id<T>(pub(crate) T);
 
@@ -366,7 +366,7 @@ impl<S: Send + Sync, T: FromStr> FromRequestParts<S> for Id<T> {
     }
 }
 
-/// Which part of a list.
+/// The page of a list.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -386,7 +386,7 @@ impl Paging {
     }
 }
 
-/// Which part of a list that is sorted by names.
+/// The page of a list that is sorted by name.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -406,9 +406,9 @@ impl NamePaging {
     }
 }
 
-/// These lists had no pages once: who asks for none gets as many as a page may have.
-pub(crate) fn name_limit(asked: Option<u32>) -> Result<u32, ApiError> {
-    limit(Some(asked.unwrap_or(1_000)))
+/// These lists were not paged once, so the default is the largest page.
+pub(crate) fn name_limit(requested: Option<u32>) -> Result<u32, ApiError> {
+    limit(Some(requested.unwrap_or(1_000)))
 }
 
 pub(crate) fn after_name(cursor: Option<String>) -> Result<Option<String>, ApiError> {
@@ -420,10 +420,10 @@ pub(crate) fn after_name(cursor: Option<String>) -> Result<Option<String>, ApiEr
     Ok(cursor)
 }
 
-pub(crate) fn limit(asked: Option<u32>) -> Result<u32, ApiError> {
-    match asked.unwrap_or(100) {
+pub(crate) fn limit(requested: Option<u32>) -> Result<u32, ApiError> {
+    match requested.unwrap_or(100) {
         limit @ 1..=1_000 => Ok(limit),
-        _ => Err(ApiError::invalid("limit: must lie between 1 and 1000")),
+        _ => Err(ApiError::invalid("limit: must be between 1 and 1000")),
     }
 }
 
@@ -432,7 +432,7 @@ pub(crate) fn after(cursor: Option<&str>) -> Result<Option<Uuid>, ApiError> {
         .map(|cursor| {
             cursor
                 .parse()
-                .map_err(|_| ApiError::invalid("cursor: is not one of ours"))
+                .map_err(|_| ApiError::invalid("cursor is invalid or has expired"))
         })
         .transpose()
 }
@@ -442,19 +442,19 @@ pub(crate) fn check_version(version: Option<u32>) -> Result<(), ApiError> {
         None | Some(cynode_api::API_VERSION) => Ok(()),
         Some(other) => Err(ApiError::new(
             ErrorCode::UnsupportedVersion,
-            format!("version {other} is not known here"),
+            format!("version {other} is not supported"),
         )),
     }
 }
 
-/// A short text on one line.
+/// Checks a short text on one line.
 pub(crate) fn check_name(field: &str, text: &str) -> Result<(), ApiError> {
     if text.trim().is_empty()
         || text.len() > text_limits::MAX_NAME
         || text.chars().any(char::is_control)
     {
         return Err(ApiError::invalid(format!(
-            "{field}: must be a line of 1 to {} bytes",
+            "{field}: must be a single line of 1 to {} bytes",
             text_limits::MAX_NAME
         )));
     }
@@ -465,7 +465,7 @@ pub(crate) fn check_text(field: &str, text: Option<&String>) -> Result<(), ApiEr
     if text.is_some_and(|text| text.len() > text_limits::MAX_TEXT) {
         return Err(ApiError::new(
             ErrorCode::TooLarge,
-            format!("{field}: is longer than {} bytes", text_limits::MAX_TEXT),
+            format!("{field}: exceeds {} bytes", text_limits::MAX_TEXT),
         ));
     }
     Ok(())
@@ -479,7 +479,7 @@ pub(crate) fn check_metadata(metadata: Option<&Map<String, Value>>) -> Result<()
         return Err(ApiError::new(
             ErrorCode::TooLarge,
             format!(
-                "metadata: is longer than {} bytes",
+                "metadata: exceeds {} bytes",
                 text_limits::MAX_METADATA_BYTES
             ),
         ));
@@ -492,7 +492,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nul_is_found_wherever_it_is() {
+    fn nul_is_found_at_any_depth() {
         for (body, found) in [
             (r#"{"a":"\u0000"}"#, Some("a:")),
             (r#"{"a":{"b":["x","y\u0000"]}}"#, Some("a.b[1]:")),
@@ -500,9 +500,9 @@ mod tests {
             (r#"{"a":"\\u0000"}"#, None),
             (r#"{"a":"x"}"#, None),
         ] {
-            let error = without_nul(&Bytes::from(body))
+            let error = check_no_nul(&Bytes::from(body))
                 .err()
-                .map(|error| error.0.detail);
+                .map(|error| error.into_problem().detail);
             assert_eq!(error.is_some(), found.is_some(), "{body} {error:?}");
             assert!(
                 found.is_none_or(|found| error.is_some_and(|error| error.starts_with(found))),

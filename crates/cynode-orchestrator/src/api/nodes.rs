@@ -1,4 +1,4 @@
-//! Nodes, as people see them.
+//! Nodes, for people.
 
 use std::time::Duration;
 
@@ -19,13 +19,14 @@ use crate::{
 };
 
 impl Orchestrator {
-    /// A node as it is seen from here: one that says it is ready and can't be called is not.
-    fn node_object(&self, node: &NodeRow) -> Node {
+    /// A node as this orchestrator sees it: one that claims to be ready but is unreachable from
+    /// here is not.
+    fn node_view(&self, node: &NodeRow) -> Node {
         let object = node.object(self.config.unreachable_after());
-        match self.fleet.trouble(node.id) {
+        match self.fleet.connection_error(node.id) {
             Some(why) if object.state == NodeState::Ready => Node {
                 state: NodeState::Unreachable,
-                reason: Some(format!("the orchestrator can't call it: {why}")),
+                reason: Some(format!("the orchestrator can't reach the node: {why}")),
                 ..object
             },
             _ => object,
@@ -47,7 +48,7 @@ pub(super) async fn list(
     let items = nodes
         .iter()
         .filter(|node| cursor.is_none_or(|cursor| *node.id.as_uuid() > cursor))
-        .map(|node| orchestrator.node_object(node));
+        .map(|node| orchestrator.node_view(node));
     Ok(Json(crate::db::page(items, limit, |node: &Node| {
         node.id.to_string()
     })))
@@ -62,11 +63,11 @@ pub(super) async fn show(
     Id(id): Id<NodeId>,
 ) -> Result<Json<Node>, ApiError> {
     Ok(Json(
-        orchestrator.node_object(&orchestrator.db.node(id).await?),
+        orchestrator.node_view(&orchestrator.db.node(id).await?),
     ))
 }
 
-/// Give a node no new work, or some again. Administrators only.
+/// Stop or resume giving a node new work. Administrators only.
 #[utoipa::path(post, path = "/v1/nodes/{id}/drain", tag = "nodes", params(("id" = NodeId, Path)), request_body = NodeDrain,
     responses((status = 200, body = Node), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn drain(
@@ -77,7 +78,7 @@ pub(super) async fn drain(
 ) -> Result<Json<Node>, ApiError> {
     check_version(body.version)?;
     Ok(Json(
-        orchestrator.node_object(
+        orchestrator.node_view(
             &orchestrator
                 .db
                 .drain_node(id, body.drain.unwrap_or(true))
@@ -86,7 +87,7 @@ pub(super) async fn drain(
     ))
 }
 
-/// Make a key by which a node registers. Administrators only.
+/// Create a registration key for nodes. Administrators only.
 #[utoipa::path(post, path = "/v1/nodes/keys", tag = "nodes", request_body = NodeKeyCreate,
     responses((status = 201, body = NodeKeyCreated), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn create_key(

@@ -16,15 +16,15 @@ use crate::{
     Orchestrator,
     caller::{Caller, Person},
     db::PolicyRow,
-    gate::compared,
+    gate::policy_limits,
     policies,
 };
 
-/// So many documents there are at most.
+/// Policy documents in total.
 const MAX_POLICIES: usize = 200;
 
 fn object(row: PolicyRow) -> Policy {
-    // What is stored was valid when it came.
+    // Stored documents were validated before.
     let set = Set::parse([(row.id.as_str(), row.text.as_str())]).ok();
     let rules = set
         .iter()
@@ -58,7 +58,7 @@ fn check_id(id: &str) -> Result<(), ApiError> {
     }
 }
 
-/// List the policies that count.
+/// List the policies in force.
 #[utoipa::path(get, path = "/v1/policies", tag = "policies", params(NamePaging),
     responses((status = 200, body = Page<Policy>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
@@ -94,7 +94,8 @@ pub(super) async fn show(
         .ok_or_else(|| ApiError::new(ErrorCode::NotFound, "there is no such policy"))
 }
 
-/// Change a policy, or make one. It is checked with all others, and counts everywhere within a second.
+/// Create or change a policy. It is validated together with all others, and takes effect everywhere
+/// within a second.
 #[utoipa::path(put, path = "/v1/policies/{id}", tag = "policies", params(("id" = String, Path)), request_body = PolicyPut,
     responses((status = 200, body = Policy), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn put(
@@ -108,7 +109,9 @@ pub(super) async fn put(
     if body.text.len() > MAX_DOCUMENT_BYTES {
         return Err(ApiError::new(
             ErrorCode::TooLarge,
-            format!("text: is longer than {MAX_DOCUMENT_BYTES} bytes; make more documents of it"),
+            format!(
+                "text: is longer than {MAX_DOCUMENT_BYTES} bytes; split it into several documents"
+            ),
         ));
     }
     let is_default = id == policies::DEFAULT && body.text == cynode_policy::DEFAULTS;
@@ -136,7 +139,7 @@ pub(super) async fn put(
     Ok(Json(block_in_place(|| object(row))))
 }
 
-/// Remove a policy. What only it allowed is refused then.
+/// Delete a policy. Calls that only it allowed are denied from then on.
 #[utoipa::path(delete, path = "/v1/policies/{id}", tag = "policies", params(("id" = String, Path)),
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn delete(
@@ -160,7 +163,7 @@ pub(super) async fn delete(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Say what would be decided, and which rules make it so. Nothing is done.
+/// Evaluate a decision and the rules behind it, without any effect.
 #[utoipa::path(post, path = "/v1/policies:test", tag = "policies", request_body = PolicyTest,
     responses((status = 200, body = PolicyVerdict), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn test(
@@ -209,10 +212,10 @@ pub(super) async fn test(
     }))
 }
 
-/// What rules see of such a call: the same as the gate shows them.
+/// The context that rules see for such a call, as the gate builds it.
 fn call(action: Action, body: PolicyTest) -> Call {
     let none = Call::default();
-    let limits = Some(compared(body.limits.unwrap_or_default()));
+    let limits = Some(policy_limits(body.limits.unwrap_or_default()));
     match action {
         Action::SessionExec => Call {
             program: body.program,
@@ -241,7 +244,7 @@ fn call(action: Action, body: PolicyTest) -> Call {
             token_kind: body.token_kind.map(|kind| kind.as_str().to_owned()),
             ..none
         },
-        // Without one they are about where the caller works.
+        // Without a path, they concern the working directory.
         Action::FileList | Action::FileSearch | Action::FileMkdir => Call {
             path: Some(within_workspace(body.path.as_deref().unwrap_or("."))),
             ..none
@@ -269,10 +272,7 @@ async fn principal(
             found
                 .map(|found| Caller::new(found, [0; 32]).principal())
                 .ok_or_else(|| {
-                    ApiError::new(
-                        ErrorCode::NotFound,
-                        format!("there is no token {id} that is good"),
-                    )
+                    ApiError::new(ErrorCode::NotFound, format!("there is no valid token {id}"))
                 })
         }
         (Some(name), None) => {
@@ -298,7 +298,7 @@ async fn resource(
     action: Action,
     body: &PolicyTest,
 ) -> Result<Resource, ApiError> {
-    // Whoever creates a session says in which image; whoever uses one does something to it.
+    // A session's creation names an image; only these actions concern the image itself.
     let image = body.image.as_ref().filter(|_| {
         matches!(
             action,
@@ -313,16 +313,16 @@ async fn resource(
         image.is_some(),
     ];
     if named.iter().filter(|named| **named).count() > 1 {
-        return Err(ApiError::invalid("session_id: name one thing, or none"));
+        return Err(ApiError::invalid("session_id: name at most one resource"));
     }
     let about = if let Some(id) = body.session_id {
-        orchestrator.about_session(caller, id).await?
+        orchestrator.session_target(caller, id).await?
     } else if let Some(id) = body.job_id {
-        orchestrator.about_job(caller, id).await?
+        orchestrator.job_target(caller, id).await?
     } else if let Some(id) = body.task_id {
-        orchestrator.about_task(caller, id).await?
+        orchestrator.task_target(caller, id).await?
     } else if let Some(id) = body.project_id {
-        orchestrator.about_project(caller, id).await?
+        orchestrator.project_target(caller, id).await?
     } else if let Some(reference) = image {
         let chosen = orchestrator.db.allowed_image(reference).await?;
         let (agent_compatible, pinned) = chosen.map_or((false, false), |chosen| {

@@ -1,15 +1,16 @@
-//! Sessions: made, found and ended here; all that happens in them is passed on to their node as it comes.
+//! Sessions: created, listed and ended here; calls that concern their content are forwarded to the
+//! node.
 
 use std::time::Duration;
 
 use axum::{
     Json,
     body::Body as HttpBody,
-    extract::{FromRequest as _, OriginalUri, Request, State},
+    extract::{FromRequest, FromRequestParts, MatchedPath, OriginalUri, Request, State},
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{
-    Artifact, ErrorCode, Exec, ExecForm, ExecId, ExecRequest, ExecResult, ExportFormat,
+    Artifact, CallId, ErrorCode, Exec, ExecForm, ExecId, ExecRequest, ExecResult, ExportFormat,
     ExportRequest, FileWritten, Flags, ImportResult, ListRequest, ListResult, MkdirRequest,
     MoveRequest, OutputPage, Page, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult,
     Session, SessionEnd, SessionId, SessionPatch, SessionState, SignalExec, SignalSession,
@@ -21,29 +22,36 @@ use http::StatusCode;
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-use super::{Body, Id, after, check_version, limit};
+use super::{Body, Id, after, check_version, limit, requests::check_session};
 use crate::{
     Orchestrator, budget,
     caller::{Caller, Person},
     db::{NewArtifact, SessionAt},
-    fleet::{Failed, answer_for},
+    fleet::response_for,
     forward,
-    gate::{self, Called, Decided},
+    gate::{self, AuthorizedSession},
 };
 
 /// How long a node may take to change a session.
-const PATCH: Duration = Duration::from_secs(30);
+const PATCH_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Create a session. Everything has a default. Answers when it runs; after 60 s with 202 and the state `creating`.
+/// Create a session. All fields have defaults. Responds when it runs; after 60 s with 202 and the
+/// state `creating`.
 #[utoipa::path(post, path = "/v1/sessions", tag = "sessions", request_body = UserSessionCreate,
-    responses((status = 201, body = Session), (status = 200, body = Session, description = "The same request came before"), (status = 202, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses((status = 201, body = Session), (status = 200, body = Session, description = "The request is a repetition"), (status = 202, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn create(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
     Body(body): Body<UserSessionCreate>,
 ) -> Result<(StatusCode, Json<Session>), ApiError> {
     check_version(body.version)?;
-    let (status, session) = orchestrator.create_session(&caller, body).await?;
+    check_session(&body)?;
+    let (session, is_new) = orchestrator.create_session(&caller, body).await?;
+    let status = match (session.state, is_new) {
+        (SessionState::Creating, _) => StatusCode::ACCEPTED,
+        (_, true) => StatusCode::CREATED,
+        (_, false) => StatusCode::OK,
+    };
     Ok((status, Json(session)))
 }
 
@@ -88,18 +96,19 @@ pub(super) async fn list(
             .split_once('=')
             .map_or((label, None), |(name, value)| (name, Some(value)))
     });
-    orchestrator
-        .db
-        .list_sessions(
-            &caller.scope,
-            state,
-            query.task_id,
-            label,
-            after(query.cursor.as_deref())?,
-            limit(query.limit)?,
-        )
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .list_sessions(
+                &caller.scope,
+                state,
+                query.task_id,
+                label,
+                after(query.cursor.as_deref())?,
+                limit(query.limit)?,
+            )
+            .await?,
+    ))
 }
 
 /// Show a session.
@@ -111,10 +120,10 @@ pub(super) async fn show(
     Id(id): Id<SessionId>,
 ) -> Result<Json<Session>, ApiError> {
     let row = orchestrator.db.session(&caller.scope, id).await?;
-    orchestrator.show_session(row).await.map(Json)
+    Ok(Json(orchestrator.sessions.show(row).await?))
 }
 
-/// Change a session's limits of time, counted from now, or its labels.
+/// Change a session's time limits, counted from now, or its labels.
 #[utoipa::path(patch, path = "/v1/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionPatch,
     responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn patch(
@@ -128,21 +137,22 @@ pub(super) async fn patch(
         .fleet
         .client(&orchestrator.db, row.node_id)
         .await?;
-    let session = answer_for(
+    let session = response_for(
         id,
         orchestrator
             .fleet
-            .call(row.node_id, PATCH, client.patch_session(id, &patch))
+            .call(row.node_id, PATCH_TIMEOUT, client.patch_session(id, &patch))
             .await,
-    )
-    .map_err(Failed::problem)?;
-    orchestrator
-        .write_down(row.node_id, session, row.read_at)
-        .await
-        .map(Json)
+    )?;
+    Ok(Json(
+        orchestrator
+            .sessions
+            .store_report(row.node_id, session, row.read_at)
+            .await?,
+    ))
 }
 
-/// End a session. 200 also when it has ended already.
+/// End a session. Responds with 200 also when it has already ended.
 #[utoipa::path(post, path = "/v1/sessions/{id}/end", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionEnd,
     responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn end(
@@ -154,7 +164,7 @@ pub(super) async fn end(
     check_version(end.version)?;
     end.reason.as_deref().map_or(Ok(()), check_reason)?;
     let row = orchestrator.db.session(&caller.scope, id).await?;
-    orchestrator.end_session(row, end).await.map(Json)
+    Ok(Json(orchestrator.sessions.end(row, end).await?))
 }
 
 #[derive(Clone, Debug, Default, Deserialize, utoipa::ToSchema)]
@@ -174,63 +184,104 @@ pub(super) async fn resume(
 ) -> Result<Json<Session>, ApiError> {
     check_version(body.version)?;
     let row = orchestrator.db.session(&caller.scope, id).await?;
-    orchestrator.resume_session(row).await.map(Json)
+    Ok(Json(orchestrator.sessions.resume(row).await?))
 }
 
-/// Passes a call on to the node of a session that the caller may know of. The address there is made of ids that were read as
-/// ids and of the route's own words: nothing that a caller wrote in a path gets into it.
-async fn pass(
-    orchestrator: &Orchestrator,
-    caller: &Caller,
-    (id, exec_id): (SessionId, Option<ExecId>),
-    below: &str,
-    uri: &http::Uri,
+/// A call that is forwarded to the node of its session.
+pub(super) struct NodeCall {
+    orchestrator: Orchestrator,
+    caller: Caller,
+    ids: Ids,
+    /// The route's pattern, such as `/v1/sessions/{id}/exec`.
+    route: String,
+    uri: http::Uri,
     request: Request,
-) -> Result<Response, ApiError> {
-    // What was decided on is what is called.
-    let decided = request.extensions().get::<Decided>().copied();
-    let Decided(SessionAt { node_id, state }) = decided.ok_or_else(|| {
-        ApiError::new(
-            ErrorCode::SessionNotFound,
-            format!("there is no session {id}"),
-        )
-    })?;
-    if state == SessionState::Creating {
-        return Err(ApiError::new(
-            ErrorCode::NotRunning,
-            format!("session {id} is creating"),
-        ));
-    }
-    let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
-    let below = below.replace("{id}", &id.to_string()).replace(
-        "{exec_id}",
-        &exec_id.map(|id| id.to_string()).unwrap_or_default(),
-    );
-    let query = uri
-        .query()
-        .map_or_else(String::new, |query| format!("?{query}"));
-    let path = format!("/v1/worker{below}{query}");
-    let is_websocket = request
-        .headers()
-        .get(http::header::UPGRADE)
-        .is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"websocket"));
-    let revoked = orchestrator.over(caller, node_id);
-    if is_websocket && below.ends_with("/pty") {
-        let closed = orchestrator.note_closed_terminal(
+}
+
+impl FromRequest<Orchestrator> for NodeCall {
+    type Rejection = ApiError;
+
+    async fn from_request(
+        request: Request,
+        orchestrator: &Orchestrator,
+    ) -> Result<Self, Self::Rejection> {
+        let (mut parts, body) = request.into_parts();
+        let Person(caller) = Person::from_request_parts(&mut parts, orchestrator).await?;
+        let ids = Ids::from_request_parts(&mut parts, orchestrator).await?;
+        let Ok(OriginalUri(uri)) = OriginalUri::from_request_parts(&mut parts, orchestrator).await;
+        let route = parts
+            .extensions
+            .get::<MatchedPath>()
+            .ok_or_else(|| ApiError::new(ErrorCode::Internal, "the call matched no route"))?;
+        Ok(Self {
+            orchestrator: orchestrator.clone(),
             caller,
-            id,
-            request.extensions().get::<Called>().copied(),
-        );
-        forward::upgrade(&client, &path, request, revoked, closed).await
-    } else {
-        forward::forward(&client, &path, request, revoked).await
+            ids,
+            route: route.as_str().to_owned(),
+            uri,
+            request: Request::from_parts(parts, body),
+        })
+    }
+}
+
+impl NodeCall {
+    /// Forwards the call to the session that the gate has authorized. The path on the node is built
+    /// from the route's pattern and from parsed ids: no text of the caller's path gets into it.
+    async fn forward(self) -> Result<Response, ApiError> {
+        let Self {
+            orchestrator,
+            caller,
+            ids: Ids(id, exec_id),
+            route,
+            uri,
+            request,
+        } = self;
+        let session = request.extensions().get::<AuthorizedSession>().copied();
+        let AuthorizedSession(SessionAt { node_id, state }) = session.ok_or_else(|| {
+            ApiError::new(
+                ErrorCode::SessionNotFound,
+                format!("there is no session {id}"),
+            )
+        })?;
+        if state == SessionState::Creating {
+            return Err(ApiError::new(
+                ErrorCode::NotRunning,
+                format!("session {id} is creating"),
+            ));
+        }
+        let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
+        let below = route
+            .strip_prefix("/v1")
+            .unwrap_or_default()
+            .replace("{id}", &id.to_string())
+            .replace(
+                "{exec_id}",
+                &exec_id.map(|id| id.to_string()).unwrap_or_default(),
+            );
+        let query = uri
+            .query()
+            .map_or_else(String::new, |query| format!("?{query}"));
+        let path = format!("/v1/worker{below}{query}");
+        let is_websocket = request
+            .headers()
+            .get(http::header::UPGRADE)
+            .is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"websocket"));
+        let must_end = orchestrator.call_must_end(&caller, node_id);
+        if is_websocket && below.ends_with("/pty") {
+            let call_id = request.extensions().get::<CallId>().copied();
+            let closed = orchestrator.note_closed_terminal(&caller, id, call_id);
+            forward::upgrade(&client, &path, request, must_end, closed).await
+        } else {
+            forward::forward(&client, &path, request, must_end).await
+        }
     }
 }
 
 /// The ids in a path.
+#[derive(Clone, Copy)]
 pub(super) struct Ids(SessionId, Option<ExecId>);
 
-impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Ids {
+impl<S: Send + Sync> FromRequestParts<S> for Ids {
     type Rejection = ApiError;
 
     async fn from_request_parts(
@@ -267,88 +318,346 @@ impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Ids {
     }
 }
 
-/// Routes that are passed on: the node's own description holds for them.
-macro_rules! passed_on {
-    ($($(#[doc = $doc:literal])* $name:ident: $method:ident, $path:literal, [$($parameter:tt)*], [$($body:tt)*], [$($answers:tt)*];)*) => {
-        $(
-            $(#[doc = $doc])*
-            #[utoipa::path($method, path = $path, tag = "sessions", params(("id" = SessionId, Path), $($parameter)*), $($body)*
-                responses($($answers)*, (status = "default", body = Problem, content_type = "application/problem+json")))]
-            pub(super) async fn $name(
-                State(orchestrator): State<Orchestrator>,
-                Person(caller): Person,
-                Ids(id, exec_id): Ids,
-                OriginalUri(uri): OriginalUri,
-                request: Request,
-            ) -> Result<Response, ApiError> {
-                let below = $path.strip_prefix("/v1").unwrap_or_default();
-                pass(&orchestrator, &caller, (id, exec_id), below, &uri, request).await
-            }
-        )*
-    };
+// The handlers below forward their calls unchanged; the node's own documentation applies to them.
+
+/// Signal everything in the sandbox but process 1.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/signal",
+    tag = "sessions",
+    params(("id" = SessionId, Path)),
+    request_body = SignalSession,
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn signal(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
 }
 
-passed_on! {
-    /// Signal everything in the sandbox but process 1.
-    signal: post, "/v1/sessions/{id}/signal", [], [request_body = SignalSession,], [(status = 204)];
-    /// Run a command. With `Accept: text/event-stream` its output as it comes. As `multipart/form-data` it takes a part `request` and
-    /// then a part `stdin`, which is taken whole before the command starts.
-    exec: post, "/v1/sessions/{id}/exec", [], [request_body(content((ExecRequest = "application/json"), (ExecForm = "multipart/form-data"))),],
-        [(status = 200, content((ExecResult = "application/json"), (String = "text/event-stream"))), (status = 202, body = cynode_api::ExecAccepted)];
-    /// List a session's commands.
-    execs: get, "/v1/sessions/{id}/execs", [("limit" = Option<u32>, Query), ("cursor" = Option<String>, Query)], [], [(status = 200, body = Page<Exec>)];
-    /// Show a command.
-    show_exec: get, "/v1/sessions/{id}/execs/{exec_id}", [("exec_id" = ExecId, Path)], [], [(status = 200, body = Exec)];
-    /// A command's output, while it runs and after.
-    exec_output: get, "/v1/sessions/{id}/execs/{exec_id}/output",
-        [("exec_id" = ExecId, Path), ("after_seq" = Option<u64>, Query), ("max_bytes" = Option<u64>, Query), ("wait_ms" = Option<u64>, Query), ("tail_bytes" = Option<u64>, Query)],
-        [], [(status = 200, content((OutputPage = "application/json"), (String = "text/event-stream")))];
-    /// Signal a command.
-    signal_exec: post, "/v1/sessions/{id}/execs/{exec_id}/signal", [("exec_id" = ExecId, Path)], [request_body = SignalExec,], [(status = 204)];
-    /// Write to a command's standard input.
-    stdin: post, "/v1/sessions/{id}/execs/{exec_id}/stdin", [("exec_id" = ExecId, Path)], [request_body = StdinWrite,], [(status = 204)];
-    /// Read a file.
-    read_file: get, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)], [],
-        [(status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = 206, body = Vec<u8>, content_type = "application/octet-stream")];
-    /// A file's size, mode and hash.
-    stat_file: head, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)], [], [(status = 200)];
-    /// Write a file, whole or not at all.
-    write_file: put, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)],
-        [request_body(content = Vec<u8>, content_type = "application/octet-stream"),], [(status = 201, body = FileWritten), (status = 200, body = FileWritten)];
-    /// Delete a file or a directory.
-    delete_file: delete, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)], [], [(status = 204)];
-    /// List files.
-    list_files: post, "/v1/sessions/{id}/files:list", [], [request_body = ListRequest,], [(status = 200, body = ListResult)];
-    /// Search in files.
-    search_files: post, "/v1/sessions/{id}/files:search", [], [request_body = SearchRequest,], [(status = 200, body = SearchResult)];
-    /// Apply a unified diff, whole or not at all.
-    patch_files: post, "/v1/sessions/{id}/files:patch", [], [request_body = PatchRequest,], [(status = 200, body = PatchResult)];
-    /// Move a file.
-    move_file: post, "/v1/sessions/{id}/files:move", [], [request_body = MoveRequest,], [(status = 204)];
-    /// Make a directory.
-    mkdir: post, "/v1/sessions/{id}/files:mkdir", [], [request_body = MkdirRequest,], [(status = 204)];
-    /// Unpack a tar archive into the sandbox.
-    import: post, "/v1/sessions/{id}/import", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)],
-        [request_body(content = Vec<u8>, content_type = "application/x-tar"),],
-        [(status = 204), (status = 200, body = ImportResult, description = "Some of it looks like credentials")];
-    /// Open a terminal (WebSocket), where the session allows it.
-    pty: get, "/v1/sessions/{id}/pty", [("cols" = Option<u16>, Query), ("rows" = Option<u16>, Query), ("argv" = Option<Vec<String>>, Query)], [], [(status = 101)];
+/// Run a command. With `Accept: text/event-stream` its output as it comes. As
+/// `multipart/form-data` it takes a part `request` and then a part `stdin`, which is taken
+/// whole before the command starts.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/exec",
+    tag = "sessions",
+    params(("id" = SessionId, Path)),
+    request_body(content((ExecRequest = "application/json"), (ExecForm = "multipart/form-data"))),
+    responses(
+        (status = 200, content((ExecResult = "application/json"), (String = "text/event-stream"))),
+        (status = 202, body = cynode_api::ExecAccepted),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn exec(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
 }
 
-/// Export the workspace, as a patch against a commit or as a tar archive: an artifact of the session's task. With
-/// `Accept: application/octet-stream`, or the type of the bytes, the bytes themselves and no artifact.
+/// List a session's commands.
+#[utoipa::path(
+    get,
+    path = "/v1/sessions/{id}/execs",
+    tag = "sessions",
+    params(
+        ("id" = SessionId, Path),
+        ("limit" = Option<u32>, Query),
+        ("cursor" = Option<String>, Query),
+    ),
+    responses(
+        (status = 200, body = Page<Exec>),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn execs(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Show a command.
+#[utoipa::path(
+    get,
+    path = "/v1/sessions/{id}/execs/{exec_id}",
+    tag = "sessions",
+    params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)),
+    responses(
+        (status = 200, body = Exec),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn show_exec(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// A command's output, while it runs and after.
+#[utoipa::path(
+    get,
+    path = "/v1/sessions/{id}/execs/{exec_id}/output",
+    tag = "sessions",
+    params(
+        ("id" = SessionId, Path),
+        ("exec_id" = ExecId, Path),
+        ("after_seq" = Option<u64>, Query),
+        ("max_bytes" = Option<u64>, Query),
+        ("wait_ms" = Option<u64>, Query),
+        ("tail_bytes" = Option<u64>, Query),
+    ),
+    responses(
+        (status = 200, content((OutputPage = "application/json"), (String = "text/event-stream"))),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn exec_output(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Signal a command.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/execs/{exec_id}/signal",
+    tag = "sessions",
+    params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)),
+    request_body = SignalExec,
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn signal_exec(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Write to a command's standard input.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/execs/{exec_id}/stdin",
+    tag = "sessions",
+    params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)),
+    request_body = StdinWrite,
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn stdin(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Read a file.
+#[utoipa::path(
+    get,
+    path = "/v1/sessions/{id}/files",
+    tag = "sessions",
+    params(
+        ("id" = SessionId, Path),
+        ("path" = Option<String>, Query),
+        ("path_b64" = Option<String>, Query),
+        ("recursive" = Option<bool>, Query),
+    ),
+    responses(
+        (status = 200, body = Vec<u8>, content_type = "application/octet-stream"),
+        (status = 206, body = Vec<u8>, content_type = "application/octet-stream"),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn read_file(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// A file's size, mode and hash.
+#[utoipa::path(
+    head,
+    path = "/v1/sessions/{id}/files",
+    tag = "sessions",
+    params(
+        ("id" = SessionId, Path),
+        ("path" = Option<String>, Query),
+        ("path_b64" = Option<String>, Query),
+        ("recursive" = Option<bool>, Query),
+    ),
+    responses(
+        (status = 200),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn stat_file(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Write a file, whole or not at all.
+#[utoipa::path(
+    put,
+    path = "/v1/sessions/{id}/files",
+    tag = "sessions",
+    params(
+        ("id" = SessionId, Path),
+        ("path" = Option<String>, Query),
+        ("path_b64" = Option<String>, Query),
+        ("recursive" = Option<bool>, Query),
+    ),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    responses(
+        (status = 201, body = FileWritten),
+        (status = 200, body = FileWritten),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn write_file(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Delete a file or a directory.
+#[utoipa::path(
+    delete,
+    path = "/v1/sessions/{id}/files",
+    tag = "sessions",
+    params(
+        ("id" = SessionId, Path),
+        ("path" = Option<String>, Query),
+        ("path_b64" = Option<String>, Query),
+        ("recursive" = Option<bool>, Query),
+    ),
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn delete_file(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// List files.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/files:list",
+    tag = "sessions",
+    params(("id" = SessionId, Path)),
+    request_body = ListRequest,
+    responses(
+        (status = 200, body = ListResult),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn list_files(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Search in files.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/files:search",
+    tag = "sessions",
+    params(("id" = SessionId, Path)),
+    request_body = SearchRequest,
+    responses(
+        (status = 200, body = SearchResult),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn search_files(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Apply a unified diff, whole or not at all.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/files:patch",
+    tag = "sessions",
+    params(("id" = SessionId, Path)),
+    request_body = PatchRequest,
+    responses(
+        (status = 200, body = PatchResult),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn patch_files(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Move a file.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/files:move",
+    tag = "sessions",
+    params(("id" = SessionId, Path)),
+    request_body = MoveRequest,
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn move_file(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Make a directory.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/files:mkdir",
+    tag = "sessions",
+    params(("id" = SessionId, Path)),
+    request_body = MkdirRequest,
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn mkdir(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Unpack a tar archive into the sandbox.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/import",
+    tag = "sessions",
+    params(
+        ("id" = SessionId, Path),
+        ("path" = Option<String>, Query),
+        ("path_b64" = Option<String>, Query),
+        ("recursive" = Option<bool>, Query),
+    ),
+    request_body(content = Vec<u8>, content_type = "application/x-tar"),
+    responses(
+        (status = 204),
+        (status = 200, body = ImportResult, description = "Some of it looks like credentials"),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn import(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Open a terminal (WebSocket), where the session allows it.
+#[utoipa::path(
+    get,
+    path = "/v1/sessions/{id}/pty",
+    tag = "sessions",
+    params(
+        ("id" = SessionId, Path),
+        ("cols" = Option<u16>, Query),
+        ("rows" = Option<u16>, Query),
+        ("argv" = Option<Vec<String>>, Query),
+    ),
+    responses(
+        (status = 101),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn pty(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Export the workspace, as a patch against a commit or as a tar archive, and store it as an
+/// artifact of the session's task. With `Accept: application/octet-stream`, or the type of the
+/// bytes, responds with the bytes and stores no artifact.
 #[utoipa::path(post, path = "/v1/sessions/{id}/export", tag = "sessions", params(("id" = SessionId, Path)), request_body = ExportRequest,
     responses((status = 201, body = Artifact), (status = 200, content((Vec<u8> = "application/x-tar"), (Vec<u8> = "text/x-diff"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn export(
-    State(orchestrator): State<Orchestrator>,
-    Person(caller): Person,
-    Ids(id, _): Ids,
-    OriginalUri(uri): OriginalUri,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let below = "/sessions/{id}/export";
-    let wants_bytes = gate::wants_bytes(request.headers());
-    let (mut parts, body) = request.into_parts();
+pub(super) async fn export(call: NodeCall) -> Result<Response, ApiError> {
+    let (orchestrator, caller) = (call.orchestrator.clone(), call.caller.clone());
+    let Ids(id, _) = call.ids;
+    let wants_bytes = gate::wants_bytes(call.request.headers());
+    let (mut parts, body) = call.request.into_parts();
     let Body(export) =
         Body::<ExportRequest>::from_request(Request::from_parts(parts.clone(), body), &()).await?;
     let is_patch = export.format == ExportFormat::Patch;
@@ -357,7 +666,7 @@ pub(super) async fn export(
         parts,
         HttpBody::from(crate::db::to_json(&export).to_string()),
     );
-    let answer = pass(&orchestrator, &caller, (id, None), below, &uri, request).await?;
+    let answer = NodeCall { request, ..call }.forward().await?;
     if wants_bytes || !answer.status().is_success() {
         return Ok(answer);
     }
@@ -370,7 +679,7 @@ pub(super) async fn export(
         budget::refusal(&error).unwrap_or_else(|| {
             ApiError::new(
                 ErrorCode::NodeUnreachable,
-                format!("the export broke off: {error}"),
+                format!("the export was interrupted: {error}"),
             )
         })
     };

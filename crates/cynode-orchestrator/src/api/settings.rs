@@ -15,7 +15,7 @@ use super::{Body, NamePaging, Path, after_name, check_version, name_limit};
 use crate::{
     Orchestrator,
     caller::{Caller, Person},
-    db::Of,
+    db::PreferenceContext,
 };
 
 const MAX_KEY: usize = 200;
@@ -58,11 +58,11 @@ fn check_key(key: &str, put: &ValuePut, is_setting: bool) -> Result<(), ApiError
     }
 }
 
-/// How shapes of credentials are treated is the system's setting, and a project's to tighten.
+/// The treatment of credential shapes is configured for the system, and projects can tighten it.
 fn check_shapes(scope: PreferenceScope, value: &serde_json::Value) -> Result<(), ApiError> {
     if scope != PreferenceScope::Project {
         return Err(ApiError::invalid(format!(
-            "key: {SECRET_SHAPES} is a preference of projects; for the whole system there is orchestrator.secret_shapes"
+            "key: {SECRET_SHAPES} is a preference of projects; for the whole system set orchestrator.secret_shapes"
         )));
     }
     serde_json::from_value::<ShapeSetting>(value.clone())
@@ -79,11 +79,12 @@ pub(super) async fn list_settings(
     QueryParams(paging): QueryParams<NamePaging>,
 ) -> Result<Json<Page<Setting>>, ApiError> {
     let limit = paging.limit()?;
-    orchestrator
-        .db
-        .list_settings(paging.after()?, limit)
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .list_settings(paging.after()?, limit)
+            .await?,
+    ))
 }
 
 /// Show a setting.
@@ -116,14 +117,15 @@ pub(super) async fn put_setting(
     Body(put): Body<ValuePut>,
 ) -> Result<Json<Setting>, ApiError> {
     check_key(&key, &put, true)?;
-    orchestrator
-        .db
-        .put_setting(&key, &put.value, put.if_revision, &caller.user_name)
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .put_setting(&key, &put.value, put.if_revision, &caller.user_name)
+            .await?,
+    ))
 }
 
-/// Whose preferences these are: something that the caller may see.
+/// The scope of preferences, which the caller must be able to see.
 async fn check_scope(
     orchestrator: &Orchestrator,
     caller: &Caller,
@@ -132,7 +134,7 @@ async fn check_scope(
 ) -> Result<(PreferenceScope, Uuid), ApiError> {
     let missing = || ApiError::new(ErrorCode::NotFound, "there is no such scope");
     let scope: PreferenceScope = scope.parse().map_err(|_| missing())?;
-    // The system has no id; whatever stands there means it.
+    // The system has no id; any value means it.
     let id = if scope == PreferenceScope::System {
         Uuid::nil()
     } else {
@@ -186,14 +188,14 @@ async fn check_scope(
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct PreferenceQuery {
-    /// Only the one that has this key.
+    /// Only the preference with this key.
     key: Option<String>,
     /// 1 to 1000; 1000 by default.
     limit: Option<u32>,
     cursor: Option<String>,
 }
 
-/// List the preferences of one scope; for `system` the id is anything.
+/// List the preferences of one scope; for `system` the id is ignored.
 #[utoipa::path(get, path = "/v1/preferences/{scope}/{scope_id}", tag = "settings", params(("scope" = PreferenceScope, Path), ("scope_id" = String, Path), PreferenceQuery),
     responses((status = 200, body = Page<Preference>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list_preferences(
@@ -207,11 +209,12 @@ pub(super) async fn list_preferences(
         return Err(ApiError::invalid("key: must not contain the character NUL"));
     }
     let (scope, id) = check_scope(&orchestrator, &caller, &scope, &id).await?;
-    orchestrator
-        .db
-        .list_preferences(scope, id, query.key.as_deref(), after, limit)
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .list_preferences(scope, id, query.key.as_deref(), after, limit)
+            .await?,
+    ))
 }
 
 /// Change a preference. Those of groups and of the system are for administrators.
@@ -257,7 +260,7 @@ pub(super) struct EffectiveQuery {
     cursor: Option<String>,
 }
 
-/// The preferences that count: task before project before user before group before system.
+/// The effective preferences: task before project before user before group before system.
 #[utoipa::path(get, path = "/v1/preferences", tag = "settings", params(EffectiveQuery),
     responses((status = 200, body = Page<Preference>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn effective(
@@ -266,25 +269,26 @@ pub(super) async fn effective(
     QueryParams(query): QueryParams<EffectiveQuery>,
 ) -> Result<Json<Page<Preference>>, ApiError> {
     let (limit, after) = (name_limit(query.limit)?, after_name(query.cursor)?);
-    let mut of = Of {
+    let mut context = PreferenceContext {
         task: query.task_id,
         project: query.project_id,
         user: Some(caller.scope.user_id),
     };
     if let Some(id) = query.task_id {
-        of.project = orchestrator
+        context.project = orchestrator
             .db
             .task(&caller.scope, id)
             .await?
             .project_id
-            .or(of.project);
+            .or(context.project);
     }
     if let Some(id) = query.project_id {
         orchestrator.db.project(&caller.scope, id).await?;
     }
-    orchestrator
-        .db
-        .effective_preferences(of, after, limit)
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .effective_preferences(context, after, limit)
+            .await?,
+    ))
 }

@@ -68,7 +68,7 @@ fn is_slug(slug: &str) -> bool {
             .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-')
 }
 
-/// The name in letters that an address can have, and some of the id, so that two projects may have one name.
+/// The name in URL-safe characters with a part of the id, so that projects may share a name.
 fn slug_of(name: &str, id: ProjectId) -> String {
     let plain: String = name
         .chars()
@@ -95,16 +95,17 @@ pub(super) async fn list_projects(
     Person(caller): Person,
     QueryParams(paging): QueryParams<Paging>,
 ) -> Result<Json<Page<Project>>, ApiError> {
-    orchestrator
-        .db
-        .list_projects(
-            &caller.scope,
-            &caller.named(),
-            paging.after()?,
-            paging.limit()?,
-        )
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .list_projects(
+                &caller.scope,
+                &caller.token_scope(),
+                paging.after()?,
+                paging.limit()?,
+            )
+            .await?,
+    ))
 }
 
 /// Show a project.
@@ -115,7 +116,7 @@ pub(super) async fn show_project(
     Person(caller): Person,
     Id(id): Id<ProjectId>,
 ) -> Result<Json<Project>, ApiError> {
-    orchestrator.db.project(&caller.scope, id).await.map(Json)
+    Ok(Json(orchestrator.db.project(&caller.scope, id).await?))
 }
 
 /// Change a project.
@@ -134,11 +135,12 @@ pub(super) async fn patch_project(
         .map_or(Ok(()), |name| check_name("name", name))?;
     check_text("scope", patch.scope.as_ref())?;
     check_metadata(patch.metadata.as_ref())?;
-    orchestrator
-        .db
-        .patch_project(&caller.scope, id, &patch)
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .patch_project(&caller.scope, id, &patch)
+            .await?,
+    ))
 }
 
 /// Create a task.
@@ -213,17 +215,18 @@ pub(super) async fn list_tasks(
     Person(caller): Person,
     QueryParams(query): QueryParams<TaskQuery>,
 ) -> Result<Json<Page<Task>>, ApiError> {
-    orchestrator
-        .db
-        .list_tasks(
-            &caller.scope,
-            &caller.named(),
-            query.project_id,
-            after(query.cursor.as_deref())?,
-            limit(query.limit)?,
-        )
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .list_tasks(
+                &caller.scope,
+                &caller.token_scope(),
+                query.project_id,
+                after(query.cursor.as_deref())?,
+                limit(query.limit)?,
+            )
+            .await?,
+    ))
 }
 
 /// Show a task.
@@ -234,7 +237,7 @@ pub(super) async fn show_task(
     Person(caller): Person,
     Id(id): Id<TaskId>,
 ) -> Result<Json<Task>, ApiError> {
-    orchestrator.db.task(&caller.scope, id).await.map(Json)
+    Ok(Json(orchestrator.db.task(&caller.scope, id).await?))
 }
 
 /// Change a task.
@@ -265,9 +268,10 @@ pub(super) async fn patch_task(
         .as_ref()
         .map_or(Ok(()), |items| check_list("acceptance_criteria", items))?;
     check_metadata(patch.metadata.as_ref())?;
-    orchestrator
-        .db
-        .patch_task(&caller.scope, id, &patch)
-        .await
-        .map(Json)
+    Ok(Json(
+        orchestrator
+            .db
+            .patch_task(&caller.scope, id, &patch)
+            .await?,
+    ))
 }

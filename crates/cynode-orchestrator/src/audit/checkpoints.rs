@@ -1,10 +1,13 @@
-//! Checkpoints: each second, or after a thousand records, where the streams stand is signed and written to the database and to
-//! a file of this orchestrator. What others signed is copied into the file too: who changes the database can't change that. Of many
-//! lines one is made from time to time (`cynode_audit::fold`), in the database and, when it stands on what is there, in the file.
+//! Checkpoints: every second, or after a thousand records, the heads of the streams are signed and
+//! written to the database and to a local file. Other orchestrators' checkpoints are copied into
+//! the file too, where a change of the database can't reach them. From time to time many lines are
+//! folded into one (`cynode_audit::fold`), in the database and, if the chain is intact, in the
+//! file.
 //!
-//! What must stay true: signing waits for nobody. It has a connection of its own, on which no lock is waited for longer than a second,
-//! and goes by what it signed and committed itself. While the database takes no checkpoint all the same, the heads of this
-//! process's streams are signed into another file (`interim`), and that checkpoints are overdue is told.
+//! Invariant: signing waits for nobody. It has a dedicated connection with a lock timeout of a
+//! second, and relies on what this process signed and committed itself. While the database accepts
+//! no checkpoint, the heads of this process's streams are signed into a separate file (`interim`),
+//! and the overdue checkpoint is reported.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -14,42 +17,40 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cynode_api::ErrorCode;
-use cynode_audit::{Checkpoint, Hash, Head, Signed, SigningKey};
-use cynode_service::ApiError;
+use cynode_audit::{Checkpoint, Hash, Head, SignedCheckpoint, SigningKey};
 use fs_err::OpenOptions;
 use parking_lot::Mutex;
 use time::OffsetDateTime;
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::{
-    Orchestrator,
-    db::{Db, Own, Signature, Signs},
-};
+use super::{Audit, Error, EventPump};
+use crate::db::{Db, DedicatedConnection, SigningConditions, SigningOutcome};
 
-/// How often, at the least, while there is anything to sign.
-const EVERY: Duration = Duration::from_secs(1);
-/// How long a step of it may take; then its connection is given up.
-const STEP: Duration = Duration::from_secs(6);
-/// After so long without a checkpoint heads are signed beside the database.
-const INTERIM: Duration = Duration::from_secs(3);
+/// The longest interval between checkpoints while there is anything to sign.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// Bounds a step of a round; after it the connection is dropped.
+const STEP_TIMEOUT: Duration = Duration::from_secs(6);
+/// After this time without a checkpoint, heads are signed into the interim file.
+const INTERIM_AFTER: Duration = Duration::from_secs(3);
 
-/// The key, and the file.
+/// The signing key and the checkpoint file.
 #[derive(Clone, Debug)]
 pub(crate) struct Checkpoints {
     pub(crate) key: Arc<SigningKey>,
     path: PathBuf,
     file: Arc<Mutex<File>>,
     signed: Arc<Mutex<SignedStreams>>,
-    /// The heads that are signed beside the database, of this process and of ones before it that could not have them signed there.
+    /// The heads in the interim file, of this process and of earlier ones that could not sign them
+    /// in the database.
     interim: Arc<Mutex<BTreeMap<Uuid, Head>>>,
-    /// Since when the database has had records of our stream that we did not write.
+    /// Since when the database has had foreign records in the live stream.
     ahead_since: Arc<Mutex<Option<Instant>>>,
-    /// So many lines are folded into one.
-    most: u64,
+    /// The number of lines that are folded into one.
+    fold_lines: u64,
 }
 
-/// What the checkpoints say whose signatures are good.
+/// The contents of all checkpoints with valid signatures.
 #[derive(Debug, Default)]
 struct SignedStreams {
     /// How far each stream is signed.
@@ -73,35 +74,37 @@ impl SignedStreams {
     }
 }
 
-/// What the file holds.
+/// The state of the checkpoint file.
 #[derive(Clone, Copy, Debug)]
 struct File {
-    /// Its last line.
+    /// Of the last line.
     number: u64,
     hash: Hash,
     lines: u64,
-    /// So many of them nothing that came later stands on: this orchestrator was away meanwhile. They stay.
+    /// Lines at the start of the file that no later line builds on, because this orchestrator was
+    /// away. They are kept.
     kept: u64,
-    /// A line does not stand on the one before it. Somebody changed checkpoints in the database; all lines are evidence.
+    /// A line does not continue the previous one: checkpoints in the database were changed. All
+    /// lines are evidence.
     broken: bool,
-    /// With so many more it is tried to fold them.
+    /// The number of new lines at which folding is attempted.
     fold_at: u64,
 }
 
 impl File {
-    const fn new(most: u64) -> Self {
+    const fn new(fold_lines: u64) -> Self {
         Self {
             number: 0,
             hash: Checkpoint::FIRST,
             lines: 0,
             kept: 0,
             broken: false,
-            fold_at: most,
+            fold_at: fold_lines,
         }
     }
 
-    /// Takes the next line, and says whether it stands on the last.
-    fn take(&mut self, number: u64, signed: Option<&Signed>) -> bool {
+    /// Adds the next line, and returns whether it continues the chain.
+    fn take(&mut self, number: u64, signed: Option<&SignedCheckpoint>) -> bool {
         let follows = self.number.checked_add(1) == Some(number);
         let stands = follows
             && signed.is_some_and(|signed| {
@@ -118,8 +121,8 @@ impl File {
 }
 
 impl Checkpoints {
-    /// Opens the file. A last line that a crash cut off is taken away; the database has it whole.
-    pub(crate) fn open(key: SigningKey, path: PathBuf, most: u32) -> std::io::Result<Self> {
+    /// Opens the file. A last line that a crash truncated is removed; the database has it.
+    pub(crate) fn open(key: SigningKey, path: PathBuf, fold_lines: u32) -> std::io::Result<Self> {
         let text = match fs_err::read(&path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
@@ -136,17 +139,17 @@ impl Checkpoints {
                 .set_len(whole as u64)?;
         }
         let lines = String::from_utf8_lossy(&text[..whole]);
-        let most = u64::from(most);
-        let (mut file, mut streams) = (File::new(most), SignedStreams::default());
+        let fold_lines = u64::from(fold_lines);
+        let (mut file, mut streams) = (File::new(fold_lines), SignedStreams::default());
         for line in lines.lines() {
-            let signed = Signed::parse(line).ok();
+            let signed = SignedCheckpoint::parse(line).ok();
             file.take(
                 signed
                     .as_ref()
                     .map_or(file.number + 1, |signed| signed.checkpoint.number),
                 signed.as_ref(),
             );
-            // Who writes this file has the key.
+            // Only the holder of the key writes this file.
             if let Some(signed) = &signed {
                 streams.learn(&signed.checkpoint);
             }
@@ -159,11 +162,11 @@ impl Checkpoints {
             signed,
             interim: Arc::default(),
             ahead_since: Arc::default(),
-            most,
+            fold_lines,
         };
         let kept = checkpoints
             .interim_line()?
-            .and_then(|line| Signed::parse(&line).ok())
+            .and_then(|line| SignedCheckpoint::parse(&line).ok())
             .filter(|signed| signed.verify(&checkpoints.key.public()));
         *checkpoints.interim.lock() = kept
             .map(|signed| signed.checkpoint.heads)
@@ -176,7 +179,7 @@ impl Checkpoints {
         self.signed.lock().streams.clone()
     }
 
-    /// Up to which record all is signed.
+    /// The cursor up to which all records are signed.
     pub(crate) fn cursor(&self) -> i64 {
         self.signed.lock().cursor
     }
@@ -185,7 +188,7 @@ impl Checkpoints {
         self.path.with_file_name("audit-heads.jsonl")
     }
 
-    /// What was signed beside the database.
+    /// The line of the interim file.
     pub(crate) fn interim_line(&self) -> std::io::Result<Option<String>> {
         match fs_err::read_to_string(self.interim_path()) {
             Ok(text) => Ok(Some(text.trim_end().to_owned()).filter(|line| !line.is_empty())),
@@ -194,26 +197,27 @@ impl Checkpoints {
         }
     }
 
-    /// Signs heads beside the database.
-    fn sign_beside(&self, heads: BTreeMap<Uuid, Head>) -> std::io::Result<()> {
+    /// Signs heads into the interim file.
+    fn sign_interim(&self, heads: BTreeMap<Uuid, Head>) -> std::io::Result<()> {
         let mut interim = self.interim.lock();
         let mut all = interim.clone();
         all.extend(heads);
-        self.keep_beside(&mut interim, all)
+        self.replace_interim(&mut interim, all)
     }
 
-    /// Forgets of these streams, which are this process's, what is signed in the database too. Of others only their writer knew better.
-    fn signed_inside(&self, own: &BTreeMap<Uuid, Head>) -> std::io::Result<()> {
+    /// Removes from the interim file those of this process's streams that are signed in the
+    /// database. Streams of other processes stay: only their writers knew their heads.
+    fn prune_interim(&self, own: &BTreeMap<Uuid, Head>) -> std::io::Result<()> {
         let mut interim = self.interim.lock();
         let mut left = interim.clone();
         let signed = self.streams();
         left.retain(|stream, head| {
             !own.contains_key(stream) || signed.get(stream).is_none_or(|seq| *seq < head.seq)
         });
-        self.keep_beside(&mut interim, left)
+        self.replace_interim(&mut interim, left)
     }
 
-    fn keep_beside(
+    fn replace_interim(
         &self,
         interim: &mut BTreeMap<Uuid, Head>,
         heads: BTreeMap<Uuid, Head>,
@@ -225,7 +229,7 @@ impl Checkpoints {
             fs_err::remove_file(self.interim_path())?;
         } else {
             let checkpoint = Checkpoint {
-                // It is none of the chain.
+                // Not part of the chain.
                 number: 0,
                 at: OffsetDateTime::now_utc(),
                 prev: Checkpoint::FIRST,
@@ -247,22 +251,21 @@ impl Checkpoints {
     fn is_ahead_for_long(&self) -> bool {
         self.ahead_since
             .lock()
-            .is_some_and(|since| since.elapsed() > INTERIM)
+            .is_some_and(|since| since.elapsed() > INTERIM_AFTER)
     }
 
-    /// Takes note of lines of the table, as far as their signatures are good.
+    /// Learns the stored lines that have valid signatures.
     fn learn(&self, lines: &[(u64, String)]) {
         let public = self.key.public();
         for signed in lines
             .iter()
-            .filter_map(|(_, line)| Signed::parse(line).ok())
+            .filter_map(|(_, line)| SignedCheckpoint::parse(line).ok())
             .filter(|signed| signed.verify(&public))
         {
             self.signed.lock().learn(&signed.checkpoint);
         }
     }
 
-    /// The lines of the file.
     pub(crate) fn lines(&self) -> std::io::Result<Vec<String>> {
         match fs_err::read_to_string(&self.path) {
             Ok(text) => Ok(text.lines().map(str::to_owned).collect()),
@@ -271,11 +274,11 @@ impl Checkpoints {
         }
     }
 
-    /// Begins the file anew with a line from which on everything counts. What was before has been removed by retention.
+    /// Restarts the file with a full checkpoint. Retention has removed everything before it.
     pub(crate) fn restart(&self, line: &str) -> std::io::Result<()> {
         let mut file = self.file.lock();
-        let signed = Signed::parse(line).ok();
-        // Somebody was faster, and has copied what came after it.
+        let signed = SignedCheckpoint::parse(line).ok();
+        // A concurrent copy has already moved past this line.
         if signed
             .as_ref()
             .is_some_and(|signed| signed.checkpoint.number < file.number)
@@ -285,7 +288,7 @@ impl Checkpoints {
         cynode_service::files::replace(&self.path, format!("{line}\n").as_bytes())?;
         if let Some(signed) = signed {
             self.signed.lock().learn(&signed.checkpoint);
-            // What retention removed need not be there any more.
+            // Heads that retention removed need not exist any more.
             let mut interim = self.interim.lock();
             let mut left = interim.clone();
             left.retain(|stream, head| {
@@ -296,27 +299,27 @@ impl Checkpoints {
                         .get(stream)
                         .is_none_or(|cut| cut.seq < head.seq)
             });
-            self.keep_beside(&mut interim, left)?;
+            self.replace_interim(&mut interim, left)?;
             *file = File {
                 number: signed.checkpoint.number,
                 hash: signed.hash,
                 lines: 1,
-                ..File::new(self.most)
+                ..File::new(self.fold_lines)
             };
         }
         Ok(())
     }
 
-    /// Copies lines that came after the number, unless the file has changed since.
+    /// Appends the lines after a number, unless the file has changed since.
     fn copy(&self, after: u64, new: &[(u64, String)]) -> std::io::Result<()> {
         let mut file = self.file.lock();
-        // Retention may have begun it anew meanwhile.
+        // Retention may have restarted it.
         if file.number != after {
             return Ok(());
         }
         let (before, mut next, mut from) = (file.lines, *file, None);
         for (at, (number, line)) in new.iter().enumerate() {
-            let signed = Signed::parse(line).ok();
+            let signed = SignedCheckpoint::parse(line).ok();
             let stands = next.take(*number, signed.as_ref());
             if !stands {
                 from = None;
@@ -325,7 +328,7 @@ impl Checkpoints {
                     signed.checkpoint.full && signed.verify(&self.key.public())
                 })
             {
-                // It says what all say that it stands on, and they need not stay.
+                // A full checkpoint covers all lines before it, so they can go.
                 from = Some(at);
             }
         }
@@ -348,7 +351,7 @@ impl Checkpoints {
                     .map(|(_, line)| line.clone()),
             );
             next.lines = all.len() as u64 + (new.len() - from) as u64;
-            next.fold_at = self.most;
+            next.fold_at = self.fold_lines;
             let kept: String = all.iter().flat_map(|line| [line.as_str(), "\n"]).collect();
             cynode_service::files::replace(
                 &self.path,
@@ -361,12 +364,13 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// The last line of a file that has become long. Not at once again: folding may be refused.
+    /// The last line, if the file is due for folding. Folding may fail, so the next attempt is
+    /// postponed.
     fn is_long(&self) -> Option<(u64, Hash)> {
         let mut file = self.file.lock();
         let since = file.lines - file.kept.min(file.lines);
         (!file.broken && since >= file.fold_at).then(|| {
-            file.fold_at = since + self.most;
+            file.fold_at = since + self.fold_lines;
             (file.number, file.hash)
         })
     }
@@ -377,7 +381,7 @@ impl Checkpoints {
             .append(true)
             .open(&self.path)?;
         let before = file.metadata()?.len();
-        // Half a line would be there for ever.
+        // A partial line would stay for ever.
         file.write_all(text.as_bytes())
             .and_then(|()| file.sync_data())
             .inspect_err(|_| drop(file.set_len(before)))
@@ -388,172 +392,179 @@ impl Checkpoints {
     }
 }
 
-/// Signs and copies until the orchestrator stops.
-pub(crate) async fn keep(orchestrator: Orchestrator) {
-    let lives = tokio::spawn(live(orchestrator.clone()));
-    sign(&orchestrator).await;
-    drop(lives.await);
+/// Signs the streams of this process's writers. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Signer {
+    pub(crate) db: Db,
+    pub(crate) audit: Audit,
+    pub(crate) pump: EventPump,
+    pub(crate) checkpoints: Checkpoints,
 }
 
-/// Says that the writers live, whatever a checkpoint waits for and whoever has the pool's connections.
-async fn live(orchestrator: Orchestrator) {
-    let mut own = orchestrator.db.own();
-    let mut was_overdue = false;
-    loop {
-        metrics::gauge!("cynode_audit_unsigned_seconds").set(
-            orchestrator
+impl Signer {
+    /// Signs and copies checkpoints until the orchestrator has answered all calls.
+    pub(crate) async fn run(self, closing: CancellationToken) {
+        let heartbeat = tokio::spawn(self.clone().heartbeat(closing.clone()));
+        self.sign(&closing).await;
+        drop(heartbeat.await);
+    }
+
+    /// Sends heartbeats of the writers, independently of checkpoints and of the pool.
+    async fn heartbeat(self, closing: CancellationToken) {
+        let mut connection = self.db.dedicated();
+        let mut was_overdue = false;
+        loop {
+            metrics::gauge!("cynode_audit_unsigned_seconds").set(
+                self.audit
+                    .heads
+                    .unsigned_for()
+                    .unwrap_or_default()
+                    .as_secs_f64(),
+            );
+            let overdue = self.audit.heads.overdue();
+            if let Some(age) = overdue {
+                metrics::counter!("cynode_audit_checkpoints_overdue_total").increment(1);
+                if !was_overdue {
+                    tracing::error!(
+                        seconds = age.as_secs(),
+                        "Audit records are overdue for signing, so this self is not ready: the database accepts no checkpoint, or the checkpoint file can't be written."
+                    );
+                }
+            } else if was_overdue {
+                tracing::info!("Audit records are being signed again.");
+            }
+            was_overdue = overdue.is_some();
+            let streams = [self.audit.stream(), self.pump.stream()];
+            if let Err(error) = connection
+                .with(INTERVAL * 5, async |connection| {
+                    Db::touch_streams(connection, &streams).await
+                })
+                .await
+            {
+                tracing::debug!(%error, "The heartbeat of the audit writer failed.");
+            }
+            if closing
+                .run_until_cancelled(tokio::time::sleep(INTERVAL))
+                .await
+                .is_none()
+            {
+                return;
+            }
+        }
+    }
+
+    async fn sign(&self, closing: &CancellationToken) {
+        let mut connection = self.db.with_short_timeouts();
+        // Old unsigned streams are searched for once.
+        let mut all = true;
+        loop {
+            match self.round(&mut connection, all).await {
+                Ok(()) => all = false,
+                Err(error) => {
+                    tracing::debug!(%error, "No checkpoint could be signed; the next round retries.");
+                }
+            }
+            if self
                 .audit
                 .heads
                 .unsigned_for()
-                .unwrap_or_default()
-                .as_secs_f64(),
-        );
-        let overdue = orchestrator.audit.heads.overdue();
-        if let Some(age) = overdue {
-            metrics::counter!("cynode_audit_checkpoints_overdue_total").increment(1);
-            if !was_overdue {
-                tracing::error!(
-                    seconds = age.as_secs(),
-                    "Records of the audit trail are not signed, and this orchestrator is not ready until they are: the database takes no checkpoint, or the file of checkpoints can't be written."
-                );
-            }
-        } else if was_overdue {
-            tracing::info!("The audit trail is signed again.");
-        }
-        was_overdue = overdue.is_some();
-        let streams = [orchestrator.audit.stream(), orchestrator.pump.stream()];
-        if let Err(error) = own
-            .with(EVERY * 5, async |connection| {
-                Db::seen_streams(connection, &streams).await
-            })
-            .await
-        {
-            tracing::debug!(error = %error.0, "The database was not told that this writer lives.");
-        }
-        if orchestrator
-            .closing
-            .run_until_cancelled(tokio::time::sleep(EVERY))
-            .await
-            .is_none()
-        {
-            return;
-        }
-    }
-}
-
-async fn sign(orchestrator: &Orchestrator) {
-    let mut own = orchestrator.db.impatient();
-    // What was left unsigned long ago is looked for once.
-    let mut all = true;
-    loop {
-        match round(orchestrator, &mut own, all).await {
-            Ok(()) => all = false,
-            Err(error) => {
-                tracing::debug!(error = %error.0, "No checkpoint could be made; the next round does.")
-            }
-        }
-        if orchestrator
-            .audit
-            .heads
-            .unsigned_for()
-            .is_some_and(|age| age > INTERIM)
-        {
-            let (checkpoints, heads) = (
-                orchestrator.checkpoints.clone(),
-                orchestrator.audit.heads.newest(),
-            );
-            if let Ok(Err(error)) =
-                tokio::task::spawn_blocking(move || checkpoints.sign_beside(heads)).await
+                .is_some_and(|age| age > INTERIM_AFTER)
             {
-                tracing::error!(%error, "Heads of the audit trail can't be signed beside the database.");
+                let (checkpoints, heads) = (self.checkpoints.clone(), self.audit.heads.newest());
+                if let Ok(Err(error)) =
+                    tokio::task::spawn_blocking(move || checkpoints.sign_interim(heads)).await
+                {
+                    tracing::error!(%error, "The interim file of audit heads can't be written.");
+                }
+            }
+            tokio::select! {
+                () = closing.cancelled() => break,
+                () = self.audit.due.notified() => {}
+                () = tokio::time::sleep(INTERVAL) => {}
             }
         }
-        tokio::select! {
-            () = orchestrator.closing.cancelled() => break,
-            () = orchestrator.audit.due.notified() => {}
-            () = tokio::time::sleep(EVERY) => {}
-        }
     }
-}
 
-/// Signs what is not signed yet, by a connection of its own.
-pub(crate) async fn sign_once(orchestrator: &Orchestrator) -> Result<(), ApiError> {
-    round(orchestrator, &mut orchestrator.db.impatient(), true).await
-}
+    /// Signs all unsigned records on a connection of its own.
+    pub(crate) async fn sign_once(&self) -> Result<(), Error> {
+        self.round(&mut self.db.with_short_timeouts(), true).await
+    }
 
-async fn round(orchestrator: &Orchestrator, own: &mut Own, all: bool) -> Result<(), ApiError> {
-    let checkpoints = &orchestrator.checkpoints;
-    // What others signed need not be signed again.
-    copy_new(checkpoints, own).await?;
-    let heads = &orchestrator.audit.heads;
-    let (mark, signed) = (heads.mark(), checkpoints.streams());
-    let signs = Signs {
-        live: orchestrator.audit.stream(),
-        late: checkpoints.is_ahead_for_long(),
-        all,
-    };
-    let written = own
-        .with(STEP, async |connection| {
-            Db::sign_audit(
-                connection,
-                &checkpoints.key,
-                &signed,
-                || heads.newest(),
-                signs,
-            )
-            .await
-        })
-        .await?;
-    let is_ahead = matches!(written, Signature::Ahead);
-    {
-        let mut since = checkpoints.ahead_since.lock();
-        *since = since.or_else(|| Some(Instant::now())).filter(|_| is_ahead);
-    }
-    if is_ahead {
-        return Err(ApiError::new(
-            ErrorCode::StoreUnavailable,
-            "the writer has not heard yet of what it committed",
-        ));
-    }
-    if let Signature::Written(written) = written {
-        copy_new(checkpoints, own).await?;
-        if let Err(error) = own
-            .with(STEP, async |connection| {
-                Db::note_signed(connection, &written).await
+    async fn round(&self, dedicated: &mut DedicatedConnection, all: bool) -> Result<(), Error> {
+        let checkpoints = &self.checkpoints;
+        // Other orchestrators' checkpoints first: they need not be signed again.
+        copy_new(checkpoints, dedicated).await?;
+        let heads = &self.audit.heads;
+        let (mark, signed) = (heads.mark(), checkpoints.streams());
+        let signs = SigningConditions {
+            live: self.audit.stream(),
+            late: checkpoints.is_ahead_for_long(),
+            all,
+        };
+        let written = dedicated
+            .with(STEP_TIMEOUT, async |connection| {
+                Db::sign_audit(
+                    connection,
+                    &checkpoints.key,
+                    &signed,
+                    || heads.newest(),
+                    signs,
+                )
+                .await
             })
-            .await
+            .await?;
+        let is_ahead = matches!(written, SigningOutcome::Ahead);
         {
-            tracing::debug!(error = %error.0, "Retention does not know yet how far the audit trail is signed.");
+            let mut since = checkpoints.ahead_since.lock();
+            *since = since.or_else(|| Some(Instant::now())).filter(|_| is_ahead);
         }
-    }
-    // What counts is what came back from the database, with a good signature, and is in the file.
-    heads.signed(
-        &checkpoints.streams(),
-        &mark,
-        &[orchestrator.audit.stream(), orchestrator.pump.stream()],
-    );
-    if !checkpoints.interim.lock().is_empty() {
-        let (checkpoints, streams) = (checkpoints.clone(), heads.newest());
-        let forgotten =
-            tokio::task::spawn_blocking(move || checkpoints.signed_inside(&streams)).await;
-        if let Ok(Err(error)) = forgotten {
-            tracing::debug!(%error, "Heads that were signed beside the database stay there.");
+        if is_ahead {
+            return Err(Error::WriterBehind);
         }
+        if let SigningOutcome::Written(written) = written {
+            copy_new(checkpoints, dedicated).await?;
+            if let Err(error) = dedicated
+                .with(STEP_TIMEOUT, async |connection| {
+                    Db::note_signed(connection, &written).await
+                })
+                .await
+            {
+                tracing::debug!(%error, "The signed positions were not recorded; retention keeps more until the next checkpoint.");
+            }
+        }
+        // Only lines that were read back with a valid signature and are in the file count.
+        heads.signed(
+            &checkpoints.streams(),
+            &mark,
+            &[self.audit.stream(), self.pump.stream()],
+        );
+        if !checkpoints.interim.lock().is_empty() {
+            let (checkpoints, streams) = (checkpoints.clone(), heads.newest());
+            let forgotten =
+                tokio::task::spawn_blocking(move || checkpoints.prune_interim(&streams)).await;
+            if let Ok(Err(error)) = forgotten {
+                tracing::debug!(%error, "The interim file of audit heads can't be cleaned up.");
+            }
+        }
+        if let Some(last) = checkpoints.is_long() {
+            dedicated
+                .with(STEP_TIMEOUT, async |connection| {
+                    Db::fold_checkpoints(connection, &checkpoints.key, last).await
+                })
+                .await?;
+        }
+        Ok(())
     }
-    if let Some(last) = checkpoints.is_long() {
-        own.with(STEP, async |connection| {
-            Db::fold_checkpoints(connection, &checkpoints.key, last).await
-        })
-        .await?;
-    }
-    Ok(())
 }
 
-/// Copies into the file what is new in the table.
-async fn copy_new(checkpoints: &Checkpoints, own: &mut Own) -> Result<(), ApiError> {
+/// Copies new checkpoints from the database into the file.
+async fn copy_new(
+    checkpoints: &Checkpoints,
+    dedicated: &mut DedicatedConnection,
+) -> Result<(), Error> {
     let last = checkpoints.file.lock().number;
-    let new = own
-        .with(STEP, async |connection| {
+    let new = dedicated
+        .with(STEP_TIMEOUT, async |connection| {
             Db::checkpoints_by(connection, last).await
         })
         .await?;
@@ -566,7 +577,7 @@ async fn copy_new(checkpoints: &Checkpoints, own: &mut Own) -> Result<(), ApiErr
         copying.copy(last, &new)
     });
     written.await.unwrap_or_else(|error| Err(std::io::Error::other(error))).map_err(|error| {
-        tracing::error!(%error, path = %checkpoints.path().display(), "The file of checkpoints can't be written.");
-        ApiError::new(ErrorCode::Internal, "the file of checkpoints can't be written")
+        tracing::error!(%error, path = %checkpoints.path().display(), "The checkpoint file can't be written.");
+        Error::CheckpointsUnwritable
     })
 }

@@ -1,20 +1,23 @@
-//! What happened to sessions and jobs, whoever made it happen: each event is told in the trail, once.
+//! Copies the events of sessions and jobs into the audit trail, each once.
 
 use std::{sync::Arc, time::Duration};
 
 use cynode_api::{AuditBody, AuditKind, AuditSubject, Event};
-use cynode_service::ApiError;
 use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::{Orchestrator, db::to_json};
+use super::{Error, OwnHeads};
+use crate::db::{Db, to_json};
 
-/// A stream of its own: its records are written in the transaction that says how far it has come.
+/// The stream of event records, separate because they are written in the transaction that stores
+/// the position.
 #[derive(Clone, Debug)]
-pub(crate) struct Pump(Arc<Mutex<Uuid>>);
+pub(crate) struct EventPump(Arc<Mutex<Uuid>>);
 
-impl Pump {
+impl EventPump {
     pub(crate) fn new() -> Self {
         Self(Arc::new(Mutex::new(Uuid::now_v7())))
     }
@@ -22,65 +25,59 @@ impl Pump {
     pub(crate) fn stream(&self) -> Uuid {
         *self.0.lock()
     }
+}
 
-    /// Tells what is new until the orchestrator stops.
-    pub(crate) async fn run(orchestrator: Orchestrator, writer: String) {
-        let mut news = orchestrator.news.subscribe();
+/// Copies events into the trail.
+#[derive(Debug)]
+pub(crate) struct EventCopier {
+    pub(crate) db: Db,
+    pub(crate) pump: EventPump,
+    pub(crate) heads: OwnHeads,
+    /// The name of this process.
+    pub(crate) writer: String,
+}
+
+impl EventCopier {
+    /// Copies new events until the orchestrator has answered all calls.
+    pub(crate) async fn run(self, mut events: watch::Receiver<u64>, closing: CancellationToken) {
         let mut is_open = false;
         loop {
-            if let Err(error) = round(&orchestrator, &writer, &mut is_open).await {
-                tracing::debug!(error = %error.0, "Events were not told in the audit trail; the next round does.");
+            if let Err(error) = self.round(&mut is_open).await {
+                tracing::debug!(%error, "Events were not copied into the audit trail; the next round retries.");
             }
             tokio::select! {
-                () = orchestrator.closing.cancelled() => break,
-                _ = news.changed() => {}
+                () = closing.cancelled() => break,
+                _ = events.changed() => {}
                 () = tokio::time::sleep(Duration::from_secs(1)) => {}
             }
         }
-        drop(round(&orchestrator, &writer, &mut is_open).await);
-        drop(
-            orchestrator
-                .db
-                .close_stream(orchestrator.pump.stream())
-                .await,
-        );
+        drop(self.round(&mut is_open).await);
+        drop(self.db.close_stream(self.pump.stream()).await);
     }
-}
 
-async fn round(
-    orchestrator: &Orchestrator,
-    writer: &str,
-    is_open: &mut bool,
-) -> Result<(), ApiError> {
-    loop {
-        if !*is_open {
-            orchestrator
-                .db
-                .open_stream(orchestrator.pump.stream(), &format!("{writer} events"))
-                .await?;
-            *is_open = true;
-        }
-        match orchestrator
-            .db
-            .audit_events(orchestrator.pump.stream(), told)
-            .await?
-        {
-            Some(None) => return Ok(()),
-            Some(Some(head)) => orchestrator
-                .audit
-                .heads
-                .committed(orchestrator.pump.stream(), head),
-            // Taken for dead: on in a new one.
-            None => {
-                *orchestrator.pump.0.lock() = Uuid::now_v7();
-                *is_open = false;
+    async fn round(&self, is_open: &mut bool) -> Result<(), Error> {
+        loop {
+            if !*is_open {
+                self.db
+                    .open_stream(self.pump.stream(), &format!("{} events", self.writer))
+                    .await?;
+                *is_open = true;
+            }
+            match self.db.audit_events(self.pump.stream(), record).await? {
+                Some(None) => return Ok(()),
+                Some(Some(head)) => self.heads.committed(self.pump.stream(), head),
+                // Another orchestrator considered this stream dead: continue in a new one.
+                None => {
+                    *self.pump.0.lock() = Uuid::now_v7();
+                    *is_open = false;
+                }
             }
         }
     }
 }
 
-/// The record of an event; of a job that has ended, with how.
-fn told(event: &Event, ended: Option<&Map<String, Value>>) -> Value {
+/// The record of an event; for an ended job, with its result.
+fn record(event: &Event, ended: Option<&Map<String, Value>>) -> Value {
     let mut body = AuditBody::new(AuditKind::Event, event.kind.as_str());
     body.subject = Some(AuditSubject {
         kind: "system".to_owned(),

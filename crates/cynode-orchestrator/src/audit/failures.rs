@@ -1,8 +1,10 @@
-//! Failed authentications, aggregated by source: whoever tries many tokens fills no disk, and is recorded all the same.
+//! Failed authentications, aggregated by source, so that an attacker who tries many tokens is
+//! recorded without filling the disk.
 //!
-//! What must stay true: every failure is in a record, by itself or in a count. The first of a source is recorded at once, and so are
-//! the first few of its tokens; what follows is counted, and the count is recorded once an interval, with everything that tells
-//! the source from others. Memory is bounded, and sources that find no room are counted together.
+//! Invariant: every failure is recorded, by itself or in a count. The first failure of a source and
+//! its first few tokens are recorded at once; further ones are counted, and the count is recorded
+//! once per interval, with all details that identify the source. Memory is bounded; sources that
+//! exceed the bound are counted together.
 
 use std::{
     collections::BTreeMap,
@@ -15,21 +17,22 @@ use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditResult, AuditSubject}
 use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+use tokio_util::sync::CancellationToken;
 
-use crate::Orchestrator;
+use super::Audit;
 
-/// Counts are recorded so often.
+/// How often counts are recorded.
 const INTERVAL: Duration = Duration::from_mins(1);
-/// How often it is looked for counts that are due.
+/// How often due counts are collected.
 const TICK: Duration = Duration::from_secs(5);
-/// Sources that are counted each by itself.
+/// Sources that are counted individually.
 const MAX_SOURCES: usize = 64;
-/// Tokens of one source that are recorded at once, until it is forgotten.
-const MAX_AT_ONCE: usize = 4;
-/// Tokens, and sources that found no room, that a count lists. Further ones are counted without being named.
+/// Tokens of one source that are recorded immediately, until it is forgotten.
+const MAX_IMMEDIATE: usize = 4;
+/// Tokens and addresses that a count lists. Further ones are only counted.
 const MAX_LISTED: usize = 16;
 
-/// Where a token was shown.
+/// The listener or route that received a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Surface {
     UserApi,
@@ -39,7 +42,7 @@ pub(crate) enum Surface {
 }
 
 impl Surface {
-    /// Of a path of the user API's port.
+    /// The surface of a path on the user API's port.
     pub(crate) fn of_path(path: &str) -> Self {
         if path == "/mcp" || path.starts_with("/mcp/") {
             Self::Mcp
@@ -57,7 +60,7 @@ impl Surface {
         }
     }
 
-    /// As whom records name a caller that is not known.
+    /// The subject of records for an unknown caller.
     const fn subject(self) -> &'static str {
         match self {
             Self::UserApi | Self::Mcp | Self::Metrics => "nobody",
@@ -66,8 +69,8 @@ impl Surface {
     }
 }
 
-/// A token that is not good: where it was shown, from where, and the first bytes of its hash, by which it is known again and which
-/// tell nothing of it.
+/// An invalid token: where it was presented, from which address, and the first bytes of its hash,
+/// which identify it without revealing it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Failure {
     surface: Surface,
@@ -85,14 +88,14 @@ impl Failure {
         }
     }
 
-    /// The record of this one alone.
+    /// The record of a single failure.
     pub(crate) fn record(&self) -> AuditBody {
         let mut detail = Map::new();
         if let Some(address) = self.address {
             detail.insert("address".to_owned(), json!(address.to_string()));
         }
         detail.insert("count".to_owned(), json!(1));
-        detail.insert("token".to_owned(), json!(crate::blobs::hex(&self.token)));
+        detail.insert("token".to_owned(), json!(hex::encode(self.token)));
         record(self.surface, detail)
     }
 }
@@ -117,7 +120,7 @@ fn record(surface: Surface, mut detail: Map<String, Value>) -> AuditBody {
     }
 }
 
-/// Who tries: an IPv4 address, or a network of IPv6, in which one machine has as many addresses as it likes.
+/// A source: an IPv4 address, or an IPv6 network, because one machine can use all its addresses.
 type Network = Option<IpAddr>;
 
 fn network(address: Option<IpAddr>) -> Network {
@@ -129,7 +132,7 @@ fn network(address: Option<IpAddr>) -> Network {
     })
 }
 
-/// How often each of some was seen; of many, the first by name.
+/// Counts of distinct values; beyond the bound, only their total.
 #[derive(Debug)]
 struct Tally<T> {
     listed: BTreeMap<T, u64>,
@@ -159,14 +162,14 @@ impl<T: Ord> Tally<T> {
     fn tell(
         &self,
         name: &str,
-        of: &str,
+        item_name: &str,
         text: impl Fn(&T) -> String,
         detail: &mut Map<String, Value>,
     ) {
         let listed: Vec<Value> = self
             .listed
             .iter()
-            .map(|(one, count)| json!({of: text(one), "count": count}))
+            .map(|(one, count)| json!({item_name: text(one), "count": count}))
             .collect();
         detail.insert(name.to_owned(), listed.into());
         if self.others > 0 {
@@ -175,7 +178,7 @@ impl<T: Ord> Tally<T> {
     }
 }
 
-/// What was counted since the last record.
+/// Failures since the last record.
 #[derive(Debug, Default)]
 struct Count {
     count: u64,
@@ -204,12 +207,8 @@ impl Count {
         detail.insert("count".to_owned(), json!(self.count));
         detail.insert("first_at".to_owned(), json!(time(self.first)));
         detail.insert("last_at".to_owned(), json!(time(self.last)));
-        self.tokens.tell(
-            "tokens",
-            "token",
-            |token| crate::blobs::hex(token),
-            &mut detail,
-        );
+        self.tokens
+            .tell("tokens", "token", |token| hex::encode(token), &mut detail);
         match network {
             Some(_) if self.addresses.listed.len() == 1 => {
                 let address = self.addresses.listed.keys().next().map(text);
@@ -223,7 +222,7 @@ impl Count {
                 self.addresses
                     .tell("addresses", "address", text, &mut detail);
             }
-            // Sources that found no room.
+            // Sources beyond the bound.
             None => self
                 .addresses
                 .tell("addresses", "address", text, &mut detail),
@@ -235,15 +234,15 @@ impl Count {
 #[derive(Debug)]
 struct Source {
     since: Instant,
-    /// What was recorded at once.
-    at_once: Vec<[u8; 4]>,
+    /// Tokens that were recorded immediately.
+    immediate: Vec<[u8; 4]>,
     counted: Count,
 }
 
 #[derive(Debug, Default)]
 struct Sources {
     known: BTreeMap<(Surface, Network), Source>,
-    /// Sources that found no room, by where.
+    /// Sources beyond the bound, by surface.
     others: BTreeMap<Surface, (Instant, Count)>,
 }
 
@@ -252,7 +251,7 @@ struct Sources {
 pub(crate) struct Failures(Arc<Mutex<Sources>>);
 
 impl Failures {
-    /// Takes a failure. Says whether it has to be recorded at once; if not, it is counted.
+    /// Adds a failure. Returns whether it must be recorded immediately; otherwise it is counted.
     #[must_use]
     pub(crate) fn note(&self, failure: &Failure, now: Instant) -> bool {
         let mut sources = self.0.lock();
@@ -267,18 +266,18 @@ impl Failures {
         }
         let source = sources.known.entry(key).or_insert_with(|| Source {
             since: now,
-            at_once: Vec::new(),
+            immediate: Vec::new(),
             counted: Count::default(),
         });
-        if source.at_once.contains(&failure.token) || source.at_once.len() >= MAX_AT_ONCE {
+        if source.immediate.contains(&failure.token) || source.immediate.len() >= MAX_IMMEDIATE {
             source.counted.add(failure);
             return false;
         }
-        source.at_once.push(failure.token);
+        source.immediate.push(failure.token);
         true
     }
 
-    /// Counts one that could not be recorded at once after all.
+    /// Counts a failure that could not be recorded immediately after all.
     pub(crate) fn count(&self, failure: &Failure) {
         if let Some(source) = self
             .0
@@ -290,7 +289,7 @@ impl Failures {
         }
     }
 
-    /// The records that are due. A source of which nothing was heard for an interval is forgotten.
+    /// The records that are due. A source that was silent for an interval is forgotten.
     pub(crate) fn due(&self, now: Instant) -> Vec<AuditBody> {
         self.take(
             |since| now.saturating_duration_since(since) >= INTERVAL,
@@ -298,7 +297,7 @@ impl Failures {
         )
     }
 
-    /// All that was counted and is not recorded yet.
+    /// The records of all remaining counts.
     pub(crate) fn rest(&self) -> Vec<AuditBody> {
         self.take(|_| true, Instant::now())
     }
@@ -328,20 +327,19 @@ impl Failures {
     }
 }
 
-/// Records counts until the orchestrator has answered all its calls.
-pub(crate) async fn keep(orchestrator: Orchestrator) {
-    while orchestrator
-        .closing
+/// Records counts until the orchestrator has answered all calls.
+pub(crate) async fn keep(failures: Failures, audit: Audit, closing: CancellationToken) {
+    while closing
         .run_until_cancelled(tokio::time::sleep(TICK))
         .await
         .is_some()
     {
-        // While the trail takes nothing, counting goes on.
-        if orchestrator.audit.is_full() {
+        // While the trail accepts no records, counting continues.
+        if audit.is_full() {
             continue;
         }
-        for body in orchestrator.failures.due(Instant::now()) {
-            orchestrator.audit.tell(body);
+        for body in failures.due(Instant::now()) {
+            audit.tell(body);
         }
     }
 }
@@ -412,7 +410,8 @@ mod tests {
             })
             .collect();
         assert!(times[0] <= times[1] && times[1] <= OffsetDateTime::now_utc());
-        // After an interval of silence it is forgotten, and the next one is the first again.
+        // After a silent interval the source is forgotten, and its next failure is a first one
+        // again.
         assert!(failures.due(begin + 2 * INTERVAL).is_empty());
         assert!(failures.note(&one, begin + 2 * INTERVAL));
         assert!(failures.rest().is_empty(), "nothing is counted twice");
@@ -421,10 +420,10 @@ mod tests {
     #[test]
     fn a_few_tokens_of_a_source_are_recorded_at_once_and_the_others_are_listed_as_far_as_fits() {
         let (failures, now) = (Failures::default(), Instant::now());
-        let at_once = (0..100)
+        let immediate = (0..100)
             .filter(|token| failures.note(&failure(Surface::Mcp, "192.0.2.1", *token), now))
             .count();
-        assert_eq!(at_once, MAX_AT_ONCE);
+        assert_eq!(immediate, MAX_IMMEDIATE);
         let records = failures.rest();
         let [body] = &records[..] else {
             panic!("{records:?}")
@@ -437,8 +436,8 @@ mod tests {
         assert_eq!(
             (body.detail["count"].as_u64(), others),
             (
-                Some(100 - MAX_AT_ONCE as u64),
-                100 - (MAX_AT_ONCE + MAX_LISTED) as u64
+                Some(100 - MAX_IMMEDIATE as u64),
+                100 - (MAX_IMMEDIATE + MAX_LISTED) as u64
             )
         );
     }
@@ -446,10 +445,10 @@ mod tests {
     #[test]
     fn many_sources_take_a_bounded_place_and_none_is_passed_over() {
         let (failures, now) = (Failures::default(), Instant::now());
-        let mut at_once = 0;
+        let mut immediate = 0;
         for number in 0..1_000_u32 {
             for _ in 0..3 {
-                at_once += u64::from(failures.note(
+                immediate += u64::from(failures.note(
                     &failure(
                         Surface::Control,
                         &std::net::Ipv4Addr::from_bits(number).to_string(),
@@ -460,13 +459,13 @@ mod tests {
             }
         }
         assert_eq!(
-            (at_once, failures.0.lock().known.len()),
+            (immediate, failures.0.lock().known.len()),
             (MAX_SOURCES as u64, MAX_SOURCES)
         );
         let records = failures.due(now + INTERVAL);
         assert_eq!(records.len(), MAX_SOURCES + 1);
         assert_eq!(
-            at_once + counted(&records),
+            immediate + counted(&records),
             3_000,
             "every one is in a record"
         );
@@ -496,7 +495,7 @@ mod tests {
                 now
             ));
         }
-        // Another network, another surface and an address that only looks otherwise.
+        // Another network, another surface, and an address in another notation.
         assert!(failures.note(&failure(Surface::UserApi, "2001:db8:0:1::1", 1), now));
         assert!(failures.note(&failure(Surface::Mcp, "2001:db8::1", 1), now));
         assert!(failures.note(&failure(Surface::UserApi, "192.0.2.9", 1), now));

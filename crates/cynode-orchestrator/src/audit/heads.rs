@@ -1,7 +1,8 @@
-//! Where the streams of this process stand, by its own memory, and for how long that has not been signed.
+//! The heads of this process's streams, from its own memory, and how long they have been unsigned.
 //!
-//! What must stay true: nothing here is read back from the database, which somebody may have changed or may hold up. So a head that
-//! this process committed is signed and verified as it was, and a checkpoint that does not come is noticed.
+//! Invariant: nothing here is read back from the database, which may be tampered with or may hang.
+//! So a head that this process committed is signed and verified unchanged, and a missing checkpoint
+//! is noticed.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -13,9 +14,9 @@ use cynode_audit::Head;
 use parking_lot::Mutex;
 use uuid::Uuid;
 
-/// Records may wait so long for a checkpoint: ten times as long as from one to the next.
+/// How long records may wait for a checkpoint: ten times the usual interval.
 pub(crate) const OVERDUE: Duration = Duration::from_secs(10);
-/// Streams that are remembered. A process writes to two; one that is taken for dead begins others.
+/// Streams to remember. A process writes to two; one that is considered dead starts others.
 const MAX_STREAMS: usize = 1_024;
 
 /// The heads of this process's streams. Cheap to clone.
@@ -24,12 +25,12 @@ pub(crate) struct OwnHeads(Arc<Mutex<Heads>>);
 
 #[derive(Debug, Default)]
 struct Heads {
-    /// By stream, and so by age.
+    /// By stream id, and so by age.
     newest: BTreeMap<Uuid, Head>,
     unsigned_since: Option<Instant>,
 }
 
-/// What was committed when a round of signing began.
+/// The state when a signing round began.
 #[derive(Clone, Debug)]
 pub(crate) struct Mark {
     at: Instant,
@@ -37,7 +38,7 @@ pub(crate) struct Mark {
 }
 
 impl OwnHeads {
-    /// Notes that a stream was committed up to this record.
+    /// Records the newest committed head of a stream.
     pub(crate) fn committed(&self, stream: Uuid, head: Head) {
         let mut heads = self.0.lock();
         heads.newest.insert(stream, head);
@@ -58,7 +59,8 @@ impl OwnHeads {
         }
     }
 
-    /// Notes how far checkpoints that are outside the database too have signed streams. `live` are those that are written to now.
+    /// Records how far streams are signed by checkpoints that are also in the file. `live` are the
+    /// streams that are still written to.
     pub(crate) fn signed(&self, signed: &HashMap<Uuid, u64>, mark: &Mark, live: &[Uuid]) {
         let covers =
             |stream: &Uuid, head: &Head| signed.get(stream).is_some_and(|seq| *seq >= head.seq);
@@ -73,17 +75,17 @@ impl OwnHeads {
         {
             heads.unsigned_since = None;
         } else if mark.heads.iter().all(|(stream, head)| covers(stream, head)) {
-            // What is left came after the mark.
+            // The remaining records were committed after the mark.
             heads.unsigned_since = heads.unsigned_since.max(Some(mark.at));
         }
     }
 
-    /// For how long the oldest record of this process that is not signed has been committed.
+    /// How long the oldest unsigned record of this process has been committed.
     pub(crate) fn unsigned_for(&self) -> Option<Duration> {
         self.0.lock().unsigned_since.map(|since| since.elapsed())
     }
 
-    /// The same, when that is longer than it may be.
+    /// Like `unsigned_for`, if it exceeds the limit.
     pub(crate) fn overdue(&self) -> Option<Duration> {
         self.unsigned_for().filter(|age| *age > OVERDUE)
     }
@@ -115,15 +117,15 @@ mod tests {
         age(&heads, OVERDUE.as_secs() - 1);
         assert!(heads.overdue().is_none());
         age(&heads, OVERDUE.as_secs() + 1);
-        // Records that come later do not make the oldest younger.
+        // Later records do not reset the age of the oldest one.
         heads.committed(stream, head(2));
         assert!(heads.overdue().is_some());
 
-        // One that signs less than what was there is none.
+        // A checkpoint that signs less does not count.
         let mark = heads.mark();
         heads.signed(&HashMap::from([(stream, 1)]), &mark, &[stream]);
         assert!(heads.overdue().is_some());
-        // One that signs what was there leaves what came since.
+        // A checkpoint of all records at the mark leaves the later ones.
         heads.committed(stream, head(3));
         heads.signed(&HashMap::from([(stream, 2)]), &mark, &[stream]);
         assert!(heads.unsigned_for().is_some() && heads.overdue().is_none());

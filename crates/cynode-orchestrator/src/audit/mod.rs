@@ -1,9 +1,11 @@
-//! The audit trail: what was asked for, who decided it, what came of it, in records that can't be changed unnoticed.
+//! The audit trail: requests, decisions and outcomes, in tamper-evident records.
 //!
-//! What must stay true: every effect has an intent that was durable before it, and exactly one outcome, durable before the
-//! answer (`writer.rs`). Where the streams stand is signed each second with a key that is not in the database, and the signed
-//! lines are in a file beside it too (`checkpoints.rs`); a checkpoint that does not come is noticed (`heads.rs`). A call whose outcome nobody could write is closed by asking the node
-//! (`close.rs`). Values of the environment, input and contents of files are never in it: names, sizes and hashes are.
+//! Invariants: every effect has an intent that was durable before it, and exactly one outcome that
+//! is durable before the response (`writer.rs`). The heads of the streams are signed every second
+//! with a key outside the database, and the signed lines are also kept in a local file
+//! (`checkpoints.rs`); a missing checkpoint is noticed (`heads.rs`). A call without an outcome is
+//! closed by asking its node (`close.rs`). Records contain names, sizes and hashes, never values of
+//! the environment, input or file contents.
 
 mod checkpoints;
 mod close;
@@ -17,19 +19,44 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-pub(crate) use checkpoints::{Checkpoints, keep as keep_checkpoints, sign_once};
-pub(crate) use close::{Abandoned, follow_abandoned, round as close_round};
-pub(crate) use events::Pump;
+use crate::{db, fleet};
+
+pub(crate) use checkpoints::{Checkpoints, Signer};
+pub(crate) use close::{AbandonedCalls, CallCloser, follow_exec};
+pub(crate) use events::{EventCopier, EventPump};
 pub(crate) use failures::{Failure, Failures, Surface, keep as keep_failures};
 pub(crate) use heads::OwnHeads;
-pub(crate) use verify::verify;
 pub(crate) use writer::{Audit, not_started};
 
-/// How long the end of the process waits for a database that does not answer.
-const LAST_WAIT: Duration = Duration::from_secs(3);
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(transparent)]
+    Db(#[from] db::Error),
+    #[error(transparent)]
+    Fleet(#[from] fleet::Error),
+    #[error("the audit trail can't take a record now; nothing was done")]
+    Unavailable,
+    #[error(
+        "this build keeps no audit trail; it is for measurements only, \
+         and runs with CYNODE_UNAUDITED set"
+    )]
+    Unaudited,
+    /// The database has records of the live stream that the writer has not acknowledged.
+    #[error("the writer does not know yet what it committed")]
+    WriterBehind,
+    #[error("the checkpoint file can't be written")]
+    CheckpointsUnwritable,
+    #[error("the checkpoint file can't be read")]
+    CheckpointsUnreadable,
+    #[error("verifying was interrupted")]
+    Interrupted,
+}
 
-/// Comes when the process is to end and has waited long enough.
+/// How long shutdown waits for a database that does not answer.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Completes when the process stops and the final wait is over.
 async fn given_up(stop: &CancellationToken) {
     stop.cancelled().await;
-    tokio::time::sleep(LAST_WAIT).await;
+    tokio::time::sleep(SHUTDOWN_TIMEOUT).await;
 }

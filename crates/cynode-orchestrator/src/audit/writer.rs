@@ -1,9 +1,9 @@
-//! Who adds records to the trail: one task that chains what comes and commits many records together.
+//! The audit writer: one task that chains records and commits them in batches.
 //!
-//! What must stay true: an intent that was answered for is in the database; one that was given up is not, or has the outcome
-//! that nothing was begun. An outcome that can't be written now is written when the database is back, as long as this process
-//! lives; if it does not, another one closes the call. No call gets two outcomes: once somebody else has taken this writer for
-//! dead, it adds nothing to what it began before.
+//! Invariants: an acknowledged intent is in the database; an intent that was given up is not, or
+//! has the outcome `not_started`. An outcome that can't be written now is written when the database
+//! is back, as long as this process lives; otherwise another one closes the call. No call gets two
+//! outcomes: a writer that is considered dead adds nothing to its earlier calls.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -14,9 +14,8 @@ use std::{
     time::Duration,
 };
 
-use cynode_api::{AuditBody, AuditKind, AuditResult, ErrorCode};
+use cynode_api::{AuditBody, AuditKind, AuditResult};
 use cynode_audit::{Chain, Head, Link};
-use cynode_service::ApiError;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use time::OffsetDateTime;
@@ -27,72 +26,70 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::OwnHeads;
-use crate::db::{Added, Db, Own, to_json};
+use super::{Error, OwnHeads};
+use crate::db::{self, AppendOutcome, Db, DedicatedConnection, to_json};
 
 /// How long a call waits for its intent. Without one it does nothing.
-const INTENT: Duration = Duration::from_secs(5);
-/// How long an answer waits for its outcome.
-const OUTCOME: Duration = Duration::from_secs(5);
-/// A commit that takes longer is given up, and tried again by another connection. The server gives up before.
-const STATEMENT: Duration = Duration::from_secs(35);
-/// So many records wait at most; then calls are refused at once.
-const MOST_WAITING: usize = 10_000;
-/// So many are committed together.
+const INTENT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a response waits for its outcome.
+const OUTCOME_TIMEOUT: Duration = Duration::from_secs(5);
+/// A slower commit is retried on another connection. The server gives up earlier.
+const COMMIT_TIMEOUT: Duration = Duration::from_secs(35);
+/// Bounds the queue of records; beyond it, calls are rejected immediately.
+const QUEUE_CAPACITY: usize = 10_000;
+/// Records per commit.
 const BATCH: usize = 500;
-/// How long until the next try while the database does not answer.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// After so many records a checkpoint is due.
+/// The back-off while the database does not answer: the first one, and the longest.
+const FIRST_BACKOFF: Duration = Duration::from_millis(50);
+const MAX_BACKOFF: Duration = Duration::from_secs(1);
+/// Records after which a checkpoint is due.
 const CHECKPOINT_RECORDS: usize = 1_000;
 
-struct Entry {
+struct QueuedRecord {
     at: OffsetDateTime,
     body: AuditBody,
     done: oneshot::Sender<()>,
-    /// A record that nobody waits for any more is still written.
+    /// Written even when nobody waits for the record any more.
     lasting: bool,
 }
 
-/// What calls have of the writer. Cheap to clone.
+/// The handle of the writer. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Audit {
-    entries: mpsc::UnboundedSender<Entry>,
+    entries: mpsc::UnboundedSender<QueuedRecord>,
     waiting: Arc<AtomicUsize>,
-    /// The stream that is written to now.
+    /// The current stream.
     stream: Arc<Mutex<Uuid>>,
-    /// Where the streams of this process stand.
+    /// The heads of this process's streams.
     pub(crate) heads: OwnHeads,
-    /// Enough was written for a checkpoint.
+    /// Notified when a checkpoint is due.
     pub(crate) due: Arc<Notify>,
 }
 
-impl std::fmt::Debug for Entry {
+impl std::fmt::Debug for QueuedRecord {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Entry")
+        f.debug_struct("QueuedRecord")
             .field("action", &self.body.action)
             .finish_non_exhaustive()
     }
 }
 
-/// The answer to a call whose outcome is not written yet.
+/// The outcome was not written in time; it is written later.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pending;
+pub(crate) struct OutcomePending;
 
 impl Audit {
-    /// Opens a stream and starts to write. The task ends when everything that came before the stop is written.
+    /// Opens a stream and starts the writer. The task ends when all records that were queued before
+    /// the stop are written.
     pub(crate) async fn open(
         db: &Db,
         writer: String,
         stop: CancellationToken,
-    ) -> Result<(Self, tokio::task::JoinHandle<()>), ApiError> {
+    ) -> Result<(Self, tokio::task::JoinHandle<()>), Error> {
         let (entries, incoming) = mpsc::unbounded_channel();
         if cfg!(feature = "unaudited") {
             if std::env::var_os("CYNODE_UNAUDITED").is_none() {
-                return Err(ApiError::new(
-                    ErrorCode::Internal,
-                    "this build keeps no audit trail; it is for measurements only, and runs with CYNODE_UNAUDITED set",
-                ));
+                return Err(Error::Unaudited);
             }
             tracing::error!("This build keeps no audit trail. It is for measurements only.");
         }
@@ -107,7 +104,7 @@ impl Audit {
         };
         let task = Writer {
             db: db.clone(),
-            own: db.own(),
+            connection: db.dedicated(),
             writer,
             chain: Chain::new(stream),
             open: BTreeMap::new(),
@@ -119,19 +116,19 @@ impl Audit {
         Ok((audit, handle))
     }
 
-    /// The stream that is written to now.
+    /// The current stream.
     pub(crate) fn stream(&self) -> Uuid {
         *self.stream.lock()
     }
 
-    /// How many records wait to be written.
+    /// The number of queued records.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting.load(Ordering::Relaxed)
     }
 
-    /// Whether so many wait that calls are refused.
+    /// Whether the queue is full, so that calls are rejected.
     pub(crate) fn is_full(&self) -> bool {
-        self.waiting() > MOST_WAITING
+        self.waiting() > QUEUE_CAPACITY
     }
 
     fn enter(&self, body: AuditBody, lasting: bool) -> oneshot::Receiver<()> {
@@ -143,7 +140,7 @@ impl Audit {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         if self
             .entries
-            .send(Entry {
+            .send(QueuedRecord {
                 at: OffsetDateTime::now_utc(),
                 body,
                 done,
@@ -156,81 +153,78 @@ impl Audit {
         waits
     }
 
-    /// Writes an intent. Before this says yes, nothing may be done.
-    pub(crate) async fn intent(&self, body: AuditBody) -> Result<(), ApiError> {
+    /// Writes an intent. Nothing may take effect before this succeeds.
+    pub(crate) async fn intent(&self, body: AuditBody) -> Result<(), Error> {
         if self.is_full() {
-            return Err(unavailable());
+            return Err(Error::Unavailable);
         }
-        let mut waits = Waits {
-            of: self.enter(body.clone(), false),
+        let mut waits = IntentGuard {
+            written: self.enter(body.clone(), false),
             audit: self,
             body: Some(body),
         };
-        if matches!(timeout(INTENT, &mut waits.of).await, Ok(Ok(()))) {
+        if matches!(
+            timeout(INTENT_TIMEOUT, &mut waits.written).await,
+            Ok(Ok(()))
+        ) {
             waits.body = None;
             return Ok(());
         }
-        // It may have come at the last moment; then nothing was begun, and that is written.
-        Err(unavailable())
+        // The intent may still be written; then its outcome is that nothing was started.
+        Err(Error::Unavailable)
     }
 
-    /// Writes an outcome. When that can't be waited for, it is written later.
-    pub(crate) async fn outcome(&self, body: AuditBody) -> Result<(), Pending> {
+    /// Writes an outcome. On a timeout it is written later.
+    pub(crate) async fn outcome(&self, body: AuditBody) -> Result<(), OutcomePending> {
         let waits = self.enter(body, true);
-        timeout(OUTCOME, waits)
+        timeout(OUTCOME_TIMEOUT, waits)
             .await
             .ok()
             .and_then(Result::ok)
-            .ok_or(Pending)
+            .ok_or(OutcomePending)
     }
 
-    /// Writes records of something that changes nothing, all together.
-    pub(crate) async fn note(&self, bodies: Vec<AuditBody>) -> Result<(), ApiError> {
+    /// Writes records of something without effects, all together.
+    pub(crate) async fn note(&self, bodies: Vec<AuditBody>) -> Result<(), Error> {
         if self.is_full() {
-            return Err(unavailable());
+            return Err(Error::Unavailable);
         }
         let mut last = None;
         for body in bodies {
             last = Some(self.enter(body, true));
         }
         match last {
-            Some(waits) => timeout(INTENT, waits)
+            Some(waits) => timeout(INTENT_TIMEOUT, waits)
                 .await
                 .ok()
                 .and_then(Result::ok)
-                .ok_or_else(unavailable),
+                .ok_or(Error::Unavailable),
             None => Ok(()),
         }
     }
 
-    /// Writes a record without waiting.
+    /// Queues a record without waiting.
     pub(crate) fn tell(&self, body: AuditBody) {
         drop(self.enter(body, true));
     }
 }
 
-/// Who waits for an intent and goes away may leave one behind that was written: then it gets its outcome.
-struct Waits<'a> {
-    of: oneshot::Receiver<()>,
+/// Waits for an intent. If the caller goes away after the intent was written, the drop handler adds
+/// its outcome.
+struct IntentGuard<'a> {
+    written: oneshot::Receiver<()>,
     audit: &'a Audit,
     body: Option<AuditBody>,
 }
 
-impl Drop for Waits<'_> {
+impl Drop for IntentGuard<'_> {
     fn drop(&mut self) {
         let Some(body) = self.body.take() else { return };
-        self.of.close();
-        if self.of.try_recv().is_ok() {
+        self.written.close();
+        if self.written.try_recv().is_ok() {
             self.audit.tell(not_started(body));
         }
     }
-}
-
-fn unavailable() -> ApiError {
-    ApiError::new(
-        ErrorCode::StoreUnavailable,
-        "the audit trail can't take a record now; nothing was done",
-    )
 }
 
 pub(crate) fn not_started(intent: AuditBody) -> AuditBody {
@@ -244,27 +238,31 @@ pub(crate) fn not_started(intent: AuditBody) -> AuditBody {
 
 struct Writer {
     db: Db,
-    own: Own,
+    connection: DedicatedConnection,
     writer: String,
     chain: Chain,
-    /// Calls without an outcome, and the record in which each began.
+    /// Open calls, and the sequence number of their intent.
     open: BTreeMap<Uuid, u64>,
-    /// Calls that somebody else closes.
+    /// Calls that another orchestrator closes.
     lost: HashSet<Uuid>,
     since_checkpoint: usize,
     audit: Audit,
 }
 
 impl Writer {
-    async fn run(mut self, mut incoming: mpsc::UnboundedReceiver<Entry>, stop: CancellationToken) {
-        // What begins the stream says whose it is.
+    async fn run(
+        mut self,
+        mut incoming: mpsc::UnboundedReceiver<QueuedRecord>,
+        stop: CancellationToken,
+    ) {
+        // The first record identifies the writer.
         self.write(vec![self.first()], &stop).await;
         let mut entries = Vec::with_capacity(BATCH);
         loop {
             tokio::select! {
                 biased;
                 _ = incoming.recv_many(&mut entries, BATCH) => {}
-                // Calls still run while listeners drain; the queue's other end is held by them.
+                // Calls run while listeners drain, so the queue's senders never close.
                 () = stopped(&stop, &self.audit) => break,
             }
             self.audit
@@ -276,16 +274,16 @@ impl Writer {
             }
         }
         if let Err(error) = self.db.close_stream(self.chain.stream()).await {
-            tracing::debug!(error = %error.0, "The stream was not closed; it is found by its silence.");
+            tracing::debug!(%error, "The audit stream was not closed; its silence will close it.");
         }
     }
 
-    fn first(&self) -> Entry {
+    fn first(&self) -> QueuedRecord {
         let mut body = AuditBody::new(AuditKind::Stream, "audit.stream");
         body.detail.insert("writer".to_owned(), json!(self.writer));
         body.detail
             .insert("version".to_owned(), json!(env!("CARGO_PKG_VERSION")));
-        Entry {
+        QueuedRecord {
             at: OffsetDateTime::now_utc(),
             body,
             done: oneshot::channel().0,
@@ -293,9 +291,10 @@ impl Writer {
         }
     }
 
-    /// Writes a batch, however long the database takes. Says whether it could before the end.
-    async fn write(&mut self, mut batch: Vec<Entry>, stop: &CancellationToken) -> bool {
-        // Whoever gave up waiting did nothing: that needs no record.
+    /// Writes a batch, however long the database takes. Returns false if the process stopped
+    /// before.
+    async fn write(&mut self, mut batch: Vec<QueuedRecord>, stop: &CancellationToken) -> bool {
+        // A caller that gave up did nothing, so its intent needs no record.
         batch.retain(|entry| entry.lasting || !entry.done.is_closed());
         while !batch.is_empty() {
             let links = self.chained(&mut batch);
@@ -303,17 +302,18 @@ impl Writer {
                 return true;
             }
             match self.commit(&links, stop).await {
-                Some(Added::Written) => {
+                Some(AppendOutcome::Written) => {
                     batch = self.written(batch, &links);
                 }
-                Some(Added::Doubled) if self.drop_closed(&mut batch).await => {}
-                Some(added @ (Added::Closed | Added::Doubled)) => {
-                    // Doubled, and no call of ours: somebody put records where ours belong. `verify` says which.
-                    if added == Added::Doubled {
+                Some(AppendOutcome::Duplicate) if self.drop_closed(&mut batch).await => {}
+                Some(added @ (AppendOutcome::Closed | AppendOutcome::Duplicate)) => {
+                    // A duplicate without a closed call: a third party inserted records. `verify`
+                    // reports them.
+                    if added == AppendOutcome::Duplicate {
                         tracing::error!(
-                            "Records that are not ours stand in the audit trail: 'cynode audit verify' says which."
+                            "The audit trail contains foreign records; run 'cynode audit verify'."
                         );
-                        tokio::time::sleep(FIRST_PAUSE).await;
+                        tokio::time::sleep(FIRST_BACKOFF).await;
                         drop(self.db.skip_foreign_records().await);
                     }
                     if !self.reopen(stop).await {
@@ -321,8 +321,8 @@ impl Writer {
                     }
                     batch.insert(0, self.first());
                 }
-                // One of them is to blame: each by itself.
-                Some(Added::Refused) if batch.len() > 1 => {
+                // One record is at fault: write each by itself.
+                Some(AppendOutcome::Rejected) if batch.len() > 1 => {
                     for entry in batch {
                         if !Box::pin(self.write(vec![entry], stop)).await {
                             return false;
@@ -330,12 +330,12 @@ impl Writer {
                     }
                     return true;
                 }
-                Some(Added::Refused) => {
+                Some(AppendOutcome::Rejected) => {
                     for entry in &mut batch {
                         entry.body.detail =
                             serde_json::Map::from_iter([("unwritable".to_owned(), json!(true))]);
                     }
-                    tokio::time::sleep(LONGEST_PAUSE).await;
+                    tokio::time::sleep(MAX_BACKOFF).await;
                 }
                 None => return false,
             }
@@ -343,8 +343,9 @@ impl Writer {
         true
     }
 
-    /// The records of a batch, without those on calls that are no longer ours. The chain stays where it was.
-    fn chained(&mut self, batch: &mut Vec<Entry>) -> Vec<Link> {
+    /// The records of a batch, without outcomes of calls that another orchestrator closes. Does not
+    /// advance the chain.
+    fn chained(&mut self, batch: &mut Vec<QueuedRecord>) -> Vec<Link> {
         let lost = &mut self.lost;
         batch.retain(|entry| {
             entry.body.kind != AuditKind::Outcome
@@ -357,7 +358,7 @@ impl Writer {
             .collect()
     }
 
-    /// Where the oldest call that stays open after these records begins.
+    /// The sequence number of the oldest call that is open after these records.
     fn open_from(&self, links: &[Link]) -> u64 {
         let mut open = self.open.clone();
         note(&mut open, links);
@@ -367,15 +368,15 @@ impl Writer {
             .unwrap_or_else(|| links.last().map_or(1, |link| link.seq + 1))
     }
 
-    async fn commit(&mut self, links: &[Link], stop: &CancellationToken) -> Option<Added> {
+    async fn commit(&mut self, links: &[Link], stop: &CancellationToken) -> Option<AppendOutcome> {
         let open_from = self.open_from(links);
-        let mut pause = FIRST_PAUSE;
+        let mut pause = FIRST_BACKOFF;
         let started = std::time::Instant::now();
         loop {
             let stream = self.chain.stream();
             match self
-                .own
-                .with(STATEMENT, async |connection| {
+                .connection
+                .with(COMMIT_TIMEOUT, async |connection| {
                     Db::append_audit(connection, stream, open_from, links).await
                 })
                 .await
@@ -387,25 +388,25 @@ impl Writer {
                         .record(f64::from(u32::try_from(links.len()).unwrap_or(u32::MAX)));
                     return Some(added);
                 }
-                Err(error) if error.0.is(ErrorCode::AlreadyExists) => return Some(Added::Doubled),
-                Err(error) if !error.0.is(ErrorCode::StoreUnavailable) => {
-                    tracing::error!(error = %error.0, "Records of the audit trail are refused by the database; it is tried again.");
-                    return Some(Added::Refused);
+                Err(db::Error::Duplicate) => return Some(AppendOutcome::Duplicate),
+                Err(error) if !error.is_transient() => {
+                    tracing::error!(%error, "The database rejects audit records; they are retried one by one.");
+                    return Some(AppendOutcome::Rejected);
                 }
                 Err(_) => {}
             }
             metrics::gauge!("cynode_audit_lag_seconds").set(started.elapsed().as_secs_f64());
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
-                // The process ends: what is not written is closed by another one.
+                // The process ends: unwritten calls are closed by another one.
                 () = super::given_up(stop) => return None,
             }
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            pause = (pause * 2).min(MAX_BACKOFF);
         }
     }
 
-    /// Tells who waits. Intents that nobody waits for any more get their outcome.
-    fn written(&mut self, batch: Vec<Entry>, links: &[Link]) -> Vec<Entry> {
+    /// Completes the waiters, and returns outcomes for intents that nobody waits for any more.
+    fn written(&mut self, batch: Vec<QueuedRecord>, links: &[Link]) -> Vec<QueuedRecord> {
         metrics::gauge!("cynode_audit_lag_seconds").set(0.0);
         note(&mut self.open, links);
         if let Some(last) = links.last() {
@@ -428,7 +429,7 @@ impl Writer {
             if entry.done.send(()).is_err()
                 && let Some(intent) = intent
             {
-                late.push(Entry {
+                late.push(QueuedRecord {
                     at: OffsetDateTime::now_utc(),
                     body: not_started(intent),
                     done: oneshot::channel().0,
@@ -439,15 +440,16 @@ impl Writer {
         late
     }
 
-    /// Takes outcomes of calls that somebody else closed out of a batch. Says whether it is worth trying again.
-    async fn drop_closed(&mut self, batch: &mut Vec<Entry>) -> bool {
+    /// Removes outcomes of calls that another orchestrator has closed. Returns whether a retry
+    /// makes sense.
+    async fn drop_closed(&mut self, batch: &mut Vec<QueuedRecord>) -> bool {
         let calls: Vec<Uuid> = batch
             .iter()
             .filter(|entry| entry.body.kind == AuditKind::Outcome)
             .filter_map(|entry| entry.body.call_id)
             .collect();
         let Ok(closed) = self.db.closed_calls(&calls).await else {
-            tokio::time::sleep(FIRST_PAUSE).await;
+            tokio::time::sleep(FIRST_BACKOFF).await;
             return true;
         };
         for id in &closed {
@@ -464,14 +466,15 @@ impl Writer {
         batch.len() < before
     }
 
-    /// Somebody took this writer for dead: it begins anew, and leaves what it began to them.
+    /// Continues in a new stream after this writer was considered dead; its open calls are left to
+    /// others.
     async fn reopen(&mut self, stop: &CancellationToken) -> bool {
-        tracing::warn!(stream = %self.chain.stream(), "This writer of the audit trail was taken for dead; it goes on in a new stream.");
+        tracing::warn!(stream = %self.chain.stream(), "This audit writer was considered dead; it continues in a new stream.");
         self.lost.extend(std::mem::take(&mut self.open).into_keys());
         let stream = Uuid::now_v7();
         while self.db.open_stream(stream, &self.writer).await.is_err() {
             tokio::select! {
-                () = tokio::time::sleep(LONGEST_PAUSE) => {}
+                () = tokio::time::sleep(MAX_BACKOFF) => {}
                 () = super::given_up(stop) => return false,
             }
         }
@@ -481,7 +484,7 @@ impl Writer {
     }
 }
 
-/// Notes what records open and close.
+/// Tracks the calls that records open and close.
 fn note(open: &mut BTreeMap<Uuid, u64>, links: &[Link]) {
     for link in links {
         let Some(id) = link
@@ -500,7 +503,7 @@ fn note(open: &mut BTreeMap<Uuid, u64>, links: &[Link]) {
     }
 }
 
-/// Comes when the orchestrator has stopped and nothing waits.
+/// Completes when the orchestrator has stopped and the queue is empty.
 async fn stopped(stop: &CancellationToken, audit: &Audit) {
     stop.cancelled().await;
     while audit.waiting() > 0 {

@@ -1,27 +1,24 @@
-//! The list of artifacts; their bytes are in the blob store.
+//! Artifact metadata; the bytes are in the blob store.
 
-use cynode_api::{
-    Artifact, ArtifactId, ErrorCode, Flags, NodeId, Page, TaskId, UserId, WorkspaceRef,
-};
-use cynode_service::ApiError;
+use cynode_api::{Artifact, ArtifactId, Flags, NodeId, Page, TaskId, UserId, WorkspaceRef};
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, PageReader, problem, quotas};
-use crate::blobs::{Blobs, Staged};
+use super::{Db, Error, Missing, quotas};
+use crate::blobs::{Blobs, StagedBlob};
 
-/// Held shared by who puts bytes in their place until it is written down who needs them, and alone by who removes bytes that
-/// nobody needs.
+/// Held shared while a blob is placed until the row that references it is committed, and
+/// exclusively while unreferenced blobs are removed.
 const BLOBS_LOCK: i64 = 0x6379_6e6f_6465_0001;
 
-/// Until the transaction ends, nobody removes bytes. Comes before any lock of a quota.
-pub(super) async fn hold_blobs(connection: &mut PgConnection) -> Result<(), ApiError> {
+/// Prevents the removal of blobs until the transaction ends. Must precede any quota lock.
+pub(super) async fn lock_blobs_shared(connection: &mut PgConnection) -> Result<(), Error> {
     sqlx::query("select pg_advisory_xact_lock_shared($1)")
         .bind(BLOBS_LOCK)
         .execute(connection)
         .await
         .map(drop)
-        .map_err(problem)
+        .map_err(Error::from)
 }
 
 fn artifact(row: &PgRow) -> Result<Artifact, sqlx::Error> {
@@ -42,24 +39,25 @@ fn artifact(row: &PgRow) -> Result<Artifact, sqlx::Error> {
     })
 }
 
-/// An artifact whose bytes were taken in.
+/// An artifact whose bytes are staged.
 #[derive(Clone, Debug)]
 pub(crate) struct NewArtifact<'a> {
     pub(crate) task_id: TaskId,
     pub(crate) path: &'a str,
-    pub(crate) staged: &'a Staged,
+    pub(crate) staged: &'a StagedBlob,
     pub(crate) media_type: &'a str,
     pub(crate) created_by: &'a str,
     pub(crate) flags: &'a Flags,
 }
 
 impl Db {
-    /// The next version of its path, with its bytes put in their place. Two at once become two versions.
+    /// Adds the next version of a path and places its bytes. Concurrent inserts become separate
+    /// versions.
     pub(crate) async fn insert_artifact(
         &self,
         new: &NewArtifact<'_>,
         blobs: &Blobs,
-    ) -> Result<Artifact, ApiError> {
+    ) -> Result<Artifact, Error> {
         let made = self.try_insert_artifact(new, blobs).await;
         if made.is_err() {
             blobs.discard(new.staged).await;
@@ -71,15 +69,14 @@ impl Db {
         &self,
         new: &NewArtifact<'_>,
         blobs: &Blobs,
-    ) -> Result<Artifact, ApiError> {
+    ) -> Result<Artifact, Error> {
         let mut transaction = self.begin().await?;
-        hold_blobs(&mut transaction).await?;
-        // One at a time for each task: the number is the last one's successor.
+        lock_blobs_shared(&mut transaction).await?;
+        // Serialized per task: the version is the successor of the newest one.
         sqlx::query("select from tasks where id = $1 for update")
             .bind(new.task_id.as_uuid())
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         let row = sqlx::query(
             "insert into artifacts (id, task_id, path, version, sha256, size, media_type, created_by, flagged)
              select $1, $2, $3, coalesce(max(version), 0) + 1, $4, $5, $6, $7, $8 from artifacts where task_id = $2 and path = $3 returning *",
@@ -93,65 +90,53 @@ impl Db {
         .bind(new.created_by)
         .bind((!new.flags.is_empty()).then_some(sqlx::types::Json(new.flags)))
         .fetch_one(&mut *transaction)
-        .await
-        .map_err(problem)?;
-        let made = artifact(&row).map_err(problem)?;
+        .await?;
+        let made = artifact(&row)?;
         let owner: Uuid = sqlx::query_scalar("select owner_id from tasks where id = $1")
             .bind(new.task_id.as_uuid())
             .fetch_one(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         quotas::check(
             &mut transaction,
             UserId::from_uuid(owner),
             new.task_id,
-            quotas::Uses::Bytes,
+            quotas::Usage::Bytes,
         )
         .await?;
-        // Only what is kept takes up room in the store.
+        // Placed last, so that a failed insert leaves no blob.
         blobs.place(new.staged).await?;
         super::commit(transaction).await?;
         Ok(made)
     }
 
-    pub(crate) async fn artifact(&self, id: ArtifactId) -> Result<Artifact, ApiError> {
-        let row = sqlx::query("select * from artifacts where id = $1")
-            .bind(id.as_uuid())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
+    pub(crate) async fn artifact(&self, id: ArtifactId) -> Result<Artifact, Error> {
+        let row = self
+            .row("select * from artifacts where id = $1", id.as_uuid())
+            .await?;
         row.as_ref()
             .map(artifact)
-            .transpose()
-            .map_err(problem)?
-            .ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no artifact {id}")))
+            .transpose()?
+            .ok_or(Error::NotFound(Missing::Artifact(id)))
     }
 
-    /// A path's version, the newest when none is named.
+    /// A version of a path, by default the newest.
     pub(crate) async fn artifact_at(
         &self,
         task_id: TaskId,
         path: &str,
         version: Option<i64>,
-    ) -> Result<Artifact, ApiError> {
+    ) -> Result<Artifact, Error> {
         let row =
             sqlx::query("select * from artifacts where task_id = $1 and path = $2 and ($3::bigint is null or version = $3) order by version desc limit 1")
                 .bind(task_id.as_uuid())
                 .bind(path)
                 .bind(version)
                 .fetch_optional(&self.pool)
-                .await
-                .map_err(problem)?;
+                .await?;
         row.as_ref()
             .map(artifact)
-            .transpose()
-            .map_err(problem)?
-            .ok_or_else(|| {
-                ApiError::new(
-                    ErrorCode::NotFound,
-                    format!("the task has no artifact '{path}'"),
-                )
-            })
+            .transpose()?
+            .ok_or_else(|| Error::NotFound(Missing::ArtifactPath(path.to_owned())))
     }
 
     pub(crate) async fn list_artifacts(
@@ -159,33 +144,25 @@ impl Db {
         task_id: TaskId,
         after: Option<Uuid>,
         limit: u32,
-    ) -> Result<Page<Artifact>, ApiError> {
-        let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted().await {
-            let rows = sqlx::query("select * from artifacts where task_id = $1 and ($2::uuid is null or id > $2) order by id limit $3")
+    ) -> Result<Page<Artifact>, Error> {
+        let query = |after: Option<Uuid>, count: i64| {
+            sqlx::query("select * from artifacts where task_id = $1 and ($2::uuid is null or id > $2) order by id limit $3")
                 .bind(task_id.as_uuid())
-                .bind(pages.after())
+                .bind(after)
                 .bind(count)
-                .fetch_all(&self.pool)
-                .await
-                .map_err(problem)?;
-            pages.add(
-                rows.iter()
-                    .map(artifact)
-                    .collect::<Result<Vec<_>, _>>()
-                    .map_err(problem)?,
-                |artifact| *artifact.id.as_uuid(),
-            );
-        }
-        Ok(pages.finish())
+        };
+        self.read_page(limit, after, query, artifact, |artifact| {
+            *artifact.id.as_uuid()
+        })
+        .await
     }
 
-    /// Whether a node was given work that begins with an artifact and has not ended.
+    /// Whether unfinished work of a node starts from an artifact.
     pub(crate) async fn needs_artifact(
         &self,
         node_id: NodeId,
         id: ArtifactId,
-    ) -> Result<bool, ApiError> {
+    ) -> Result<bool, Error> {
         sqlx::query_scalar(
             "select exists (select from sessions where node_id = $1 and state in ('creating', 'ending') and request->>'workspace_ref' = $2)
                  or exists (select from jobs where node_id = $1 and state in ('accepted', 'in_progress') and request->'sandbox'->>'workspace_ref' = $2)",
@@ -194,12 +171,12 @@ impl Db {
         .bind(WorkspaceRef::Artifact(id).to_string())
         .fetch_one(&self.pool)
         .await
-        .map_err(problem)
+        .map_err(Error::from)
     }
 
-    /// Forgets artifacts that are older than so many days, some at a time. The newest version of a path stays while its task is
-    /// open. Says how many.
-    pub(crate) async fn expire_artifacts(&self, days: u32) -> Result<u64, ApiError> {
+    /// Deletes a batch of artifacts that are older than `days`. The newest version of a path stays
+    /// while its task is open. Returns their number.
+    pub(crate) async fn expire_artifacts(&self, days: u32) -> Result<u64, Error> {
         let gone = sqlx::query(
             "delete from artifacts where id in (select a.id from artifacts a join tasks t on t.id = a.task_id
                  where a.created_at < now() - make_interval(days => $1)
@@ -209,14 +186,13 @@ impl Db {
         )
         .bind(i32::try_from(days).unwrap_or(i32::MAX))
         .execute(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         Ok(gone.rows_affected())
     }
 
-    /// Forgets the whole output of jobs that ended so many days ago, some at a time; what their objects hold stays, and counts in
-    /// no quota any more.
-    pub(crate) async fn expire_outputs(&self, days: u32) -> Result<u64, ApiError> {
+    /// Drops the collected output of a batch of jobs that ended more than `days` ago. The streams
+    /// in their objects stay and no longer count towards quotas.
+    pub(crate) async fn expire_outputs(&self, days: u32) -> Result<u64, Error> {
         let gone = sqlx::query(
             "update jobs set output_sha256 = null, output_bytes = 0 where job_id in (
                  select job_id from jobs where (output_sha256 is not null or output_bytes > 0) and acknowledged
@@ -224,13 +200,12 @@ impl Db {
         )
         .bind(i32::try_from(days).unwrap_or(i32::MAX))
         .execute(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         Ok(gone.rows_affected())
     }
 
-    /// Looks up how large the kept output of jobs is of which nobody wrote it down.
-    pub(crate) async fn measure_outputs(&self, blobs: &Blobs) -> Result<(), ApiError> {
+    /// Backfills the output size of jobs for which it was not recorded.
+    pub(crate) async fn backfill_output_sizes(&self, blobs: &Blobs) -> Result<(), Error> {
         let mut last = Uuid::nil();
         loop {
             let rows: Vec<(Uuid, String)> = sqlx::query_as(
@@ -238,8 +213,7 @@ impl Db {
             )
             .bind(last)
             .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
+            .await?;
             let Some((newest, _)) = rows.last() else {
                 return Ok(());
             };
@@ -258,38 +232,32 @@ impl Db {
                     .bind(sha256)
                     .bind(size)
                     .execute(&self.pool)
-                    .await
-                    .map_err(problem)?;
+                    .await?;
             }
         }
     }
 
-    /// Removes those of some bytes that nobody needs. While this looks and removes, nobody puts bytes in their place.
-    pub(crate) async fn remove_unneeded(
+    /// Removes the blobs among `hashes` that nothing references. No blob can be placed meanwhile.
+    pub(crate) async fn remove_unreferenced(
         &self,
         blobs: &Blobs,
         hashes: &[String],
-    ) -> Result<usize, ApiError> {
+    ) -> Result<usize, Error> {
         let mut transaction = self.begin().await?;
         sqlx::query("select pg_advisory_xact_lock($1)")
             .bind(BLOBS_LOCK)
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         let unneeded: Vec<String> = sqlx::query_scalar(
             "select hash from unnest($1::text[]) as hash
              where not exists (select from artifacts where sha256 = hash) and not exists (select from jobs where output_sha256 = hash)",
         )
         .bind(hashes)
         .fetch_all(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         for hash in &unneeded {
-            // Still ours alone? A database that went away has let go of the lock.
-            sqlx::query("select")
-                .execute(&mut *transaction)
-                .await
-                .map_err(problem)?;
+            // Check that the lock still holds: a lost database connection has released it.
+            sqlx::query("select").execute(&mut *transaction).await?;
             blobs.remove(hash).await?;
         }
         super::commit(transaction).await?;

@@ -1,7 +1,9 @@
-//! The audit trail: records are added, never changed; read in the order in which they were committed.
+//! The audit trail: records are appended, never changed, and read in commit order.
 
-use cynode_audit::{Chain, Checkpoint, DERIVED_COLUMNS, Hash, Head, Link, Signed, SigningKey};
-use cynode_service::ApiError;
+use cynode_api::Event;
+use cynode_audit::{
+    Chain, Checkpoint, DERIVED_COLUMNS, Hash, Head, Link, SignedCheckpoint, SigningKey,
+};
 use serde_json::{Map, Value};
 use sqlx::{Connection as _, PgConnection, PgExecutor, Row as _, postgres::PgRow};
 use std::{
@@ -11,76 +13,74 @@ use std::{
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, commit, problem, stored};
+use super::{Db, Error, commit, decode};
 
-/// A writer hears of its commit after at most so many milliseconds, unless its connection broke.
-const NOTICED_AFTER: u32 = 50;
-/// A writer that was not heard of for so long is gone. It finds out by itself before it writes again.
-const GONE_SECONDS: f64 = 15.0;
+/// Milliseconds within which a writer learns of its commit, unless its connection broke.
+const COMMIT_NOTICE_MS: u32 = 50;
+/// A writer that was silent for this long counts as dead. It finds out before its next write.
+const DEAD_WRITER_SECONDS: f64 = 15.0;
 
-/// Checkpoints that one statement reads for an answer.
-const CHECKPOINTS_AT_ONCE: i64 = 500;
-/// So many records are removed at once.
-const TRUNCATED_AT_ONCE: i64 = 50_000;
+/// Checkpoints per statement when they are listed.
+const CHECKPOINT_BATCH: i64 = 500;
+/// Records per truncation.
+const TRUNCATION_BATCH: i64 = 50_000;
 
-/// What became of records that were to be added.
+/// The result of appending records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Added {
-    /// They are there.
+pub(crate) enum AppendOutcome {
     Written,
-    /// Somebody took this writer for dead and closes what it left open.
+    /// Another orchestrator considers this writer dead and closes its open calls.
     Closed,
-    /// One of them closes a call that has its outcome already, or stands where another record does.
-    Doubled,
-    /// The database does not take one of them as it is.
-    Refused,
+    /// A record closes a call that already has an outcome, or its cursor or sequence number is
+    /// taken.
+    Duplicate,
+    /// The database rejects the content of a record.
+    Rejected,
 }
 
-/// A call whose outcome nobody wrote.
+/// A call without an outcome.
 #[derive(Clone, Debug)]
-pub(crate) struct OpenCall {
-    /// When its intent was made, by the clock of whoever made it.
+pub(crate) struct OpenCallRow {
+    /// When the intent was recorded, by its writer's clock.
     pub(crate) at: OffsetDateTime,
-    /// The same, when this process made it: no clock that is set changes it.
+    /// The same by the monotonic clock, if this process recorded it.
     pub(crate) since: Option<Instant>,
     pub(crate) intent: cynode_api::AuditBody,
 }
 
-/// How a checkpoint is signed.
+/// The conditions under which a checkpoint is signed; see `sign_audit`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Signs {
+pub(crate) struct SigningConditions {
     pub(crate) live: Uuid,
     pub(crate) late: bool,
     pub(crate) all: bool,
 }
 
-/// What came of signing.
+/// The result of signing.
 #[derive(Clone, Debug)]
-pub(crate) enum Signature {
-    /// A checkpoint with these heads.
+pub(crate) enum SigningOutcome {
+    /// A checkpoint with these heads was stored.
     Written(BTreeMap<Uuid, Head>),
-    /// None: no stream has moved, or somebody else was faster.
-    Nothing,
-    /// None: the database has records of the live stream that its writer does not know of.
+    /// No stream has advanced, or another orchestrator was faster.
+    Unchanged,
+    /// Nothing was signed: the database has records of the live stream that its writer does not
+    /// know.
     Ahead,
 }
 
-/// An event that the trail does not tell yet.
-pub(crate) type Told = cynode_api::Event;
-
-/// The trail at one moment.
+/// A consistent snapshot of the trail.
 #[derive(Debug)]
 pub(crate) struct Snapshot {
     transaction: sqlx::Transaction<'static, sqlx::Postgres>,
     pub(crate) checkpoints: Vec<(u64, String)>,
-    /// About how many records there are.
+    /// The approximate number of records.
     pub(crate) count: u64,
-    /// The newest cursor that was given out.
+    /// The newest cursor.
     pub(crate) last: i64,
     after: i64,
 }
 
-/// A record with its cursor, and the columns that are derived from it as they are stored.
+/// A record with its cursor and the stored values of its derived columns.
 #[derive(Debug)]
 pub(crate) struct StoredRecord {
     pub(crate) cursor: i64,
@@ -90,8 +90,8 @@ pub(crate) struct StoredRecord {
 }
 
 impl Snapshot {
-    /// The next records in order; none at the end.
-    pub(crate) async fn next(&mut self) -> Result<Vec<StoredRecord>, ApiError> {
+    /// The next batch of records in order; empty at the end.
+    pub(crate) async fn next(&mut self) -> Result<Vec<StoredRecord>, Error> {
         const BATCH: i64 = 5_000;
         let rows = sqlx::query(
             "select cursor, stream, seq, at, body, hash,
@@ -101,8 +101,7 @@ impl Snapshot {
         .bind(self.after)
         .bind(BATCH)
         .fetch_all(&mut *self.transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         let record = |row: &PgRow| {
             let (cursor, link) = link(row)?;
             Ok(StoredRecord {
@@ -114,14 +113,13 @@ impl Snapshot {
         let records = rows
             .iter()
             .map(record)
-            .collect::<Result<Vec<_>, sqlx::Error>>()
-            .map_err(problem)?;
+            .collect::<Result<Vec<_>, sqlx::Error>>()?;
         self.after = records.last().map_or(self.after, |record| record.cursor);
         Ok(records)
     }
 
-    /// What of the tables is no longer as it was made, and could hide records from whoever reads them.
-    pub(crate) async fn changed_tables(&mut self) -> Result<Vec<String>, ApiError> {
+    /// Changes to the table definitions that could hide records from readers.
+    pub(crate) async fn changed_tables(&mut self) -> Result<Vec<String>, Error> {
         const TABLES: [&str; 5] = [
             "audit_events",
             "audit_streams",
@@ -139,8 +137,7 @@ impl Snapshot {
         )
         .bind(TABLES.as_slice())
         .fetch_all(&mut *self.transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         let names: Vec<&str> = DERIVED_COLUMNS.iter().map(|(name, _)| *name).collect();
         let loose: Vec<String> = sqlx::query_scalar(
             "select a.attname::text from pg_catalog.pg_attribute a
@@ -148,8 +145,7 @@ impl Snapshot {
         )
         .bind(names)
         .fetch_all(&mut *self.transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         changed.extend(
             loose
                 .into_iter()
@@ -159,13 +155,8 @@ impl Snapshot {
     }
 }
 
-fn hash_of(bytes: &[u8]) -> Result<Hash, ApiError> {
-    bytes.try_into().map_err(|_| {
-        ApiError::new(
-            cynode_api::ErrorCode::Internal,
-            "what the database holds can't be read",
-        )
-    })
+fn hash_of(bytes: &[u8]) -> Result<Hash, Error> {
+    bytes.try_into().map_err(|_| Error::undecodable())
 }
 
 pub(crate) fn signed64(number: u64) -> i64 {
@@ -183,20 +174,21 @@ pub(super) fn link(row: &PgRow) -> Result<(i64, Link), sqlx::Error> {
         seq: unsigned64(row.try_get("seq")?),
         at: row.try_get("at")?,
         body: row.try_get("body")?,
-        // One of another length is not the hash of anything.
+        // A value of another length is no valid hash.
         hash: hash.try_into().unwrap_or_default(),
     };
     Ok((row.try_get("cursor")?, link))
 }
 
-/// Adds records to a stream, in one statement: they and where the stream stands then are there together, or not at all.
+/// Appends records and updates the stream's head in one statement, so that both are stored or
+/// neither.
 async fn append(
     executor: impl PgExecutor<'_>,
     stream: Uuid,
     before: u64,
     open_from: u64,
     links: &[Link],
-) -> Result<u64, ApiError> {
+) -> Result<u64, Error> {
     let Some(last) = links.last() else {
         return Ok(0);
     };
@@ -206,7 +198,7 @@ async fn append(
         .unzip();
     let bodies: Vec<&Value> = links.iter().map(|link| &link.body).collect();
     let hashes: Vec<&[u8]> = links.iter().map(|link| link.hash.as_slice()).collect();
-    // No column of an index changes in the two rows: their new versions stay on their page.
+    // Neither row has an indexed column that changes, so the updates stay on their pages.
     let added = sqlx::query(
         "with own as (update audit_streams set seq = $3, hash = $4, open_from = $5
                       where stream = $1 and seq = $2 and closed_at is null returning stream),
@@ -226,13 +218,12 @@ async fn append(
     .bind(bodies)
     .bind(hashes)
     .execute(executor)
-    .await
-    .map_err(problem)?;
+    .await?;
     Ok(added.rows_affected())
 }
 
 impl Db {
-    pub(crate) async fn open_stream(&self, stream: Uuid, writer: &str) -> Result<(), ApiError> {
+    pub(crate) async fn open_stream(&self, stream: Uuid, writer: &str) -> Result<(), Error> {
         sqlx::query("insert into audit_streams (stream, writer, hash) values ($1, $2, $3) on conflict do nothing")
             .bind(stream)
             .bind(writer)
@@ -240,46 +231,43 @@ impl Db {
             .execute(&self.pool)
             .await
             .map(drop)
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// Adds records. When it is not known whether they came, it is tried again with the same ones: they are there once.
+    /// Appends records. Idempotent: an append whose result is unknown is retried with the same
+    /// records.
     pub(crate) async fn append_audit(
         connection: &mut PgConnection,
         stream: Uuid,
         open_from: u64,
         links: &[Link],
-    ) -> Result<Added, ApiError> {
+    ) -> Result<AppendOutcome, Error> {
         let Some((first, last)) = links.first().zip(links.last()) else {
-            return Ok(Added::Written);
+            return Ok(AppendOutcome::Written);
         };
         if append(&mut *connection, stream, first.seq - 1, open_from, links).await? > 0 {
-            return Ok(Added::Written);
+            return Ok(AppendOutcome::Written);
         }
         let row = sqlx::query("select seq, hash, closed_at is not null as is_closed from audit_streams where stream = $1")
             .bind(stream)
             .fetch_optional(connection)
-            .await
-            .map_err(problem)?;
+            .await?;
         let Some(row) = row else {
-            return Ok(Added::Closed);
+            return Ok(AppendOutcome::Closed);
         };
-        let (seq, hash): (i64, Vec<u8>) = (
-            row.try_get("seq").map_err(problem)?,
-            row.try_get("hash").map_err(problem)?,
-        );
-        // An attempt whose answer was lost.
+        let (seq, hash): (i64, Vec<u8>) = (row.try_get("seq")?, row.try_get("hash")?);
+        // An earlier attempt succeeded, and its reply was lost.
         if seq == signed64(last.seq) && hash == last.hash {
-            return Ok(Added::Written);
+            return Ok(AppendOutcome::Written);
         }
-        Ok(Added::Closed)
+        Ok(AppendOutcome::Closed)
     }
 
-    /// Says that the writers of these streams are alive.
-    pub(crate) async fn seen_streams(
+    /// Heartbeat of the writers of these streams.
+    pub(crate) async fn touch_streams(
         connection: &mut PgConnection,
         streams: &[Uuid],
-    ) -> Result<(), ApiError> {
+    ) -> Result<(), Error> {
         sqlx::query(
             "update audit_streams set seen_at = now() where stream = any($1) and closed_at is null",
         )
@@ -287,11 +275,11 @@ impl Db {
         .execute(connection)
         .await
         .map(drop)
-        .map_err(problem)
+        .map_err(Error::from)
     }
 
-    /// Says that a stream gets no more records. What is open in it is closed by whoever looks next.
-    pub(crate) async fn close_stream(&self, stream: Uuid) -> Result<(), ApiError> {
+    /// Closes a stream. Its open calls are closed by the next reconciler.
+    pub(crate) async fn close_stream(&self, stream: Uuid) -> Result<(), Error> {
         sqlx::query(
             "update audit_streams set closed_at = coalesce(closed_at, now()) where stream = $1",
         )
@@ -299,13 +287,14 @@ impl Db {
         .execute(&self.pool)
         .await
         .map(drop)
-        .map_err(problem)
+        .map_err(Error::from)
     }
 
-    /// A stream whose writer is gone and that may hold open calls: this caller's for the next half minute.
+    /// Leases a stream whose writer is dead and that may have open calls, for half a minute.
     ///
-    /// `own` are those of this process. After the database was away nobody could say that they live: then they have the time to.
-    pub(crate) async fn take_dead_stream(&self, own: &[Uuid]) -> Result<Option<Uuid>, ApiError> {
+    /// `own` are the streams of this process. After an outage of the database no heartbeats could
+    /// be stored, so writers get time to send one.
+    pub(crate) async fn take_dead_stream(&self, own: &[Uuid]) -> Result<Option<Uuid>, Error> {
         sqlx::query_scalar(
             "update audit_streams set closed_at = coalesce(closed_at, now()), lease_until = now() + interval '30 seconds'
              where stream = (select stream from audit_streams where settled_at is null and lease_until < now()
@@ -313,19 +302,19 @@ impl Db {
                                and (closed_at is not null or (seen_at < now() - make_interval(secs => $1) and pg_postmaster_start_time() < now() - make_interval(secs => $1)))
                              order by lease_until limit 1 for update skip locked) returning stream",
         )
-        .bind(GONE_SECONDS)
+        .bind(DEAD_WRITER_SECONDS)
         .bind(own)
         .fetch_optional(&self.pool)
         .await
-        .map_err(problem)
+        .map_err(Error::from)
     }
 
-    /// Calls of a stream that have no outcome, oldest first.
+    /// Calls of a stream without an outcome, oldest first.
     pub(crate) async fn open_calls(
         &self,
         stream: Uuid,
         limit: i64,
-    ) -> Result<Vec<OpenCall>, ApiError> {
+    ) -> Result<Vec<OpenCallRow>, Error> {
         let rows = sqlx::query(
             "select i.at, i.body from audit_events i
              where i.stream = $1 and i.seq >= (select open_from from audit_streams where stream = $1) and i.kind = 'intent'
@@ -335,38 +324,38 @@ impl Db {
         .bind(stream)
         .bind(limit)
         .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         rows.iter()
             .map(|row| {
-                Ok(OpenCall {
-                    at: row.try_get("at").map_err(problem)?,
+                Ok(OpenCallRow {
+                    at: row.try_get("at")?,
                     since: None,
-                    intent: stored(row.try_get("body").map_err(problem)?)?,
+                    intent: decode(row.try_get("body")?)?,
                 })
             })
             .collect()
     }
 
-    /// Which of these calls have their outcome.
-    pub(crate) async fn closed_calls(&self, calls: &[Uuid]) -> Result<Vec<Uuid>, ApiError> {
+    /// Those of `calls` that have an outcome.
+    pub(crate) async fn closed_calls(&self, calls: &[Uuid]) -> Result<Vec<Uuid>, Error> {
         sqlx::query_scalar(
             "select call_id from audit_events where call_id = any($1) and kind = 'outcome'",
         )
         .bind(calls)
         .fetch_all(&self.pool)
         .await
-        .map_err(problem)
+        .map_err(Error::from)
     }
 
-    /// Whether something was made by a user, and not before a time. `None` when there is nothing under that id.
-    pub(crate) async fn was_made(
+    /// Whether a session or job was created by the user and not before `since`. `None` when the id
+    /// does not exist.
+    pub(crate) async fn was_created(
         &self,
         table: &'static str,
         id: Uuid,
         user: Option<Uuid>,
         since: OffsetDateTime,
-    ) -> Result<Option<bool>, ApiError> {
+    ) -> Result<Option<bool>, Error> {
         let statement = if table == "jobs" {
             "select coalesce(owner_id = $2 and created_at >= $3, false) from jobs where job_id = $1"
         } else {
@@ -378,34 +367,30 @@ impl Db {
             .bind(since)
             .fetch_optional(&self.pool)
             .await
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// Makes room after records that somebody else put where the next ones belong.
-    pub(crate) async fn skip_foreign_records(&self) -> Result<(), ApiError> {
+    /// Advances the cursor past records that a third party inserted.
+    pub(crate) async fn skip_foreign_records(&self) -> Result<(), Error> {
         sqlx::query("update audit_head set last = greatest(last, (select max(cursor) from audit_events where cursor < 4611686018427387904))")
             .execute(&self.pool)
             .await
             .map(drop)
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// Keeps a dead stream for a while longer.
-    pub(crate) async fn hold_stream(&self, stream: Uuid) -> Result<(), ApiError> {
+    /// Extends the lease of a dead stream.
+    pub(crate) async fn extend_stream_lease(&self, stream: Uuid) -> Result<(), Error> {
         sqlx::query("update audit_streams set lease_until = now() + interval '30 seconds' where stream = $1")
             .bind(stream)
             .execute(&self.pool)
             .await
             .map(drop)
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// Nothing in it is open any more; or, if something is, somebody looks again soon.
-    pub(crate) async fn settle_stream(
-        &self,
-        stream: Uuid,
-        is_settled: bool,
-    ) -> Result<(), ApiError> {
+    /// Marks a stream settled, or schedules the next attempt while it has open calls.
+    pub(crate) async fn settle_stream(&self, stream: Uuid, is_settled: bool) -> Result<(), Error> {
         sqlx::query(
             "update audit_streams set settled_at = case when $2 then now() end, lease_until = now() + case when $2 then interval '0' else interval '2 seconds' end
              where stream = $1",
@@ -415,86 +400,78 @@ impl Db {
         .execute(&self.pool)
         .await
         .map(drop)
-        .map_err(problem)
+        .map_err(Error::from)
     }
 
-    /// Tells in the trail what events told, each once: where it has come to is written with the records. Says where the stream stands
-    /// then, if there was anything to tell; nothing when the stream is closed.
+    /// Copies new events into the trail, each once: the position is stored with the records.
+    /// Returns the head of the stream if there were any; `None` when the stream is closed.
     pub(crate) async fn audit_events(
         &self,
         stream: Uuid,
-        body: impl Fn(&Told, Option<&Map<String, Value>>) -> Value,
-    ) -> Result<Option<Option<Head>>, ApiError> {
+        body: impl Fn(&Event, Option<&Map<String, Value>>) -> Value,
+    ) -> Result<Option<Option<Head>>, Error> {
         let mut transaction = self.begin().await?;
         let from: i64 = sqlx::query_scalar("select event_cursor from audit_pump for update")
             .fetch_one(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         let rows = sqlx::query("select * from events where cursor > $1 order by cursor limit 500")
             .bind(from)
             .fetch_all(&mut *transaction)
-            .await
-            .map_err(problem)?;
-        let told = rows
+            .await?;
+        let events = rows
             .iter()
             .map(super::events::event)
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(problem)?;
-        let Some(last) = told.last().map(|event| event.cursor) else {
+            .collect::<Result<Vec<_>, _>>()?;
+        let Some(last) = events.last().map(|event| event.cursor) else {
             return Ok(Some(None));
         };
         let head = sqlx::query("select seq, hash from audit_streams where stream = $1 and closed_at is null for update")
             .bind(stream)
             .fetch_optional(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         let Some(head) = head else { return Ok(None) };
-        let seq = unsigned64(head.try_get("seq").map_err(problem)?);
+        let seq = unsigned64(head.try_get("seq")?);
         let mut chain = Chain::resume(
             stream,
             Head {
                 seq,
-                hash: hash_of(&head.try_get::<Vec<u8>, _>("hash").map_err(problem)?)?,
+                hash: hash_of(&head.try_get::<Vec<u8>, _>("hash")?)?,
             },
         );
-        let ended = ends_of(&mut transaction, &told).await?;
-        let of = |event: &Told| {
+        let ended = ends_of(&mut transaction, &events).await?;
+        let end_of = |event: &Event| {
             event
                 .job_id
                 .filter(|_| event.state != "accepted" && event.state != "in_progress")
                 .and_then(|id| ended.get(id.as_uuid()))
         };
-        let links: Vec<Link> = told
+        let links: Vec<Link> = events
             .iter()
-            .map(|event| chain.append(OffsetDateTime::now_utc(), body(event, of(event))))
+            .map(|event| chain.append(OffsetDateTime::now_utc(), body(event, end_of(event))))
             .collect();
         append(&mut *transaction, stream, seq, chain.head().seq + 1, &links).await?;
         sqlx::query("update audit_pump set event_cursor = $1")
             .bind(last)
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         commit(transaction).await?;
         Ok(Some(Some(chain.head())))
     }
 
-    /// The trail as it is at this moment, whatever is added or removed meanwhile.
-    pub(crate) async fn audit_snapshot(&self) -> Result<Snapshot, ApiError> {
+    /// A snapshot of the trail, unaffected by concurrent changes.
+    pub(crate) async fn audit_snapshot(&self) -> Result<Snapshot, Error> {
         let mut transaction = self.begin().await?;
         sqlx::query("set transaction isolation level repeatable read read only")
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         let checkpoints: Vec<(i64, String)> =
             sqlx::query_as("select number, line from audit_checkpoints order by number")
                 .fetch_all(&mut *transaction)
-                .await
-                .map_err(problem)?;
+                .await?;
         let (last, truncated): (i64, i64) =
             sqlx::query_as("select last, truncated from audit_head")
                 .fetch_one(&mut *transaction)
-                .await
-                .map_err(problem)?;
+                .await?;
         let checkpoints = checkpoints
             .into_iter()
             .map(|(number, line)| (unsigned64(number), line))
@@ -508,65 +485,58 @@ impl Db {
         })
     }
 
-    /// Some of the checkpoints after a number: the next in order.
-    pub(crate) async fn some_checkpoints(
-        &self,
-        after: u64,
-    ) -> Result<Vec<(u64, String)>, ApiError> {
+    /// The next batch of checkpoints after a number.
+    pub(crate) async fn checkpoint_batch(&self, after: u64) -> Result<Vec<(u64, String)>, Error> {
         let rows: Vec<(i64, String)> = sqlx::query_as(
             "select number, line from audit_checkpoints where number > $1 order by number limit $2",
         )
         .bind(signed64(after))
-        .bind(CHECKPOINTS_AT_ONCE)
+        .bind(CHECKPOINT_BATCH)
         .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         Ok(rows
             .into_iter()
             .map(|(number, line)| (unsigned64(number), line))
             .collect())
     }
 
-    /// The checkpoints after a number, in order, each with its number.
+    /// All checkpoints after a number, in order, with their numbers.
     pub(crate) async fn checkpoints_by(
         connection: &mut PgConnection,
         after: u64,
-    ) -> Result<Vec<(u64, String)>, ApiError> {
+    ) -> Result<Vec<(u64, String)>, Error> {
         checkpoints(connection, after).await
     }
 
-    /// Signs where the streams stand, if any has moved since what is signed.
+    /// Signs the heads of the streams, if any has advanced since the last checkpoint.
     ///
-    /// No lock decides who signs: whoever is first takes the next number, and the other one's checkpoint is not written. `signed` is
-    /// what the checkpoints say and `own` what this process committed, so that neither a row that claims to be signed nor a head that
-    /// somebody changed in the database keeps a record from being signed. `live` is the stream of this process's writer: while the
-    /// database is ahead of what that remembers, nothing is signed, unless that has lasted too long (`late`): then it is forged, and
-    /// what the writer remembers is. `all` looks at streams too that were settled long ago.
+    /// No lock decides who signs: the first orchestrator takes the next number, and a later one
+    /// stores nothing. `signed` comes from the checkpoints and `own` from this process's commits,
+    /// so that neither a forged row nor a changed head in the database keeps a record from being
+    /// signed. `live` is the stream of this process's writer: while the database is ahead of the
+    /// writer's memory nothing is signed, unless that has lasted too long (`late`): then the
+    /// records are forged, and the remembered head is signed. `all` includes streams that were
+    /// settled long ago.
     pub(crate) async fn sign_audit(
         connection: &mut PgConnection,
         key: &SigningKey,
         signed: &HashMap<Uuid, u64>,
         own: impl Fn() -> BTreeMap<Uuid, Head>,
-        Signs { live, late, all }: Signs,
-    ) -> Result<Signature, ApiError> {
-        let mut transaction = connection.begin().await.map_err(problem)?;
-        // Before all else: whoever signs from here on takes the number that this one is to have.
+        SigningConditions { live, late, all }: SigningConditions,
+    ) -> Result<SigningOutcome, Error> {
+        let mut transaction = connection.begin().await?;
+        // First: an orchestrator that signs from now on takes this checkpoint's number.
         let (before, prev) = last_checkpoint(&mut transaction).await?;
-        // First how far the records go, then the heads: every record up to there is under one of them.
+        // The cursor before the heads: so every record up to the cursor is under one of the heads.
         let state = sqlx::query("select last, truncated from audit_head")
             .fetch_one(&mut *transaction)
-            .await
-            .map_err(problem)?;
-        let (cursor, truncated): (i64, i64) = (
-            state.try_get("last").map_err(problem)?,
-            state.try_get("truncated").map_err(problem)?,
-        );
+            .await?;
+        let (cursor, truncated): (i64, i64) = (state.try_get("last")?, state.try_get("truncated")?);
         let streams =
             sqlx::query("select stream, seq, hash from audit_streams where seq > 0 and ($1 or settled_at is null or settled_at > now() - interval '1 day')")
                 .bind(all)
                 .fetch_all(&mut *transaction)
-                .await
-                .map_err(problem)?;
+                .await?;
         let mut heads = heads_of(&streams)?;
         let is_signed =
             |stream: &Uuid, head: &Head| signed.get(stream).is_some_and(|seq| *seq >= head.seq);
@@ -578,7 +548,7 @@ impl Db {
                 .copied()
         };
         let mut known = own();
-        for _ in 0..NOTICED_AFTER {
+        for _ in 0..COMMIT_NOTICE_MS {
             if is_ahead(&known).is_none() {
                 break;
             }
@@ -588,9 +558,9 @@ impl Db {
         let mut own = known;
         if let Some(head) = is_ahead(&own) {
             if !late {
-                return Ok(Signature::Ahead);
+                return Ok(SigningOutcome::Ahead);
             }
-            tracing::error!(stream = %live, seq = head.seq, "Records that are not ours stand in the audit trail: 'cynode audit verify' says which.");
+            tracing::error!(stream = %live, seq = head.seq, "The audit trail contains foreign records; run 'cynode audit verify'.");
             match own.remove(&live) {
                 Some(head) => drop(heads.insert(live, head)),
                 None => drop(heads.remove(&live)),
@@ -598,11 +568,11 @@ impl Db {
         }
         for (stream, own) in own {
             match heads.get_mut(&stream) {
-                // Of events, which are written with what the database says.
+                // Event streams are written from the database's own head.
                 Some(head) if head.seq > own.seq => {}
                 Some(head) => {
                     if head.seq == own.seq && head.hash != own.hash {
-                        tracing::error!(%stream, seq = head.seq, "The audit trail was changed in the database: 'cynode audit verify' says where.");
+                        tracing::error!(%stream, seq = head.seq, "The audit trail was changed in the database; run 'cynode audit verify'.");
                     }
                     *head = own;
                 }
@@ -611,7 +581,7 @@ impl Db {
             }
         }
         if heads.is_empty() {
-            return Ok(Signature::Nothing);
+            return Ok(SigningOutcome::Unchanged);
         }
         let checkpoint = Checkpoint {
             number: before + 1,
@@ -627,17 +597,18 @@ impl Db {
             .await?
             .is_none()
         {
-            return Ok(Signature::Nothing);
+            return Ok(SigningOutcome::Unchanged);
         }
-        transaction.commit().await.map_err(problem)?;
-        Ok(Signature::Written(heads))
+        transaction.commit().await?;
+        Ok(SigningOutcome::Written(heads))
     }
 
-    /// Notes how far streams are signed, for retention. Not with the checkpoint: whoever holds one of these rows holds up this alone.
+    /// Records how far streams are signed, for retention. Separate from the checkpoint, so that a
+    /// lock on these rows can't delay signing.
     pub(crate) async fn note_signed(
         connection: &mut PgConnection,
         heads: &BTreeMap<Uuid, Head>,
-    ) -> Result<(), ApiError> {
+    ) -> Result<(), Error> {
         let (streams, seqs): (Vec<Uuid>, Vec<i64>) = heads
             .iter()
             .map(|(stream, head)| (*stream, signed64(head.seq)))
@@ -651,19 +622,20 @@ impl Db {
         .execute(connection)
         .await
         .map(drop)
-        .map_err(problem)
+        .map_err(Error::from)
     }
 }
 
 impl Db {
-    /// Makes one checkpoint that says what all say together, and removes those below the full one before it: a line a second would be
-    /// there for ever. Only if they are whole, and end with the one that the file outside has last: else they are evidence, and stay.
-    /// One generation stays too, for orchestrators that have not copied it yet.
+    /// Folds all checkpoints into one full checkpoint, and removes those before the previous full
+    /// one: otherwise a line per second would stay for ever. Does so only if the chain is intact
+    /// and ends with the last line of the local file; otherwise the lines are evidence and stay.
+    /// One generation stays for orchestrators that have not copied it yet.
     pub(crate) async fn fold_checkpoints(
         connection: &mut PgConnection,
         key: &SigningKey,
         last: (u64, Hash),
-    ) -> Result<(), ApiError> {
+    ) -> Result<(), Error> {
         let lines = checkpoints(&mut *connection, 0).await?;
         let public = key.public();
         let folded = tokio::task::block_in_place(|| {
@@ -676,20 +648,21 @@ impl Db {
             Ok(Some(folded)) => folded,
             Ok(None) => return Ok(()),
             Err(error) => {
-                tracing::error!(%error, "The checkpoints of the audit trail are not whole, so they stay as they are: 'cynode audit verify' says what is wrong.");
+                tracing::error!(%error, "The chain of audit checkpoints is broken, so it is not folded; run 'cynode audit verify'.");
                 return Ok(());
             }
         };
         if newest != last {
             return Ok(());
         }
-        let is_full = |line: &str| Signed::parse(line).is_ok_and(|signed| signed.checkpoint.full);
+        let is_full =
+            |line: &str| SignedCheckpoint::parse(line).is_ok_and(|signed| signed.checkpoint.full);
         let before = lines
             .iter()
             .rev()
             .find(|(_, line)| is_full(line))
             .map_or(0, |(number, _)| *number);
-        let mut transaction = connection.begin().await.map_err(problem)?;
+        let mut transaction = connection.begin().await?;
         if last_checkpoint(&mut transaction).await? != newest {
             return Ok(());
         }
@@ -698,9 +671,8 @@ impl Db {
         )
         .bind(signed64(before))
         .fetch_all(&mut *transaction)
-        .await
-        .map_err(problem)?;
-        // What goes is what was read: a line that somebody changed in between stays.
+        .await?;
+        // Removes only what was read: a line that was changed since stays.
         let known: BTreeMap<i64, &str> = lines
             .iter()
             .map(|(number, line)| (signed64(*number), line.as_str()))
@@ -711,7 +683,7 @@ impl Db {
         {
             return Ok(());
         }
-        // Somebody has signed meanwhile: then it is tried again later.
+        // Another checkpoint was signed meanwhile: retry later.
         if write_checkpoint(
             &mut transaction,
             Checkpoint {
@@ -725,29 +697,31 @@ impl Db {
         {
             return Ok(());
         }
-        transaction.commit().await.map_err(problem)
+        transaction.commit().await.map_err(Error::from)
     }
 
-    /// Whether there are records that are older than so many days, and a day more: so it is done about once a day.
-    pub(crate) async fn has_old_records(&self, days: u32) -> Result<bool, ApiError> {
+    /// Whether there are records older than `days` and one more day, so that truncation runs about
+    /// once a day.
+    pub(crate) async fn has_expired_records(&self, days: u32) -> Result<bool, Error> {
         sqlx::query_scalar(
             "select coalesce((select at from audit_events order by cursor limit 1) < now() - make_interval(days => $1 + case when $1 > 0 then 1 else 0 end), false)",
         )
         .bind(i32::try_from(days).unwrap_or(i32::MAX - 1))
         .fetch_one(&self.pool)
         .await
-        .map_err(problem)
+        .map_err(Error::from)
     }
 
-    /// Removes the oldest records that are older than so many days, some at a time, and signs that: which streams were cut, and
-    /// where. What is open, or not signed yet, stays. Says how many, and the line.
+    /// Removes a batch of records older than `days`, and signs which streams were cut, and where.
+    /// Open and unsigned records stay. Returns the number of records and the checkpoint line.
     pub(crate) async fn truncate_audit(
         &self,
         days: u32,
         key: &SigningKey,
-    ) -> Result<Option<(u64, String)>, ApiError> {
+    ) -> Result<Option<(u64, String)>, Error> {
         let mut transaction = self.begin().await?;
-        // Before all else: whoever signs from here on takes the number that this one is to have, and then nothing is removed.
+        // First: an orchestrator that signs from now on takes this checkpoint's number, and then
+        // nothing is removed.
         let (before, prev) = last_checkpoint(&mut transaction).await?;
         let up_to: Option<i64> = sqlx::query_scalar(
             "with first as (select cursor, stream, seq, at from audit_events order by cursor limit $2),
@@ -756,58 +730,51 @@ impl Db {
              select max(f.cursor) from first f, stays where stays.cursor is null or f.cursor < stays.cursor",
         )
         .bind(i32::try_from(days).unwrap_or(i32::MAX))
-        .bind(TRUNCATED_AT_ONCE)
+        .bind(TRUNCATION_BATCH)
         .fetch_one(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         let Some(up_to) = up_to else { return Ok(None) };
         let cut = heads_of(
             &sqlx::query("select distinct on (stream) stream, seq, hash from audit_events where cursor <= $1 order by stream, seq desc")
                 .bind(up_to)
                 .fetch_all(&mut *transaction)
-                .await
-                .map_err(problem)?,
+                .await?,
         )?;
         let removed = sqlx::query("delete from audit_events where cursor <= $1")
             .bind(up_to)
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?
+            .await?
             .rows_affected();
-        // Streams of which nothing is left are forgotten with their last record.
+        // Streams without records are deleted.
         sqlx::query("delete from audit_streams s where settled_at is not null and not exists (select from audit_events e where e.stream = s.stream)")
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         sqlx::query("delete from audit_signed g where not exists (select from audit_streams s where s.stream = g.stream)")
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         let state = sqlx::query(
             "update audit_head set truncated = truncated + $1 returning last, truncated",
         )
         .bind(signed64(removed))
         .fetch_one(&mut *transaction)
-        .await
-        .map_err(problem)?;
-        let (cursor, truncated): (i64, i64) = (
-            state.try_get("last").map_err(problem)?,
-            state.try_get("truncated").map_err(problem)?,
-        );
+        .await?;
+        let (cursor, truncated): (i64, i64) = (state.try_get("last")?, state.try_get("truncated")?);
         let heads = heads_of(
             &sqlx::query("select stream, seq, hash from audit_streams where seq > 0")
                 .fetch_all(&mut *transaction)
-                .await
-                .map_err(problem)?,
+                .await?,
         )?;
-        // Cuts of streams that are still there go on to count: those that the full checkpoint before this one has.
+        // Earlier cuts of streams that still exist stay in force: the previous full checkpoint has
+        // them.
         let lines: Vec<String> =
             sqlx::query_scalar("select line from audit_checkpoints order by number")
                 .fetch_all(&mut *transaction)
-                .await
-                .map_err(problem)?;
+                .await?;
         let mut cuts = BTreeMap::new();
-        for signed in lines.iter().filter_map(|line| Signed::parse(line).ok()) {
+        for signed in lines
+            .iter()
+            .filter_map(|line| SignedCheckpoint::parse(line).ok())
+        {
             cuts.extend(signed.checkpoint.cut);
         }
         cuts.extend(cut);
@@ -831,19 +798,18 @@ impl Db {
         sqlx::query("delete from audit_checkpoints where number < $1")
             .bind(number)
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         commit(transaction).await?;
         Ok(Some((removed, line)))
     }
 }
 
-/// How jobs ended: code, node, image, and of the output size and hash as it is kept.
+/// How jobs ended: exit code, node, image, and the size and hash of the stored output.
 async fn ends_of(
     connection: &mut PgConnection,
-    told: &[Told],
-) -> Result<BTreeMap<Uuid, Map<String, Value>>, ApiError> {
-    let ids: Vec<Uuid> = told
+    events: &[Event],
+) -> Result<BTreeMap<Uuid, Map<String, Value>>, Error> {
+    let ids: Vec<Uuid> = events
         .iter()
         .filter_map(|event| event.job_id)
         .map(|id| *id.as_uuid())
@@ -860,23 +826,22 @@ async fn ends_of(
     )
     .bind(ids)
     .fetch_all(connection)
-    .await
-    .map_err(problem)?;
+    .await?;
     Ok(rows
         .into_iter()
         .filter_map(|(id, end)| Some((id, end.as_object()?.clone())))
         .collect())
 }
 
-fn heads_of(rows: &[PgRow]) -> Result<BTreeMap<Uuid, Head>, ApiError> {
+fn heads_of(rows: &[PgRow]) -> Result<BTreeMap<Uuid, Head>, Error> {
     let mut heads = BTreeMap::new();
     for row in rows {
-        let seq = unsigned64(row.try_get("seq").map_err(problem)?);
+        let seq = unsigned64(row.try_get("seq")?);
         heads.insert(
-            row.try_get::<Uuid, _>("stream").map_err(problem)?,
+            row.try_get::<Uuid, _>("stream")?,
             Head {
                 seq,
-                hash: hash_of(&row.try_get::<Vec<u8>, _>("hash").map_err(problem)?)?,
+                hash: hash_of(&row.try_get::<Vec<u8>, _>("hash")?)?,
             },
         );
     }
@@ -884,18 +849,17 @@ fn heads_of(rows: &[PgRow]) -> Result<BTreeMap<Uuid, Head>, ApiError> {
 }
 
 /// The number and hash of the newest checkpoint.
-async fn last_checkpoint(connection: &mut PgConnection) -> Result<(u64, Hash), ApiError> {
+async fn last_checkpoint(connection: &mut PgConnection) -> Result<(u64, Hash), Error> {
     let last: Option<(i64, String)> =
         sqlx::query_as("select number, line from audit_checkpoints order by number desc limit 1")
             .fetch_optional(connection)
-            .await
-            .map_err(problem)?;
+            .await?;
     let Some((number, line)) = last else {
         return Ok((0, Checkpoint::FIRST));
     };
-    // One that can't be read any more is what `verify` is for; signing goes on after it.
-    let signed = Signed::parse(&line).inspect_err(
-        |error| tracing::error!(%error, number, "A checkpoint of the audit trail can't be read."),
+    // Signing continues after an unreadable line; `verify` reports it.
+    let signed = SignedCheckpoint::parse(&line).inspect_err(
+        |error| tracing::error!(%error, number, "An audit checkpoint can't be parsed."),
     );
     Ok((
         unsigned64(number),
@@ -903,12 +867,12 @@ async fn last_checkpoint(connection: &mut PgConnection) -> Result<(u64, Hash), A
     ))
 }
 
-/// Writes the line of a checkpoint, and says it; not when there is one with its number.
+/// Stores a checkpoint and returns its line; `None` when its number is taken.
 async fn write_checkpoint(
     connection: &mut PgConnection,
     checkpoint: Checkpoint,
     key: &SigningKey,
-) -> Result<Option<String>, ApiError> {
+) -> Result<Option<String>, Error> {
     let number = signed64(checkpoint.number);
     let line = checkpoint.sign(key).to_line();
     let written = sqlx::query(
@@ -917,22 +881,20 @@ async fn write_checkpoint(
     .bind(number)
     .bind(&line)
     .execute(connection)
-    .await
-    .map_err(problem)?;
+    .await?;
     Ok((written.rows_affected() > 0).then_some(line))
 }
 
 async fn checkpoints(
     executor: impl PgExecutor<'_>,
     after: u64,
-) -> Result<Vec<(u64, String)>, ApiError> {
+) -> Result<Vec<(u64, String)>, Error> {
     let rows: Vec<(i64, String)> = sqlx::query_as(
         "select number, line from audit_checkpoints where number > $1 order by number",
     )
     .bind(signed64(after))
     .fetch_all(executor)
-    .await
-    .map_err(problem)?;
+    .await?;
     Ok(rows
         .into_iter()
         .map(|(number, line)| (unsigned64(number), line))

@@ -1,17 +1,18 @@
-//! Pages of the audit trail, by what somebody asks for. Each filter has an index, or narrows the cursors: a trail grows long.
+//! Filtered pages of the audit trail. Every filter has an index or narrows the cursors, because the
+//! trail grows without bound.
 
 use cynode_api::{AuditPage, AuditRecord, JobId, SessionId, TaskId};
-use cynode_service::{ApiError, pages::json_size};
+use cynode_service::pages::json_size;
 use futures_util::TryStreamExt as _;
 use sqlx::postgres::PgRow;
 use time::{Duration, OffsetDateTime};
 use uuid::Uuid;
 
-use super::{Db, READING, audit::link, problem, stored};
+use super::{Db, Error, READING, audit::link, decode};
 
-/// Which records somebody asks for.
+/// Selects audit records.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Wanted {
+pub(crate) struct AuditFilter {
     pub(crate) task_id: Option<TaskId>,
     pub(crate) session_id: Option<SessionId>,
     pub(crate) job_id: Option<JobId>,
@@ -24,50 +25,56 @@ pub(crate) struct Wanted {
     pub(crate) until: Option<OffsetDateTime>,
 }
 
-/// Records are in the order in which they were committed, and that is about the order of their times: not where clocks differ, or
-/// where the database was away. So far apart are they still found.
-const APART: Duration = Duration::HOUR;
-/// The records of a page, as JSON, have this many bytes at most; a thousand of the usual size have fewer.
+/// Commit order follows the records' times only roughly: clocks differ, and the database may have
+/// been away. Records that are this far out of order are still found.
+const MAX_DISORDER: Duration = Duration::HOUR;
+/// Bounds a page, as JSON; a thousand records of the usual size are smaller.
 const MAX_PAGE_BYTES: usize = 2 * 1024 * 1024;
-/// So many records tell the time at a place.
-const WINDOW: i64 = 100;
+/// Records that are sampled for the time at a cursor.
+const SAMPLE_RECORDS: i64 = 100;
 
-fn record(row: &PgRow) -> Result<AuditRecord, ApiError> {
-    let (cursor, link) = link(row).map_err(problem)?;
+fn record(row: &PgRow) -> Result<AuditRecord, Error> {
+    let (cursor, link) = link(row)?;
     Ok(AuditRecord {
         cursor,
         stream: link.stream,
         seq: link.seq,
         at: link.at,
-        body: stored(link.body)?,
-        hash: crate::blobs::hex(&link.hash),
+        body: decode(link.body)?,
+        hash: hex::encode(link.hash),
     })
 }
 
 impl Db {
-    /// Between which cursors the records are that somebody asks for by time.
-    pub(crate) async fn audit_between(&self, wanted: &Wanted) -> Result<(i64, i64), ApiError> {
-        let from = match wanted.since.and_then(|since| since.checked_sub(APART)) {
+    /// The range of cursors for the filter's times.
+    pub(crate) async fn audit_between(&self, filter: &AuditFilter) -> Result<(i64, i64), Error> {
+        let from = match filter
+            .since
+            .and_then(|since| since.checked_sub(MAX_DISORDER))
+        {
             Some(since) => self.audit_cursor(since, Edge::Latest).await?,
             None => 0,
         };
-        let to = match wanted.until.and_then(|until| until.checked_add(APART)) {
+        let to = match filter
+            .until
+            .and_then(|until| until.checked_add(MAX_DISORDER))
+        {
             Some(until) => self.audit_cursor(until, Edge::Earliest).await?,
             None => i64::MAX,
         };
         Ok((from, to))
     }
 
-    /// The records after a cursor, and the cursor to go on from.
+    /// The records after a cursor, and the cursor to continue from.
     pub(crate) async fn audit_page(
         &self,
-        wanted: &Wanted,
+        filter: &AuditFilter,
         after: i64,
         (from, to): (i64, i64),
         limit: u32,
-    ) -> Result<AuditPage, ApiError> {
-        // Who is named by an id is found by name, and told from others of that name then.
-        let id = wanted
+    ) -> Result<AuditPage, Error> {
+        // Subjects are indexed by name; an id only narrows the result.
+        let id = filter
             .subject
             .as_ref()
             .and_then(|subject| Uuid::parse_str(subject).ok());
@@ -79,7 +86,7 @@ impl Db {
         let (name, id) = if named.is_some() {
             (named, id)
         } else {
-            (wanted.subject.clone(), None)
+            (filter.subject.clone(), None)
         };
         let _turn = READING.acquire().await;
         let mut rows = sqlx::query(
@@ -91,23 +98,23 @@ impl Db {
              order by cursor limit $11",
         )
         .bind(after.max(from))
-        .bind(wanted.task_id.map(|id| *id.as_uuid()))
-        .bind(wanted.session_id.map(|id| *id.as_uuid()))
-        .bind(wanted.job_id.map(|id| *id.as_uuid()))
-        .bind(wanted.call_id)
+        .bind(filter.task_id.map(|id| *id.as_uuid()))
+        .bind(filter.session_id.map(|id| *id.as_uuid()))
+        .bind(filter.job_id.map(|id| *id.as_uuid()))
+        .bind(filter.call_id)
         .bind(name)
-        .bind(&wanted.decision)
-        .bind(&wanted.action)
-        .bind(wanted.since)
-        .bind(wanted.until)
+        .bind(&filter.decision)
+        .bind(&filter.action)
+        .bind(filter.since)
+        .bind(filter.until)
         .bind(i64::from(limit))
         .bind(id.map(|id| id.to_string()))
         .bind(to)
-        // Planned anew each time: which of the conditions count decides which index does.
+        // Planned on each execution: the best index depends on the filters that are set.
         .persistent(false)
         .fetch(&self.pool);
         let (mut items, mut bytes, mut truncated) = (Vec::new(), 0, false);
-        while let Some(row) = rows.try_next().await.map_err(problem)? {
+        while let Some(row) = rows.try_next().await? {
             let record = record(&row)?;
             bytes += json_size(&record);
             if bytes > MAX_PAGE_BYTES && !items.is_empty() {
@@ -127,27 +134,28 @@ impl Db {
     }
 
     /// The newest cursor.
-    pub(crate) async fn audit_last(&self) -> Result<i64, ApiError> {
+    pub(crate) async fn audit_last(&self) -> Result<i64, Error> {
         sqlx::query_scalar("select last from audit_head")
             .fetch_one(&self.pool)
             .await
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// What a user, or the user of a token, is called.
-    async fn subject_name(&self, id: Uuid) -> Result<Option<String>, ApiError> {
+    /// The name of a user, or of a token's user.
+    async fn subject_name(&self, id: Uuid) -> Result<Option<String>, Error> {
         sqlx::query_scalar(
             "select name from users where id = $1 union all select u.name from api_tokens t join users u on u.id = t.user_id where t.id = $1 limit 1",
         )
         .bind(id)
         .fetch_optional(&self.pool)
         .await
-        .map_err(problem)
+        .map_err(Error::from)
     }
 
-    /// A cursor before all records of this time and later; or, by the earliest of each place, one behind all of this time and before.
-    /// Where records are missing nothing is narrowed: somebody removed or put some there, and must not hide others by it.
-    async fn audit_cursor(&self, at: OffsetDateTime, edge: Edge) -> Result<i64, ApiError> {
+    /// With `Latest`, a cursor before all records of this time and later; with `Earliest`, one
+    /// after all records of this time and before. Gaps disable narrowing, so that removed or
+    /// inserted records can't hide others.
+    async fn audit_cursor(&self, at: OffsetDateTime, edge: Edge) -> Result<i64, Error> {
         let all = match edge {
             Edge::Latest => 0,
             Edge::Earliest => i64::MAX,
@@ -156,23 +164,21 @@ impl Db {
             "select (select min(cursor) from audit_events where cursor > 0), last from audit_head",
         )
         .fetch_one(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         let (Some(mut low), last) = ends else {
             return Ok(all);
         };
         let mut high = last;
-        while high.saturating_sub(low) > WINDOW {
+        while high.saturating_sub(low) > SAMPLE_RECORDS {
             let middle = low + (high - low) / 2;
             let times: Vec<OffsetDateTime> = sqlx::query_scalar(
                 "select at from audit_events where cursor >= $1 and cursor < $2",
             )
             .bind(middle)
-            .bind(middle.saturating_add(WINDOW))
+            .bind(middle.saturating_add(SAMPLE_RECORDS))
             .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
-            if (times.len() as u64) < WINDOW.min(last - middle + 1).unsigned_abs() {
+            .await?;
+            if (times.len() as u64) < SAMPLE_RECORDS.min(last - middle + 1).unsigned_abs() {
                 return Ok(all);
             }
             let is_earlier = match edge {
@@ -180,21 +186,21 @@ impl Db {
                 Edge::Earliest => times.iter().min().is_some_and(|earliest| *earliest <= at),
             };
             if is_earlier {
-                low = middle
+                low = middle;
             } else {
-                high = middle
+                high = middle;
             }
         }
         Ok(match edge {
             Edge::Latest => low - 1,
-            // What comes yet may belong to it.
+            // Records that are still to come may belong to the range.
             Edge::Earliest if high == last => all,
-            Edge::Earliest => high.saturating_add(WINDOW),
+            Edge::Earliest => high.saturating_add(SAMPLE_RECORDS),
         })
     }
 }
 
-/// Which time of a place counts.
+/// Which time of a sampled window counts.
 #[derive(Clone, Copy, Debug)]
 enum Edge {
     Latest,

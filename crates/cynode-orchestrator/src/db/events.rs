@@ -1,13 +1,14 @@
-//! Events: written in the transaction of what they tell, numbered without gaps, read in order.
+//! Events: written in the transaction of the change that they report, numbered without gaps, read
+//! in order.
 
-use cynode_api::{ErrorCode, Event, JobId, ProjectId, SessionId, TaskId};
-use cynode_service::ApiError;
+use cynode_api::{Event, JobId, JobState, ProjectId, SessionId, SessionState, TaskId};
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, problem};
+use super::{Db, Error};
 
-/// What wakes readers and reconcilers on every orchestrator. Who misses it looks by a timer.
+/// The notification channel for readers and reconcilers on every orchestrator. A missed
+/// notification is made up for by timers.
 pub(crate) const CHANNEL: &str = "cynode_events";
 
 #[derive(Clone, Debug)]
@@ -20,16 +21,41 @@ pub(crate) struct NewEvent {
     pub(crate) result_ref: Option<String>,
 }
 
-/// Whose events a reader may have.
+impl NewEvent {
+    /// A job has changed its state.
+    pub(super) fn job(task_id: TaskId, job_id: JobId, state: JobState) -> Self {
+        Self {
+            kind: "job.state",
+            task_id,
+            job_id: Some(job_id),
+            session_id: None,
+            state: state.to_string(),
+            result_ref: state.is_final().then(|| format!("/v1/jobs/{job_id}")),
+        }
+    }
+
+    /// A session has changed its state.
+    pub(super) fn session(task_id: TaskId, session_id: SessionId, state: SessionState) -> Self {
+        Self {
+            kind: "session.state",
+            task_id,
+            job_id: None,
+            session_id: Some(session_id),
+            state: state.to_string(),
+            result_ref: Some(format!("/v1/sessions/{session_id}")),
+        }
+    }
+}
+
+/// The events that a reader may see.
 #[derive(Clone, Debug)]
-pub(crate) struct Readable {
-    /// Everything.
+pub(crate) struct EventScope {
     pub(crate) all: bool,
-    /// What belongs to this user or to the user's projects.
+    /// Events of this user and of the user's projects.
     pub(crate) owner: Option<Uuid>,
     pub(crate) project_id: Option<ProjectId>,
     pub(crate) task_ids: Vec<TaskId>,
-    /// Of these only this task's.
+    /// Restricts the result to this task.
     pub(crate) only_task: Option<TaskId>,
 }
 
@@ -53,8 +79,8 @@ pub(super) fn event(row: &PgRow) -> Result<Event, sqlx::Error> {
     })
 }
 
-/// Adds an event. Comes last in its transaction: until the commit nobody else can add one.
-pub(super) async fn add(connection: &mut PgConnection, new: &NewEvent) -> Result<(), ApiError> {
+/// Adds an event. Must come last in its transaction: it blocks all other events until the commit.
+pub(super) async fn add(connection: &mut PgConnection, new: &NewEvent) -> Result<(), Error> {
     sqlx::query(
         "with head as (update event_head set last = last + 1 returning last)
          insert into events (cursor, type, project_id, task_id, job_id, session_id, state, result_ref)
@@ -67,44 +93,35 @@ pub(super) async fn add(connection: &mut PgConnection, new: &NewEvent) -> Result
     .bind(&new.state)
     .bind(&new.result_ref)
     .execute(&mut *connection)
-    .await
-    .map_err(problem)?;
+    .await?;
     sqlx::query("select pg_notify($1, '')")
         .bind(CHANNEL)
         .execute(connection)
         .await
         .map(drop)
-        .map_err(problem)
+        .map_err(Error::from)
 }
 
 impl Db {
-    /// The events after a cursor, and the cursor to go on from. One that is too old is refused: something was missed.
+    /// The events after a cursor, and the cursor to continue from. Fails for an expired cursor:
+    /// events were missed.
     pub(crate) async fn events(
         &self,
-        readable: &Readable,
+        readable: &EventScope,
         after: i64,
         limit: u32,
-    ) -> Result<(Vec<Event>, i64), ApiError> {
+    ) -> Result<(Vec<Event>, i64), Error> {
         let head = sqlx::query("select last, expired from event_head")
             .fetch_one(&self.pool)
-            .await
-            .map_err(problem)?;
-        let (last, expired): (i64, i64) = (
-            head.try_get("last").map_err(problem)?,
-            head.try_get("expired").map_err(problem)?,
-        );
-        // Who names none begins with the first that is kept.
+            .await?;
+        let (last, expired): (i64, i64) = (head.try_get("last")?, head.try_get("expired")?);
+        // Without a cursor, reading starts with the oldest event that is kept.
         let after = if after == 0 { expired } else { after };
         if after < expired {
-            return Err(ApiError::new(
-                ErrorCode::CursorExpired,
-                format!("events up to {expired} are no longer kept"),
-            ));
+            return Err(Error::CursorExpired { expired });
         }
         if after > last {
-            return Err(ApiError::invalid(format!(
-                "after: {after} lies beyond the newest event, {last}"
-            )));
+            return Err(Error::CursorAhead { after, last });
         }
         let tasks: Vec<Uuid> = readable.task_ids.iter().map(|id| *id.as_uuid()).collect();
         let rows = sqlx::query(
@@ -124,14 +141,9 @@ impl Db {
         .bind(readable.only_task.map(|id| *id.as_uuid()))
         .bind(i64::from(limit))
         .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
-        let items = rows
-            .iter()
-            .map(event)
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(problem)?;
-        // What others may read lies between: it need not be looked through again.
+        .await?;
+        let items = rows.iter().map(event).collect::<Result<Vec<_>, _>>()?;
+        // The events in between belong to others: skip them.
         let next = if items.len() < limit as usize {
             last
         } else {
@@ -140,8 +152,8 @@ impl Db {
         Ok((items, next))
     }
 
-    /// Forgets events that are older than so many days, some at a time, from the oldest on. Says how many.
-    pub(crate) async fn expire_events(&self, days: u32) -> Result<u64, ApiError> {
+    /// Deletes a batch of events that are older than `days`, oldest first. Returns their number.
+    pub(crate) async fn expire_events(&self, days: u32) -> Result<u64, Error> {
         let mut transaction = self.begin().await?;
         let deleted: i64 = sqlx::query_scalar(
             "with oldest as (select cursor, at from events order by cursor limit 5000),
@@ -151,21 +163,17 @@ impl Db {
         )
         .bind(i32::try_from(days).unwrap_or(i32::MAX))
         .fetch_one(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         super::commit(transaction).await?;
         Ok(u64::try_from(deleted).unwrap_or(0))
     }
 
-    /// Waits for the next event, by notification; ends also when that can't be had any more.
-    pub(crate) async fn listener(&self) -> Result<sqlx::postgres::PgListener, ApiError> {
-        let mut listener = sqlx::postgres::PgListener::connect_with(&self.pool)
-            .await
-            .map_err(problem)?;
+    /// Listens for events and policy changes.
+    pub(crate) async fn listener(&self) -> Result<sqlx::postgres::PgListener, Error> {
+        let mut listener = sqlx::postgres::PgListener::connect_with(&self.pool).await?;
         listener
             .listen_all([CHANNEL, super::policies::CHANNEL])
-            .await
-            .map_err(problem)?;
+            .await?;
         Ok(listener)
     }
 }

@@ -1,18 +1,17 @@
 //! Users, groups and tokens.
 
 use cynode_api::{
-    ErrorCode, Group, GroupId, JobId, Page, ProjectId, SessionId, TaskId, Token, TokenId,
-    TokenKind, User, UserId,
+    Group, GroupId, JobId, Page, ProjectId, SessionId, TaskId, Token, TokenId, TokenKind, User,
+    UserId,
 };
-use cynode_service::ApiError;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, Found, PageReader, PlacedSession, own::Asked, places, problem};
+use super::{Db, Error, IdentityLookup, Missing, PlacedSession, dedicated::LookupRequest, places};
 use crate::caller::Scope;
 
-/// Whom a token speaks for.
+/// The identity of a token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Authenticated {
     pub(crate) token_id: TokenId,
@@ -40,7 +39,7 @@ pub(crate) struct NewToken {
     pub(crate) expires_at: OffsetDateTime,
 }
 
-/// Whom tokens speak for.
+/// Selects the identities of tokens.
 macro_rules! authenticated {
     ($more:literal, $from:literal) => {
         concat!(
@@ -70,17 +69,14 @@ fn authenticated(row: &PgRow) -> Result<Authenticated, sqlx::Error> {
     })
 }
 
-fn answer(row: &PgRow) -> Result<(Authenticated, Option<PlacedSession>), ApiError> {
-    let is_there = row
-        .try_get::<Option<Uuid>, _>("session_id")
-        .map_err(problem)?
-        .is_some();
+fn answer(row: &PgRow) -> Result<(Authenticated, Option<PlacedSession>), Error> {
+    let is_there = row.try_get::<Option<Uuid>, _>("session_id")?.is_some();
     let placed = if is_there {
         Some(places::placed_session(row)?)
     } else {
         None
     };
-    Ok((authenticated(row).map_err(problem)?, placed))
+    Ok((authenticated(row)?, placed))
 }
 
 fn user(row: &PgRow) -> Result<User, sqlx::Error> {
@@ -130,21 +126,21 @@ fn tasks(row: &PgRow) -> Result<Vec<TaskId>, sqlx::Error> {
 }
 
 impl Db {
-    /// Asked at every call: a token that was revoked a moment ago is good no more. With the token, where the session belongs that
-    /// the call is about: most are about one, and each way to the database and back counts.
+    /// Looked up on every call, so that a revoked token is rejected at once. The session of the
+    /// call is looked up in the same round trip, because most calls concern one.
     pub(crate) async fn authenticate(
         &self,
         hash: &[u8; 32],
         session: Option<SessionId>,
-    ) -> Result<Found, ApiError> {
+    ) -> Result<IdentityLookup, Error> {
         self.lookups.ask(*hash, session).await
     }
 
-    /// Many such questions at once.
+    /// Answers a batch of lookups with one statement.
     pub(super) async fn authenticate_all(
         connection: &mut PgConnection,
-        asked: &[Asked],
-    ) -> Result<Vec<Result<Found, ApiError>>, ApiError> {
+        asked: &[LookupRequest],
+    ) -> Result<Vec<Result<IdentityLookup, Error>>, Error> {
         let (hashes, sessions): (Vec<&[u8]>, Vec<Option<Uuid>>) = asked
             .iter()
             .map(|asked| (asked.hash.as_slice(), asked.session.map(|id| *id.as_uuid())))
@@ -160,52 +156,52 @@ impl Db {
         .bind(hashes)
         .bind(sessions)
         .fetch_all(connection)
-        .await
-        .map_err(problem)?;
-        let mut found: Vec<Result<Found, ApiError>> = asked.iter().map(|_| Ok(None)).collect();
+        .await?;
+        let mut found: Vec<Result<IdentityLookup, Error>> =
+            asked.iter().map(|_| Ok(None)).collect();
         for row in rows {
-            let number = usize::try_from(row.try_get::<i64, _>("number").map_err(problem)?)
-                .unwrap_or_default();
+            let number = usize::try_from(row.try_get::<i64, _>("number")?).unwrap_or_default();
             if let Some(found) = number.checked_sub(1).and_then(|at| found.get_mut(at)) {
-                // A row that can't be read is the answer to one question, not to all.
+                // An undecodable row fails its own lookup, not the batch.
                 *found = answer(&row).map(Some);
             }
         }
         Ok(found)
     }
 
-    /// Whom a token that is good speaks for.
-    pub(crate) async fn authenticated(
-        &self,
-        id: TokenId,
-    ) -> Result<Option<Authenticated>, ApiError> {
-        let row = sqlx::query(concat!(
-            authenticated!("", "api_tokens t"),
-            " where t.id = $1 and t.revoked_at is null and t.expires_at > now()"
-        ))
-        .bind(id.as_uuid())
-        .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
-        row.as_ref().map(authenticated).transpose().map_err(problem)
+    /// The identity of a valid token, by its id.
+    pub(crate) async fn authenticated(&self, id: TokenId) -> Result<Option<Authenticated>, Error> {
+        let row = self
+            .row(
+                concat!(
+                    authenticated!("", "api_tokens t"),
+                    " where t.id = $1 and t.revoked_at is null and t.expires_at > now()"
+                ),
+                id.as_uuid(),
+            )
+            .await?;
+        row.as_ref()
+            .map(authenticated)
+            .transpose()
+            .map_err(Error::from)
     }
 
-    /// The names of a user's groups.
-    pub(crate) async fn groups_of(&self, id: UserId) -> Result<Vec<String>, ApiError> {
+    pub(crate) async fn groups_of(&self, id: UserId) -> Result<Vec<String>, Error> {
         sqlx::query_scalar("select g.name from group_members m join groups g on g.id = m.group_id where m.user_id = $1")
             .bind(id.as_uuid())
             .fetch_all(&self.pool)
             .await
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// Makes the first user and the token that is on disk good for it. Other tokens that were made so are good no more.
+    /// Ensures that the administrator exists and that the token on disk is valid. Earlier tokens
+    /// made this way are revoked.
     pub(crate) async fn ensure_admin(
         &self,
         name: &str,
         hash: &[u8; 32],
         expires_at: OffsetDateTime,
-    ) -> Result<(), ApiError> {
+    ) -> Result<(), Error> {
         let mut transaction = self.begin().await?;
         let user_id: Uuid = sqlx::query_scalar(
             "insert into users (id, name, is_admin, created_by) values ($1, $2, true, 'system')
@@ -214,14 +210,12 @@ impl Db {
         .bind(Uuid::now_v7())
         .bind(name)
         .fetch_one(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         sqlx::query("update api_tokens set revoked_at = now() where user_id = $1 and created_by = 'system' and hash <> $2 and revoked_at is null")
             .bind(user_id)
             .bind(hash.as_slice())
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         sqlx::query(
             "insert into api_tokens (id, hash, kind, user_id, created_by, expires_at) values ($1, $2, 'user', $3, 'system', $4)
              on conflict (hash) do update set expires_at = excluded.expires_at, revoked_at = null",
@@ -231,12 +225,11 @@ impl Db {
         .bind(user_id)
         .bind(expires_at)
         .execute(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         super::commit(transaction).await
     }
 
-    pub(crate) async fn insert_token(&self, new: &NewToken) -> Result<(), ApiError> {
+    pub(crate) async fn insert_token(&self, new: &NewToken) -> Result<(), Error> {
         let tasks: Vec<Uuid> = new.task_ids.iter().map(|id| *id.as_uuid()).collect();
         sqlx::query(
             "insert into api_tokens (id, hash, kind, user_id, project_id, task_ids, job_id, session_id, created_by, expires_at)
@@ -255,7 +248,7 @@ impl Db {
         .execute(&self.pool)
         .await
         .map(drop)
-        .map_err(problem)
+        .map_err(Error::from)
     }
 
     pub(crate) async fn list_tokens(
@@ -263,60 +256,40 @@ impl Db {
         scope: &Scope,
         after: Option<Uuid>,
         limit: u32,
-    ) -> Result<Page<Token>, ApiError> {
-        let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted().await {
-            let rows = sqlx::query(
+    ) -> Result<Page<Token>, Error> {
+        let query = |after: Option<Uuid>, count: i64| {
+            sqlx::query(
                 "select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id
                  where ($1 or t.user_id = $2) and ($3::uuid is null or t.id > $3) order by t.id limit $4",
             )
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
-            .bind(pages.after())
+            .bind(after)
             .bind(count)
-            .fetch_all(&self.pool)
+        };
+        self.read_page(limit, after, query, token, |token| *token.id.as_uuid())
             .await
-            .map_err(problem)?;
-            pages.add(
-                rows.iter()
-                    .map(token)
-                    .collect::<Result<Vec<_>, _>>()
-                    .map_err(problem)?,
-                |token| *token.id.as_uuid(),
-            );
-        }
-        Ok(pages.finish())
     }
 
-    pub(crate) async fn token(&self, scope: &Scope, id: TokenId) -> Result<Token, ApiError> {
-        let row = sqlx::query("select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id where t.id = $1 and ($2 or t.user_id = $3)")
-            .bind(id.as_uuid())
-            .bind(scope.sees_all)
-            .bind(scope.user_id.as_uuid())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
+    pub(crate) async fn token(&self, scope: &Scope, id: TokenId) -> Result<Token, Error> {
+        let query = "select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id where t.id = $1 and ($2 or t.user_id = $3)";
+        let row = self.visible_row(query, id.as_uuid(), scope).await?;
         row.as_ref()
             .map(token)
-            .transpose()
-            .map_err(problem)?
-            .ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no token {id}")))
+            .transpose()?
+            .ok_or(Error::NotFound(Missing::Token(id)))
     }
 
-    /// Revoking twice changes nothing.
-    pub(crate) async fn revoke_token(&self, scope: &Scope, id: TokenId) -> Result<(), ApiError> {
+    /// Idempotent.
+    pub(crate) async fn revoke_token(&self, scope: &Scope, id: TokenId) -> Result<(), Error> {
         let revoked = sqlx::query("update api_tokens set revoked_at = coalesce(revoked_at, now()) where id = $1 and ($2 or user_id = $3)")
             .bind(id.as_uuid())
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .execute(&self.pool)
-            .await
-            .map_err(problem)?;
+            .await?;
         if revoked.rows_affected() == 0 {
-            return Err(ApiError::new(
-                ErrorCode::NotFound,
-                format!("there is no token {id}"),
-            ));
+            return Err(Error::NotFound(Missing::Token(id)));
         }
         Ok(())
     }
@@ -327,26 +300,24 @@ impl Db {
         name: &str,
         is_admin: bool,
         created_by: &str,
-    ) -> Result<User, ApiError> {
+    ) -> Result<User, Error> {
         let row = sqlx::query("insert into users (id, name, is_admin, created_by) values ($1, $2, $3, $4) returning *")
             .bind(id.as_uuid())
             .bind(name)
             .bind(is_admin)
             .bind(created_by)
             .fetch_one(&self.pool)
-            .await
-            .map_err(problem)?;
-        user(&row).map_err(problem)
+            .await?;
+        user(&row).map_err(Error::from)
     }
 
     /// By name or id.
-    pub(crate) async fn user(&self, name: &str) -> Result<Option<User>, ApiError> {
+    pub(crate) async fn user(&self, name: &str) -> Result<Option<User>, Error> {
         let row = sqlx::query("select * from users where name = $1 or id::text = lower($1)")
             .bind(name)
             .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
-        row.as_ref().map(user).transpose().map_err(problem)
+            .await?;
+        row.as_ref().map(user).transpose().map_err(Error::from)
     }
 
     /// Administrators see all, others themselves.
@@ -355,26 +326,16 @@ impl Db {
         scope: &Scope,
         after: Option<Uuid>,
         limit: u32,
-    ) -> Result<Page<User>, ApiError> {
-        let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted().await {
-            let rows = sqlx::query("select * from users where ($1 or id = $2) and ($3::uuid is null or id > $3) order by id limit $4")
+    ) -> Result<Page<User>, Error> {
+        let query = |after: Option<Uuid>, count: i64| {
+            sqlx::query("select * from users where ($1 or id = $2) and ($3::uuid is null or id > $3) order by id limit $4")
                 .bind(scope.sees_all)
                 .bind(scope.user_id.as_uuid())
-                .bind(pages.after())
+                .bind(after)
                 .bind(count)
-                .fetch_all(&self.pool)
-                .await
-                .map_err(problem)?;
-            pages.add(
-                rows.iter()
-                    .map(user)
-                    .collect::<Result<Vec<_>, _>>()
-                    .map_err(problem)?,
-                |user| *user.id.as_uuid(),
-            );
-        }
-        Ok(pages.finish())
+        };
+        self.read_page(limit, after, query, user, |user| *user.id.as_uuid())
+            .await
     }
 
     pub(crate) async fn insert_group(
@@ -383,22 +344,20 @@ impl Db {
         name: &str,
         members: &[UserId],
         created_by: &str,
-    ) -> Result<(), ApiError> {
+    ) -> Result<(), Error> {
         let mut transaction = self.begin().await?;
         sqlx::query("insert into groups (id, name, created_by) values ($1, $2, $3)")
             .bind(id.as_uuid())
             .bind(name)
             .bind(created_by)
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         for member in members {
             sqlx::query("insert into group_members (group_id, user_id) values ($1, $2) on conflict do nothing")
                 .bind(id.as_uuid())
                 .bind(member.as_uuid())
                 .execute(&mut *transaction)
-                .await
-                .map_err(problem)?;
+                .await?;
         }
         super::commit(transaction).await
     }
@@ -410,7 +369,7 @@ impl Db {
         only: Option<GroupId>,
         after: Option<Uuid>,
         limit: u32,
-    ) -> Result<Page<Group>, ApiError> {
+    ) -> Result<Page<Group>, Error> {
         let group = |row: &PgRow| -> Result<Group, sqlx::Error> {
             Ok(Group {
                 id: GroupId::from_uuid(row.try_get("id")?),
@@ -420,9 +379,8 @@ impl Db {
                 created_at: row.try_get("created_at")?,
             })
         };
-        let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted().await {
-            let rows = sqlx::query(
+        let query = |after: Option<Uuid>, count: i64| {
+            sqlx::query(
                 "select g.*, coalesce(array_agg(u.name order by u.name) filter (where u.id is not null), '{}') as members
                  from groups g left join group_members m on m.group_id = g.id left join users u on u.id = m.user_id
                  where ($1 or exists (select from group_members own where own.group_id = g.id and own.user_id = $2))
@@ -432,19 +390,10 @@ impl Db {
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .bind(only.map(|id| *id.as_uuid()))
-            .bind(pages.after())
+            .bind(after)
             .bind(count)
-            .fetch_all(&self.pool)
+        };
+        self.read_page(limit, after, query, group, |group| *group.id.as_uuid())
             .await
-            .map_err(problem)?;
-            pages.add(
-                rows.iter()
-                    .map(group)
-                    .collect::<Result<Vec<_>, _>>()
-                    .map_err(problem)?,
-                |group| *group.id.as_uuid(),
-            );
-        }
-        Ok(pages.finish())
     }
 }

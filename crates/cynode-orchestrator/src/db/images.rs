@@ -1,21 +1,20 @@
-//! The spec's image tables: which images there are, which of their versions may be used, which node has them.
+//! The image tables: images, their allowed versions, and which nodes have them.
 
 use std::collections::BTreeMap;
 
 use cynode_api::{
-    ErrorCode, Image, ImageId, ImagePatch, ImageState, ImageVersion, ImageVersionId,
-    LABEL_AGENT_COMPATIBLE, LABEL_PURPOSE, LocalImage, NodeId, Page,
+    Image, ImageId, ImagePatch, ImageState, ImageVersion, ImageVersionId, LABEL_AGENT_COMPATIBLE,
+    LABEL_PURPOSE, LocalImage, NodeId, Page,
 };
-use cynode_service::ApiError;
 use serde_json::{Map, Value, json};
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, PageReader, problem};
+use super::{Db, Error, Missing, PageReader};
 
-/// The version of an image that a request gets.
+/// The image version that a request resolves to.
 #[derive(Clone, Debug)]
-pub(crate) struct Chosen {
+pub(crate) struct ResolvedImage {
     pub(crate) version_id: ImageVersionId,
     pub(crate) image_ref: String,
     pub(crate) image_digest: Option<String>,
@@ -46,7 +45,7 @@ fn version(row: &PgRow) -> Result<ImageVersion, sqlx::Error> {
     })
 }
 
-/// What an image's labels say about it.
+/// Derives capabilities from an image's labels.
 pub(crate) fn capabilities(labels: &BTreeMap<String, String>) -> Map<String, Value> {
     let mut found = Map::new();
     found.insert(
@@ -67,7 +66,6 @@ pub(crate) fn capabilities(labels: &BTreeMap<String, String>) -> Map<String, Val
     found
 }
 
-/// An image as it is added.
 #[derive(Clone, Debug)]
 pub(crate) struct NewImage<'a> {
     pub(crate) name: &'a str,
@@ -76,12 +74,12 @@ pub(crate) struct NewImage<'a> {
     pub(crate) image_ref: &'a str,
     pub(crate) image_digest: Option<&'a str>,
     pub(crate) capabilities: Map<String, Value>,
-    /// Of a version that is known `None` leaves it as it is, else it means no.
+    /// For a known version `None` leaves the flag unchanged, for a new one it means false.
     pub(crate) is_allowed: Option<bool>,
     pub(crate) by: &'a str,
 }
 
-async fn insert(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<ImageId, ApiError> {
+async fn insert(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<ImageId, Error> {
     let image_id: Uuid = sqlx::query_scalar(
         "insert into sandbox_images (id, name, description, updated_by) values ($1, $2, $3, $4)
          on conflict (name) do update set updated_at = now(), updated_by = excluded.updated_by,
@@ -92,8 +90,7 @@ async fn insert(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<Ima
     .bind(new.description)
     .bind(new.by)
     .fetch_one(&mut *connection)
-    .await
-    .map_err(problem)?;
+    .await?;
     sqlx::query(
         "insert into sandbox_image_versions (id, sandbox_image_id, version, image_ref, image_digest, capabilities, is_allowed)
          values ($1, $2, $3, $4, $5, $6, $7)",
@@ -106,30 +103,25 @@ async fn insert(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<Ima
     .bind(Value::Object(new.capabilities.clone()))
     .bind(new.is_allowed.unwrap_or_default())
     .execute(connection)
-    .await
-    .map_err(problem)?;
+    .await?;
     Ok(ImageId::from_uuid(image_id))
 }
 
-/// Refuses an image that could be called by what already calls another: a reference, a name, or a name with a version.
-async fn check_new(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<(), ApiError> {
-    // Nobody adds one between the check and the insert.
+/// Fails when a reference, a name, or a name with a version of the new image already identifies
+/// another one.
+async fn check_new(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<(), Error> {
+    // Blocks inserts between the check and the insert.
     sqlx::query("lock table sandbox_images in share row exclusive mode")
         .execute(&mut *connection)
-        .await
-        .map_err(problem)?;
+        .await?;
     let added: bool = sqlx::query_scalar(
         "select exists (select from sandbox_image_versions where image_ref = $1)",
     )
     .bind(new.image_ref)
     .fetch_one(&mut *connection)
-    .await
-    .map_err(problem)?;
+    .await?;
     if added {
-        return Err(ApiError::new(
-            ErrorCode::AlreadyExists,
-            "the image was added before; whether it may be used is for an administrator to say",
-        ));
+        return Err(Error::ImageExists);
     }
     let own = [
         new.image_ref.to_owned(),
@@ -144,24 +136,22 @@ async fn check_new(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<
     )
     .bind(&own[..])
     .fetch_optional(connection)
-    .await
-    .map_err(problem)?;
+    .await?;
     let Some((called, name, reference)) = holder else {
         return Ok(());
     };
-    let error = ApiError::new(
-        ErrorCode::AlreadyExists,
-        format!("'{called}' already names the image '{name}' ({reference})"),
-    );
-    let error = error.0.with_remedy("Name the image by its whole reference, with registry and repository; an administrator can add a version to an image.");
-    Err(ApiError(Box::new(error)))
+    Err(Error::ImageNameTaken {
+        called,
+        name,
+        reference,
+    })
 }
 
-/// Pins a known version anew, if this is one.
+/// Re-pins the version if it exists.
 async fn renew(
     connection: &mut PgConnection,
     new: &NewImage<'_>,
-) -> Result<Option<ImageId>, ApiError> {
+) -> Result<Option<ImageId>, Error> {
     let known: Option<Uuid> = sqlx::query_scalar(
         "update sandbox_image_versions v set image_digest = $4, capabilities = $5, is_allowed = coalesce($6, v.is_allowed), updated_at = now()
          from sandbox_images i where i.id = v.sandbox_image_id and i.name = $1 and v.version = $2 and v.image_ref = $3 returning i.id",
@@ -173,42 +163,38 @@ async fn renew(
     .bind(Value::Object(new.capabilities.clone()))
     .bind(new.is_allowed)
     .fetch_optional(&mut *connection)
-    .await
-    .map_err(problem)?;
+    .await?;
     let Some(id) = known else { return Ok(None) };
     sqlx::query("update sandbox_images set updated_at = now(), updated_by = $2, description = coalesce($3, description) where id = $1")
         .bind(id)
         .bind(new.by)
         .bind(new.description)
         .execute(connection)
-        .await
-        .map_err(problem)?;
+        .await?;
     Ok(Some(ImageId::from_uuid(id)))
 }
 
 impl Db {
-    /// The image of which this is a version already.
-    pub(crate) async fn known_version(
-        &self,
-        new: &NewImage<'_>,
-    ) -> Result<Option<ImageId>, ApiError> {
+    /// The image that already has this version.
+    pub(crate) async fn known_version(&self, new: &NewImage<'_>) -> Result<Option<ImageId>, Error> {
         let query = "select i.id from sandbox_images i join sandbox_image_versions v on v.sandbox_image_id = i.id
                      where i.name = $1 and v.version = $2 and v.image_ref = $3";
         let query = sqlx::query_scalar(query)
             .bind(new.name)
             .bind(new.version)
             .bind(new.image_ref);
-        let id: Option<Uuid> = query.fetch_optional(&self.pool).await.map_err(problem)?;
+        let id: Option<Uuid> = query.fetch_optional(&self.pool).await?;
         Ok(id.map(ImageId::from_uuid))
     }
 
-    /// Adds a version, and says whether it is new. One of the same name and reference is pinned anew: what was learned of it is forgotten, and
-    /// learned again from the nodes. When it must be new, nothing by which it can be called may already mean an image.
+    /// Adds a version, and returns whether it is new. A version with the same name and reference is
+    /// re-pinned: its digest and capabilities are learned again from the nodes. With `must_be_new`,
+    /// no name of the image may be taken.
     pub(crate) async fn insert_image(
         &self,
         new: &NewImage<'_>,
         must_be_new: bool,
-    ) -> Result<(ImageId, bool), ApiError> {
+    ) -> Result<(ImageId, bool), Error> {
         let mut transaction = self.begin().await?;
         if must_be_new {
             check_new(&mut transaction, new).await?;
@@ -221,12 +207,12 @@ impl Db {
         Ok(renewed)
     }
 
-    pub(crate) async fn image(&self, id: ImageId) -> Result<Image, ApiError> {
+    pub(crate) async fn image(&self, id: ImageId) -> Result<Image, Error> {
         self.images(Some(id), false, None, 1)
             .await?
             .items
             .pop()
-            .ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no image {id}")))
+            .ok_or(Error::NotFound(Missing::Image(id)))
     }
 
     pub(crate) async fn images(
@@ -235,7 +221,7 @@ impl Db {
         allowed: bool,
         after: Option<Uuid>,
         limit: u32,
-    ) -> Result<Page<Image>, ApiError> {
+    ) -> Result<Page<Image>, Error> {
         let mut pages = PageReader::new(limit, after);
         while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(
@@ -247,11 +233,10 @@ impl Db {
             .bind(count)
             .bind(allowed)
             .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
+            .await?;
             let mut items = Vec::with_capacity(rows.len());
             for row in rows {
-                let id: Uuid = row.try_get("id").map_err(problem)?;
+                let id: Uuid = row.try_get("id")?;
                 let versions = sqlx::query(
                     "select v.*, coalesce((select jsonb_object_agg(n.name, a.status) from node_sandbox_image_availability a join nodes n on n.id = a.node_id
                                            where a.sandbox_image_version_id = v.id), '{}') as nodes,
@@ -263,8 +248,7 @@ impl Db {
                 .bind(id)
                 .bind(allowed)
                 .fetch_all(&self.pool)
-                .await
-                .map_err(problem)?;
+                .await?;
                 let image = || -> Result<Image, sqlx::Error> {
                     Ok(Image {
                         id: ImageId::from_uuid(id),
@@ -276,7 +260,7 @@ impl Db {
                         updated_by: row.try_get("updated_by")?,
                     })
                 };
-                items.push(image().map_err(problem)?);
+                items.push(image()?);
             }
             pages.add(items, |image: &Image| *image.id.as_uuid());
         }
@@ -288,20 +272,16 @@ impl Db {
         id: ImageId,
         patch: &ImagePatch,
         by: &str,
-    ) -> Result<Image, ApiError> {
+    ) -> Result<Image, Error> {
         let mut transaction = self.begin().await?;
         let found = sqlx::query("update sandbox_images set description = coalesce($2, description), updated_at = now(), updated_by = $3 where id = $1")
             .bind(id.as_uuid())
             .bind(&patch.description)
             .bind(by)
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         if found.rows_affected() == 0 {
-            return Err(ApiError::new(
-                ErrorCode::NotFound,
-                format!("there is no image {id}"),
-            ));
+            return Err(Error::NotFound(Missing::Image(id)));
         }
         if patch.is_allowed.is_some() || patch.image_version.is_some() {
             let changed = sqlx::query(
@@ -312,22 +292,21 @@ impl Db {
             .bind(patch.is_allowed)
             .bind(&patch.image_version)
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
             if changed.rows_affected() == 0 {
-                return Err(ApiError::new(
-                    ErrorCode::NotFound,
-                    "the image has no such version",
-                ));
+                return Err(Error::NotFound(Missing::ImageVersion));
             }
         }
         super::commit(transaction).await?;
         self.image(id).await
     }
 
-    /// The allowed version that a reference names: by its own reference, or by the image's name with or without its version.
-    /// Of several the newest.
-    pub(crate) async fn allowed_image(&self, reference: &str) -> Result<Option<Chosen>, ApiError> {
+    /// The newest allowed version that a reference identifies: by its own reference, or by the
+    /// image's name with or without a version.
+    pub(crate) async fn allowed_image(
+        &self,
+        reference: &str,
+    ) -> Result<Option<ResolvedImage>, Error> {
         let row = sqlx::query(
             "select v.id, v.image_ref, v.image_digest, v.capabilities->'agent_compatible' = 'true'::jsonb as agent_compatible
              from sandbox_image_versions v join sandbox_images i on i.id = v.sandbox_image_id
@@ -336,64 +315,57 @@ impl Db {
         )
         .bind(reference)
         .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
-        let chosen = |row: PgRow| -> Result<Chosen, sqlx::Error> {
-            Ok(Chosen {
+        .await?;
+        let chosen = |row: PgRow| -> Result<ResolvedImage, sqlx::Error> {
+            Ok(ResolvedImage {
                 version_id: ImageVersionId::from_uuid(row.try_get("id")?),
                 image_ref: row.try_get("image_ref")?,
                 image_digest: row.try_get("image_digest")?,
                 agent_compatible: row.try_get("agent_compatible")?,
             })
         };
-        row.map(chosen).transpose().map_err(problem)
+        row.map(chosen).transpose().map_err(Error::from)
     }
 
-    /// Writes down what a node has.
+    /// Stores the images of a node.
     pub(crate) async fn report_images(
         &self,
         node_id: NodeId,
         images: &[LocalImage],
         seeded: &[String],
-    ) -> Result<(), ApiError> {
+    ) -> Result<(), Error> {
         let mut transaction = self.begin().await?;
         report(&mut transaction, node_id, images, seeded).await?;
         super::commit(transaction).await
     }
 
-    /// The nodes that have this version.
-    pub(crate) async fn nodes_with(
-        &self,
-        version: ImageVersionId,
-    ) -> Result<Vec<NodeId>, ApiError> {
+    pub(crate) async fn nodes_with(&self, version: ImageVersionId) -> Result<Vec<NodeId>, Error> {
         let ids: Vec<Uuid> = sqlx::query_scalar(
             "select a.node_id from node_sandbox_image_availability a join sandbox_image_versions v on v.id = a.sandbox_image_version_id
                  where v.id = $1 and a.status <> 'failed' and (v.image_digest is null or a.details->>'digest' = v.image_digest)",
         )
         .bind(version.as_uuid())
         .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         Ok(ids.into_iter().map(NodeId::from_uuid).collect())
     }
 }
 
-/// Writes down what a node has. Images that the system itself brings (`seeded`) become allowed versions, and follow what is
-/// loaded; others only gain what was not known about them.
+/// Stores the images of a node. Built-in images (`seeded`) become allowed versions and follow what
+/// is loaded; others only gain missing details.
 pub(super) async fn report(
     connection: &mut PgConnection,
     node_id: NodeId,
     images: &[LocalImage],
     seeded: &[String],
-) -> Result<(), ApiError> {
+) -> Result<(), Error> {
     for image in images {
         if seeded.contains(&image.reference) {
             let known: Option<Uuid> =
                 sqlx::query_scalar("select id from sandbox_image_versions where image_ref = $1")
                     .bind(&image.reference)
                     .fetch_optional(&mut *connection)
-                    .await
-                    .map_err(problem)?;
+                    .await?;
             if known.is_none() {
                 let (name, tag) = name_and_tag(&image.reference);
                 let new = NewImage {
@@ -424,8 +396,7 @@ pub(super) async fn report(
         .bind(is_seeded)
         .bind(node_id.as_uuid())
         .execute(&mut *connection)
-        .await
-        .map_err(problem)?;
+        .await?;
     }
     let references: Vec<&str> = images
         .iter()
@@ -443,8 +414,7 @@ pub(super) async fn report(
     .bind(&references)
     .bind(&digests)
     .execute(&mut *connection)
-    .await
-    .map_err(problem)?;
+    .await?;
     sqlx::query(
         "update node_sandbox_image_availability a set status = 'evicted', last_checked_at = now()
          from sandbox_image_versions v where v.id = a.sandbox_image_version_id and a.node_id = $1 and not v.image_ref = any($2)",
@@ -452,12 +422,11 @@ pub(super) async fn report(
     .bind(node_id.as_uuid())
     .bind(&references)
     .execute(&mut *connection)
-    .await
-    .map_err(problem)?;
+    .await?;
     Ok(())
 }
 
-/// The last part of a reference's repository, and its tag.
+/// The last segment of a reference's repository, and its tag.
 pub(crate) fn name_and_tag(reference: &str) -> (String, String) {
     let without_digest = reference.split('@').next().unwrap_or(reference);
     let last = without_digest.rsplit('/').next().unwrap_or(without_digest);

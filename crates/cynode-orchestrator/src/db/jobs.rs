@@ -1,22 +1,25 @@
-//! Jobs: who has them, how far they are, what came of them.
+//! Jobs: their nodes, their state, their results.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 use cynode_api::{
-    ErrorCode, ImageVersionId, Job, JobCreate, JobId, JobOutput, JobRun, JobState, NodeId, Page,
-    Retry, TaskId, Truncated, UserId,
+    ImageVersionId, Job, JobCreate, JobId, JobOutput, JobRun, JobState, NodeId, Page, Retry,
+    TaskId, Truncated, UserId,
 };
-use cynode_service::ApiError;
 use serde_json::Value;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, NewEvent, PageReader, events, problem, quotas, stored, to_json};
+use super::{Db, Error, Missing, NewEvent, decode, events, quotas, sandboxes::NewSandbox, to_json};
 use crate::{
-    blobs::{Blobs, Staged},
+    blobs::{Blobs, StagedBlob},
     caller::Scope,
 };
+
+/// The right to step a job, until it expires or somebody else schedules the job.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lease(OffsetDateTime);
 
 #[derive(Clone, Debug)]
 pub(crate) struct JobRow {
@@ -33,13 +36,12 @@ pub(crate) struct JobRow {
     pub(crate) output_sha256: Option<String>,
     pub(crate) image_version_id: Option<ImageVersionId>,
     pub(crate) created_by: String,
-    /// Until then whoever leased it has it.
-    pub(crate) lease_until: OffsetDateTime,
+    pub(crate) lease: Lease,
 }
 
-/// A job that a lost node may still have.
+/// A job that a lost node may still run.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct LeftBehind {
+pub(crate) struct OrphanedJob {
     pub(crate) job_id: JobId,
     pub(crate) task_id: TaskId,
     pub(crate) node_id: NodeId,
@@ -51,46 +53,44 @@ pub(crate) struct NewJob<'a> {
     pub(crate) request: &'a JobRun,
     pub(crate) object: &'a Job,
     pub(crate) retry: Retry,
-    /// The only node that can run it.
+    /// The only node that can run the job.
     pub(crate) node_id: Option<NodeId>,
     pub(crate) image_version_id: ImageVersionId,
     pub(crate) created_by: &'a str,
 }
 
-fn job(row: &PgRow) -> Result<JobRow, ApiError> {
-    let get = |name: &str| row.try_get::<Value, _>(name).map_err(problem);
-    let text = |name: &str| row.try_get::<String, _>(name).map_err(problem);
-    let flag = |name: &str| row.try_get::<bool, _>(name).map_err(problem);
-    let id = |name: &str| row.try_get::<Option<Uuid>, _>(name).map_err(problem);
+fn job(row: &PgRow) -> Result<JobRow, Error> {
+    let get = |name: &str| row.try_get::<Value, _>(name).map_err(Error::from);
+    let text = |name: &str| row.try_get::<String, _>(name).map_err(Error::from);
+    let flag = |name: &str| row.try_get::<bool, _>(name).map_err(Error::from);
+    let id = |name: &str| row.try_get::<Option<Uuid>, _>(name).map_err(Error::from);
     Ok(JobRow {
-        job_id: JobId::from_uuid(row.try_get("job_id").map_err(problem)?),
-        task_id: TaskId::from_uuid(row.try_get("task_id").map_err(problem)?),
+        job_id: JobId::from_uuid(row.try_get("job_id")?),
+        task_id: TaskId::from_uuid(row.try_get("task_id")?),
         node_id: id("node_id")?.map(NodeId::from_uuid),
-        state: text("state")?
-            .parse()
-            .map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?,
+        state: super::state(row)?,
         body: get("body")?,
-        request: stored(get("request")?)?,
-        retry: stored(text("retry")?.into())?,
+        request: decode(get("request")?)?,
+        retry: decode(text("retry")?.into())?,
         stop_requested: flag("stop_requested")?,
-        object: stored(get("object")?)?,
-        late_result: row.try_get("late_result").map_err(problem)?,
-        output_sha256: row.try_get("output_sha256").map_err(problem)?,
+        object: decode(get("object")?)?,
+        late_result: row.try_get("late_result")?,
+        output_sha256: row.try_get("output_sha256")?,
         image_version_id: id("image_version_id")?.map(ImageVersionId::from_uuid),
         created_by: text("created_by")?,
-        lease_until: row.try_get("lease_until").map_err(problem)?,
+        lease: Lease(row.try_get("lease_until")?),
     })
 }
 
 impl JobRow {
-    /// What its node must have.
-    pub(crate) fn node_labels(&self) -> Result<BTreeMap<String, String>, ApiError> {
+    /// The labels that the job requires of its node.
+    pub(crate) fn node_labels(&self) -> Result<BTreeMap<String, String>, Error> {
         self.body
             .get("node_labels")
-            .map_or_else(|| Ok(BTreeMap::new()), |labels| stored(labels.clone()))
+            .map_or_else(|| Ok(BTreeMap::new()), |labels| decode(labels.clone()))
     }
 
-    /// As callers see it.
+    /// The job as the API shows it.
     pub(crate) fn into_object(self) -> Job {
         Job {
             state: self.state,
@@ -102,26 +102,15 @@ impl JobRow {
     }
 }
 
-fn told(task_id: TaskId, job_id: JobId, state: JobState) -> NewEvent {
-    NewEvent {
-        kind: "job.state",
-        task_id,
-        job_id: Some(job_id),
-        session_id: None,
-        state: state.to_string(),
-        result_ref: state.is_final().then(|| format!("/v1/jobs/{job_id}")),
-    }
-}
-
-/// What of a job's output is not kept.
+/// The part of a job's output that is dropped to stay within a quota.
 #[derive(Clone, Copy, Debug)]
-enum WithoutOutput {
-    /// All of it, but for what the object shows of its streams.
+enum OmittedOutput {
+    /// The collected output; the streams in the job's object stay.
     Whole,
     Streams,
 }
 
-impl WithoutOutput {
+impl OmittedOutput {
     fn leave_out(self, output: &mut JobOutput, quota: &str) {
         let Truncated { stdout, stderr } = output.truncated;
         let truncated = Truncated {
@@ -145,39 +134,30 @@ fn stream_bytes(output: &JobOutput) -> i64 {
     i64::try_from(output.stdout.len() + output.stderr.len()).unwrap_or(i64::MAX)
 }
 
-/// Refuses when more is kept than the quota of a task's owner or project allows.
-async fn check_bytes(connection: &mut PgConnection, task: TaskId) -> Result<(), ApiError> {
+/// Fails when the stored bytes exceed the quota of the task's owner or project.
+async fn check_bytes(connection: &mut PgConnection, task: TaskId) -> Result<(), Error> {
     let owner: Uuid = sqlx::query_scalar("select owner_id from tasks where id = $1")
         .bind(task.as_uuid())
         .fetch_one(&mut *connection)
-        .await
-        .map_err(problem)?;
+        .await?;
     quotas::check(
         connection,
         UserId::from_uuid(owner),
         task,
-        quotas::Uses::Bytes,
+        quotas::Usage::Bytes,
     )
     .await
 }
 
-fn no_job(id: JobId) -> ApiError {
-    ApiError::new(ErrorCode::JobNotFound, format!("there is no job {id}"))
-}
-
 impl Db {
-    /// `None` when the id is taken.
+    /// Inserts a job, and its task if that is new. `None` when the id is taken.
     pub(crate) async fn insert_job(
         &self,
         new: &NewJob<'_>,
         task: Option<&cynode_api::Task>,
         scope: &Scope,
-    ) -> Result<Option<JobRow>, ApiError> {
-        let mut transaction = self.begin().await?;
-        if let Some(task) = task {
-            super::work::insert_task(&mut *transaction, task, scope).await?;
-        }
-        let row = sqlx::query(
+    ) -> Result<Option<JobRow>, Error> {
+        let insert = sqlx::query(
             "insert into jobs (job_id, task_id, state, body, request, retry, object, image_version_id, owner_id, created_by, node_id)
              values ($1, $2, 'accepted', $3, $4, $5, $6, $7, $8, $9, $10) on conflict do nothing returning *",
         )
@@ -190,51 +170,42 @@ impl Db {
         .bind(new.image_version_id.as_uuid())
         .bind(scope.user_id.as_uuid())
         .bind(new.created_by)
-        .bind(new.node_id.map(|id| *id.as_uuid()))
-        .fetch_optional(&mut *transaction)
-        .await
-        .map_err(problem)?;
-        let Some(row) = row else { return Ok(None) };
-        quotas::check(
-            &mut transaction,
-            scope.user_id,
-            new.request.task_id,
-            quotas::Uses::sandbox(new.request.sandbox.limits),
-        )
-        .await?;
-        events::add(
-            &mut transaction,
-            &told(new.request.task_id, new.request.job_id, JobState::Accepted),
-        )
-        .await?;
-        super::commit(transaction).await?;
-        job(&row).map(Some)
-    }
-
-    pub(crate) async fn job(&self, scope: &Scope, id: JobId) -> Result<JobRow, ApiError> {
-        let row = sqlx::query(concat!(
-            "select * from jobs j where job_id = $1 and ",
-            visible_by_task!("j")
-        ))
-        .bind(id.as_uuid())
-        .bind(scope.sees_all)
-        .bind(scope.user_id.as_uuid())
-        .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
-        row.as_ref().map(job).transpose()?.ok_or_else(|| no_job(id))
-    }
-
-    pub(crate) async fn any_job(&self, id: JobId) -> Result<Option<JobRow>, ApiError> {
-        let row = sqlx::query("select * from jobs where job_id = $1")
-            .bind(id.as_uuid())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
+        .bind(new.node_id.map(|id| *id.as_uuid()));
+        let new = NewSandbox {
+            insert,
+            task,
+            limits: new.request.sandbox.limits,
+            event: NewEvent::job(new.request.task_id, new.request.job_id, JobState::Accepted),
+        };
+        let row = self.insert_sandbox(new, scope).await?;
         row.as_ref().map(job).transpose()
     }
 
-    /// Jobs without their streams, which together could be more than anybody wants at once.
+    pub(crate) async fn job(&self, scope: &Scope, id: JobId) -> Result<JobRow, Error> {
+        let row = self
+            .visible_row(
+                concat!(
+                    "select * from jobs j where job_id = $1 and ",
+                    visible_by_task!("j")
+                ),
+                id.as_uuid(),
+                scope,
+            )
+            .await?;
+        row.as_ref()
+            .map(job)
+            .transpose()?
+            .ok_or(Error::NotFound(Missing::Job(id)))
+    }
+
+    pub(crate) async fn any_job(&self, id: JobId) -> Result<Option<JobRow>, Error> {
+        let row = self
+            .row("select * from jobs where job_id = $1", id.as_uuid())
+            .await?;
+        row.as_ref().map(job).transpose()
+    }
+
+    /// Jobs without their output streams, which together would be too large.
     pub(crate) async fn list_jobs(
         &self,
         scope: &Scope,
@@ -242,51 +213,39 @@ impl Db {
         task_id: Option<TaskId>,
         after: Option<Uuid>,
         limit: u32,
-    ) -> Result<Page<Job>, ApiError> {
-        let listed = |row: &PgRow| -> Result<Job, ApiError> {
-            let object: Job = stored(row.try_get("object").map_err(problem)?)?;
+    ) -> Result<Page<Job>, Error> {
+        let listed = |row: &PgRow| -> Result<Job, Error> {
+            let object: Job = decode(row.try_get("object")?)?;
             Ok(Job {
-                job_id: JobId::from_uuid(row.try_get("job_id").map_err(problem)?),
-                state: row
-                    .try_get::<String, _>("state")
-                    .map_err(problem)?
-                    .parse()
-                    .map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?,
+                job_id: JobId::from_uuid(row.try_get("job_id")?),
+                state: super::state(row)?,
                 node_id: row
-                    .try_get::<Option<Uuid>, _>("node_id")
-                    .map_err(problem)?
+                    .try_get::<Option<Uuid>, _>("node_id")?
                     .map(NodeId::from_uuid),
-                created_by: row.try_get("created_by").map_err(problem)?,
+                created_by: row.try_get("created_by")?,
                 ..object
             })
         };
-        let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted().await {
-            let rows = sqlx::query(concat!(
+        let query = |after: Option<Uuid>, count: i64| {
+            sqlx::query(concat!(
                 "select j.object || '{\"stdout\": \"\", \"stderr\": \"\", \"encoding\": \"utf-8\"}' as object, j.job_id, j.state, j.node_id, j.created_by
                  from jobs j where ($1::uuid is null or j.job_id > $1) and ",
                 visible_by_task!("j"),
                 " and ($4::text is null or j.state = $4) and ($5::uuid is null or j.task_id = $5) order by j.job_id limit $6"
             ))
-            .bind(pages.after())
+            .bind(after)
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .bind(state.map(JobState::as_str))
             .bind(task_id.map(|id| *id.as_uuid()))
             .bind(count)
-            .fetch_all(&self.pool)
+        };
+        self.read_page(limit, after, query, listed, |job| *job.job_id.as_uuid())
             .await
-            .map_err(problem)?;
-            pages.add(
-                rows.iter().map(listed).collect::<Result<Vec<_>, _>>()?,
-                |job| *job.job_id.as_uuid(),
-            );
-        }
-        Ok(pages.finish())
     }
 
-    /// Jobs that wait for something, for this orchestrator to bring forward. Nobody else does so before the lease has passed.
-    pub(crate) async fn lease_jobs(&self, count: usize) -> Result<Vec<JobRow>, ApiError> {
+    /// Leases jobs that need a step. No other orchestrator takes them until the lease expires.
+    pub(crate) async fn lease_jobs(&self, count: usize) -> Result<Vec<JobRow>, Error> {
         let rows = sqlx::query(
             "update jobs set lease_until = now() + interval '30 seconds' where job_id in (
                  select job_id from jobs where (state in ('accepted', 'in_progress') or not acknowledged) and lease_until < now()
@@ -295,30 +254,30 @@ impl Db {
         )
         .bind(i64::try_from(count).unwrap_or(i64::MAX))
         .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         rows.iter().map(job).collect()
     }
 
-    /// When a leased job shall be looked at again. False when something happened to it meanwhile: then somebody looks already.
-    pub(crate) async fn lease_until(
+    /// Extends the lease of a job. False when the lease was lost meanwhile: then another reconciler
+    /// has the job.
+    pub(crate) async fn extend_lease(
         &self,
         id: JobId,
-        leased: OffsetDateTime,
-        seconds: f64,
-    ) -> Result<bool, ApiError> {
+        lease: Lease,
+        duration: Duration,
+    ) -> Result<bool, Error> {
         let set = sqlx::query("update jobs set lease_until = now() + make_interval(secs => $3) where job_id = $1 and lease_until = $2")
             .bind(id.as_uuid())
-            .bind(leased)
-            .bind(seconds)
+            .bind(lease.0)
+            .bind(duration.as_secs_f64())
             .execute(&self.pool)
-            .await
-            .map_err(problem)?;
+            .await?;
         Ok(set.rows_affected() == 1)
     }
 
-    /// Gives a job to a node: durable before the node hears of it. False when it was given to one, or ended, meanwhile.
-    pub(crate) async fn assign_job(&self, id: JobId, node_id: NodeId) -> Result<bool, ApiError> {
+    /// Assigns a job to a node, durably, before the node is called. False when the job was assigned
+    /// or ended meanwhile.
+    pub(crate) async fn assign_job(&self, id: JobId, node_id: NodeId) -> Result<bool, Error> {
         let done = sqlx::query(
             "update jobs set node_id = $2, attempt = attempt + 1, updated_at = now()
              where job_id = $1 and node_id is null and state = 'accepted' and not stop_requested",
@@ -326,20 +285,19 @@ impl Db {
         .bind(id.as_uuid())
         .bind(node_id.as_uuid())
         .execute(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         Ok(done.rows_affected() == 1)
     }
 
-    /// Takes a job back from a node that certainly does not have it (then nobody else may have looked at it since it was `leased`),
-    /// or, by its rule, from one that is lost. Another is looked for after so many seconds.
+    /// Takes a job back: from a node that certainly does not have it (then `lease` must still
+    /// hold), or, by its retry rule, from one that is lost. The next attempt follows after `delay`.
     pub(crate) async fn unassign_job(
         &self,
         id: JobId,
         from: NodeId,
-        leased: Option<OffsetDateTime>,
-        seconds: f64,
-    ) -> Result<bool, ApiError> {
+        lease: Option<Lease>,
+        delay: Duration,
+    ) -> Result<bool, Error> {
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
             "update jobs j set node_id = null, state = 'accepted', updated_at = now(), lease_until = now() + make_interval(secs => $3)
@@ -350,31 +308,36 @@ impl Db {
         )
         .bind(id.as_uuid())
         .bind(from.as_uuid())
-        .bind(seconds)
-        .bind(leased)
+        .bind(delay.as_secs_f64())
+        .bind(lease.map(|lease| lease.0))
         .fetch_optional(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         let Some(row) = row else { return Ok(false) };
-        if row.try_get::<String, _>("state").map_err(problem)? == "in_progress" {
-            let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
-            events::add(&mut transaction, &told(task_id, id, JobState::Accepted)).await?;
+        if row.try_get::<String, _>("state")? == "in_progress" {
+            let task_id = TaskId::from_uuid(row.try_get("task_id")?);
+            events::add(
+                &mut transaction,
+                &NewEvent::job(task_id, id, JobState::Accepted),
+            )
+            .await?;
         }
         super::commit(transaction).await?;
         Ok(true)
     }
 
-    /// Writes down how far a job is. Only forwards: what has ended stays as it ended. Says whether anything changed.
+    /// Advances the state of a job. A final state is never changed. Returns whether anything
+    /// changed.
     ///
-    /// A job ends whatever the quota of its task's owner or project says; then less of its output is kept, and the object says so.
+    /// A job ends even when its output exceeds a quota; then less of the output is kept, and the
+    /// object says so.
     pub(crate) async fn advance_job(
         &self,
         id: JobId,
         from: Option<NodeId>,
         object: &Job,
-        output: Option<(&Staged, &Blobs)>,
+        output: Option<(&StagedBlob, &Blobs)>,
         acknowledged: bool,
-    ) -> Result<bool, ApiError> {
+    ) -> Result<bool, Error> {
         let mut advanced = self
             .try_advance_job(id, from, object, output, acknowledged)
             .await;
@@ -383,14 +346,13 @@ impl Db {
         {
             blobs.discard(staged).await;
         }
-        // First without the whole output, then without the streams too.
+        // First drop the collected output, then the streams too.
         let mut object = object.clone();
-        for without in [WithoutOutput::Whole, WithoutOutput::Streams] {
-            let Err(error) = &advanced else { break };
-            if !error.0.is(ErrorCode::QuotaExceeded) {
+        for without in [OmittedOutput::Whole, OmittedOutput::Streams] {
+            let Err(Error::Quota(quota)) = &advanced else {
                 break;
-            }
-            without.leave_out(&mut object.output, &error.0.detail);
+            };
+            without.leave_out(&mut object.output, &quota.to_string());
             advanced = self
                 .try_advance_job(id, from, &object, None, acknowledged)
                 .await;
@@ -403,16 +365,16 @@ impl Db {
         id: JobId,
         from: Option<NodeId>,
         object: &Job,
-        output: Option<(&Staged, &Blobs)>,
+        output: Option<(&StagedBlob, &Blobs)>,
         acknowledged: bool,
-    ) -> Result<bool, ApiError> {
+    ) -> Result<bool, Error> {
         let blob = output.map_or(0, |(staged, _)| {
             i64::try_from(staged.size).unwrap_or(i64::MAX)
         });
         let kept = blob.saturating_add(stream_bytes(&object.output));
         let mut transaction = self.begin().await?;
         if output.is_some() {
-            super::artifacts::hold_blobs(&mut transaction).await?;
+            super::artifacts::lock_blobs_shared(&mut transaction).await?;
         }
         let row = sqlx::query(
             "update jobs set state = $3, object = $4, output_sha256 = coalesce($5, output_sha256), output_bytes = output_bytes + $7,
@@ -429,46 +391,42 @@ impl Db {
         .bind(acknowledged)
         .bind(kept)
         .fetch_optional(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         let Some(row) = row else { return Ok(false) };
-        let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
+        let task_id = TaskId::from_uuid(row.try_get("task_id")?);
         if kept > 0 {
             check_bytes(&mut transaction, task_id).await?;
         }
         if let Some((staged, blobs)) = output {
             blobs.place(staged).await?;
         }
-        events::add(&mut transaction, &told(task_id, id, object.state)).await?;
+        events::add(&mut transaction, &NewEvent::job(task_id, id, object.state)).await?;
         super::commit(transaction).await?;
         Ok(true)
     }
 
-    pub(crate) async fn acknowledge_job(&self, id: JobId) -> Result<(), ApiError> {
+    pub(crate) async fn acknowledge_job(&self, id: JobId) -> Result<(), Error> {
         sqlx::query("update jobs set acknowledged = true where job_id = $1")
             .bind(id.as_uuid())
             .execute(&self.pool)
             .await
             .map(drop)
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// Keeps what a node said of a job that had been given up, without its output when that is beyond a quota.
-    pub(crate) async fn keep_late_result(
-        &self,
-        id: JobId,
-        mut result: Job,
-    ) -> Result<(), ApiError> {
-        match self.try_keep_late_result(id, &result).await {
-            Err(error) if error.0.is(ErrorCode::QuotaExceeded) => {
-                WithoutOutput::Streams.leave_out(&mut result.output, &error.0.detail);
-                self.try_keep_late_result(id, &result).await
+    /// Stores the result that a node reports for a job that was given up, without its output when
+    /// that exceeds a quota.
+    pub(crate) async fn insert_late_result(&self, id: JobId, mut result: Job) -> Result<(), Error> {
+        match self.try_insert_late_result(id, &result).await {
+            Err(Error::Quota(quota)) => {
+                OmittedOutput::Streams.leave_out(&mut result.output, &quota.to_string());
+                self.try_insert_late_result(id, &result).await
             }
             kept => kept,
         }
     }
 
-    async fn try_keep_late_result(&self, id: JobId, result: &Job) -> Result<(), ApiError> {
+    async fn try_insert_late_result(&self, id: JobId, result: &Job) -> Result<(), Error> {
         let kept = stream_bytes(&result.output);
         let mut transaction = self.begin().await?;
         let task = sqlx::query_scalar::<_, Uuid>(
@@ -478,8 +436,7 @@ impl Db {
         .bind(to_json(result))
         .bind(kept)
         .fetch_optional(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         let Some(task) = task else { return Ok(()) };
         if kept > 0 {
             check_bytes(&mut transaction, TaskId::from_uuid(task)).await?;
@@ -487,34 +444,33 @@ impl Db {
         super::commit(transaction).await
     }
 
-    pub(crate) async fn ask_stop(&self, id: JobId) -> Result<(), ApiError> {
+    pub(crate) async fn request_stop(&self, id: JobId) -> Result<(), Error> {
         sqlx::query("update jobs set stop_requested = true, lease_until = least(lease_until, now()) where job_id = $1 and state in ('accepted', 'in_progress')")
             .bind(id.as_uuid())
             .execute(&self.pool)
             .await
             .map(drop)
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// Something happened to a node's job: it is looked at after so many seconds, whoever has it.
+    /// Schedules the next step of a node's job, whoever has leased it.
     pub(crate) async fn wake_job(
         &self,
         id: JobId,
         node_id: NodeId,
-        seconds: f64,
-    ) -> Result<bool, ApiError> {
+        delay: Duration,
+    ) -> Result<bool, Error> {
         let woken = sqlx::query("update jobs set lease_until = now() + make_interval(secs => $3) where job_id = $1 and node_id = $2")
             .bind(id.as_uuid())
             .bind(node_id.as_uuid())
-            .bind(seconds)
+            .bind(delay.as_secs_f64())
             .execute(&self.pool)
-            .await
-            .map_err(problem)?;
+            .await?;
         Ok(woken.rows_affected() == 1)
     }
 
-    /// A node is back: what waits for it waits no longer.
-    pub(crate) async fn wake_jobs_of(&self, node_id: NodeId) -> Result<(), ApiError> {
+    /// Schedules all jobs of a node that is back.
+    pub(crate) async fn wake_jobs_on(&self, node_id: NodeId) -> Result<(), Error> {
         sqlx::query(
             "update jobs set lease_until = now() where node_id = $1 and lease_until > now() and (state in ('accepted', 'in_progress') or not acknowledged)",
         )
@@ -522,11 +478,11 @@ impl Db {
         .execute(&self.pool)
         .await
         .map(drop)
-        .map_err(problem)
+        .map_err(Error::from)
     }
 
-    /// Notes that a lost node may still have a job that goes elsewhere now.
-    pub(crate) async fn leave_behind(&self, id: JobId, node_id: NodeId) -> Result<(), ApiError> {
+    /// Records that a lost node may still run a job that is rescheduled now.
+    pub(crate) async fn insert_orphan(&self, id: JobId, node_id: NodeId) -> Result<(), Error> {
         sqlx::query(
             "insert into job_leftovers (job_id, node_id) values ($1, $2) on conflict do nothing",
         )
@@ -535,27 +491,27 @@ impl Db {
         .execute(&self.pool)
         .await
         .map(drop)
-        .map_err(problem)
+        .map_err(Error::from)
     }
 
-    /// What nodes that answer again were left with. Not what they were given once more.
-    pub(crate) async fn left_behind(
+    /// Orphaned jobs on nodes that are reachable again, except those that were assigned to them
+    /// anew.
+    pub(crate) async fn orphaned_jobs(
         &self,
-        unreachable_after: f64,
-    ) -> Result<Vec<LeftBehind>, ApiError> {
+        unreachable_after: Duration,
+    ) -> Result<Vec<OrphanedJob>, Error> {
         let rows = sqlx::query(
             "select l.job_id, j.task_id, l.node_id from job_leftovers l join jobs j on j.job_id = l.job_id join nodes n on n.id = l.node_id
              where not l.stopped and not n.is_lost and n.last_heartbeat_at > now() - make_interval(secs => $1)
                and ((j.node_id is not null and j.node_id <> l.node_id) or j.state not in ('accepted', 'in_progress')) limit 100",
         )
-        .bind(unreachable_after)
+        .bind(unreachable_after.as_secs_f64())
         .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         rows.iter()
             .map(|row| {
-                let id = |name: &str| row.try_get::<Uuid, _>(name).map_err(problem);
-                Ok(LeftBehind {
+                let id = |name: &str| row.try_get::<Uuid, _>(name).map_err(Error::from);
+                Ok(OrphanedJob {
                     job_id: JobId::from_uuid(id("job_id")?),
                     task_id: TaskId::from_uuid(id("task_id")?),
                     node_id: NodeId::from_uuid(id("node_id")?),
@@ -564,39 +520,38 @@ impl Db {
             .collect()
     }
 
-    /// The job was stopped on that node, which remembers it as ended.
-    pub(crate) async fn note_stopped_on(&self, id: JobId, node_id: NodeId) -> Result<(), ApiError> {
+    /// Records that the orphan was stopped: the node remembers the job as ended.
+    pub(crate) async fn mark_orphan_stopped(
+        &self,
+        id: JobId,
+        node_id: NodeId,
+    ) -> Result<(), Error> {
         sqlx::query("update job_leftovers set stopped = true where job_id = $1 and node_id = $2")
             .bind(id.as_uuid())
             .bind(node_id.as_uuid())
             .execute(&self.pool)
             .await
             .map(drop)
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// Nodes on which the job was stopped because it had gone elsewhere.
-    pub(crate) async fn stopped_on(&self, id: JobId) -> Result<Vec<NodeId>, ApiError> {
+    /// Nodes on which the job was stopped as an orphan.
+    pub(crate) async fn nodes_that_stopped(&self, id: JobId) -> Result<Vec<NodeId>, Error> {
         let ids: Vec<Uuid> =
             sqlx::query_scalar("select node_id from job_leftovers where job_id = $1 and stopped")
                 .bind(id.as_uuid())
                 .fetch_all(&self.pool)
-                .await
-                .map_err(problem)?;
+                .await?;
         Ok(ids.into_iter().map(NodeId::from_uuid).collect())
     }
 
-    pub(crate) async fn forget_left_behind(
-        &self,
-        id: JobId,
-        node_id: NodeId,
-    ) -> Result<(), ApiError> {
+    pub(crate) async fn delete_orphan(&self, id: JobId, node_id: NodeId) -> Result<(), Error> {
         sqlx::query("delete from job_leftovers where job_id = $1 and node_id = $2")
             .bind(id.as_uuid())
             .bind(node_id.as_uuid())
             .execute(&self.pool)
             .await
             .map(drop)
-            .map_err(problem)
+            .map_err(Error::from)
     }
 }

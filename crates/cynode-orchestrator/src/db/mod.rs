@@ -1,7 +1,8 @@
-//! PostgreSQL: where the truth is. Each file has the statements of one subject; nothing else in this crate speaks SQL.
+//! PostgreSQL, the source of truth. Each file holds the statements of one subject; no other module
+//! of this crate contains SQL.
 
-/// What a caller may know of: all as an administrator ($2), what belongs to the user ($3), and what belongs to the user's
-/// projects. For tables with `owner_id` and `project_id`.
+/// The rows that a caller may see: all of them as an administrator ($2), the user's own ($3), and
+/// those of the user's projects. For tables with `owner_id` and `project_id`.
 macro_rules! visible {
     ($table:literal) => {
         concat!(
@@ -13,7 +14,7 @@ macro_rules! visible {
         )
     };
 }
-/// The same for tables with `owner_id` and `task_id`.
+/// Like `visible!`, for tables with `owner_id` and `task_id`.
 macro_rules! visible_by_task {
     ($table:literal) => {
         concat!(
@@ -29,51 +30,57 @@ macro_rules! visible_by_task {
 mod artifacts;
 mod audit;
 mod audit_pages;
+mod dedicated;
+mod error;
 mod events;
 mod execs;
 mod identity;
 mod images;
 mod jobs;
 mod nodes;
-mod own;
 mod places;
 mod policies;
 mod quotas;
+mod sandboxes;
 mod sessions;
 mod settings;
 mod work;
 
 use std::{borrow::Cow, str::FromStr as _, sync::Arc, time::Duration};
 
-use cynode_api::{ErrorCode, Page};
-use cynode_service::{
-    ApiError,
-    pages::{PageBuilder, json_size},
-};
+use cynode_api::Page;
+use cynode_service::pages::{PageBuilder, json_size};
 use sqlx::{
-    ConnectOptions as _, Connection as _, PgConnection, PgPool, Postgres, Transaction,
+    ConnectOptions as _, Connection as _, PgConnection, PgPool, Postgres, Row as _, Transaction,
     migrate::{Migration, MigrationType, Migrator},
-    postgres::{PgConnectOptions, PgPoolOptions},
+    postgres::{PgArguments, PgConnectOptions, PgPoolOptions, PgRow},
+    query::Query,
 };
 use tokio::sync::{Semaphore, SemaphorePermit};
+use uuid::Uuid;
+
+use crate::caller::Scope;
 
 pub(crate) use artifacts::NewArtifact;
-pub(crate) use audit::{Added, OpenCall, Signature, Signs};
-pub(crate) use audit_pages::Wanted;
-pub(crate) use events::{NewEvent, Readable};
+pub(crate) use audit::{AppendOutcome, OpenCallRow, SigningConditions, SigningOutcome};
+pub(crate) use audit_pages::AuditFilter;
+use dedicated::Lookups;
+pub(crate) use dedicated::{DedicatedConnection, IdentityLookup};
+pub(crate) use error::OpenError;
+pub(crate) use error::{Error, Missing, is_visible};
+pub(crate) use events::{EventScope, NewEvent};
 pub(crate) use execs::RunningExec;
 pub(crate) use identity::{Authenticated, NewToken};
-pub(crate) use images::{Chosen, NewImage, name_and_tag};
-pub(crate) use jobs::{JobRow, LeftBehind, NewJob};
+pub(crate) use images::{NewImage, ResolvedImage, name_and_tag};
+pub(crate) use jobs::{JobRow, NewJob, OrphanedJob};
 pub(crate) use nodes::{NodeRow, Registration};
-use own::Lookups;
-pub(crate) use own::{Found, Own};
 pub(crate) use places::{PlacedSession, SessionAt};
 pub(crate) use policies::{CHANNEL as POLICY_CHANNEL, PolicyRow};
-pub(crate) use sessions::{Load, NewSession, SessionRow, is_over};
-pub(crate) use settings::Of;
+pub(crate) use quotas::QuotaExceeded;
+pub(crate) use sessions::{Load, NewSession, SessionRow, is_final};
+pub(crate) use settings::PreferenceContext;
 
-/// In order; each is applied once.
+/// Applied in order, each once.
 const MIGRATIONS: &[(i64, &str, &str)] = &[
     (
         1,
@@ -107,22 +114,15 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     ),
 ];
 
-/// How long a call waits for a free connection before it is refused.
-const ACQUIRE: Duration = Duration::from_secs(5);
-/// And how long for what it is about.
-const SOON: Duration = Duration::from_secs(10);
-/// No statement of ours takes longer; one that does waits for a lock that will not come.
-const STATEMENT: &str = "30000";
+/// How long a call waits for a free connection before it fails.
+const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a call waits for the lookups that precede its authorization.
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(10);
+/// In milliseconds. A slower statement is waiting for a lock that will not be released.
+const STATEMENT_TIMEOUT_MS: &str = "30000";
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("the database can't be reached")]
-    Connect(#[source] sqlx::Error),
-    #[error("the database's address is not valid")]
-    Url(#[source] sqlx::Error),
-    #[error("bringing the database to this version failed")]
-    Migrate(#[source] sqlx::migrate::MigrateError),
-}
+/// A statement with its arguments bound.
+type Statement = Query<'static, Postgres, PgArguments>;
 
 /// A pool of connections. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -133,36 +133,37 @@ pub(crate) struct Db {
 }
 
 impl Db {
-    /// Connects and brings the tables to this version. Of several orchestrators one does it and the others wait.
-    pub(crate) async fn open(url: &str, connections: u32) -> Result<Self, Error> {
+    /// Connects and migrates the schema. Of several orchestrators one migrates and the others wait.
+    pub(crate) async fn open(url: &str, connections: u32) -> Result<Self, OpenError> {
         let options = PgConnectOptions::from_str(url)
-            .map_err(Error::Url)?
+            .map_err(OpenError::Url)?
             .application_name("cynode")
             .disable_statement_logging()
-            // Statements of ours take microseconds; compiling one takes a tenth of a second.
+            // Statements run for microseconds; JIT compilation takes a tenth of a second.
             .options([
-                ("statement_timeout", STATEMENT),
-                ("idle_in_transaction_session_timeout", STATEMENT),
+                ("statement_timeout", STATEMENT_TIMEOUT_MS),
+                ("idle_in_transaction_session_timeout", STATEMENT_TIMEOUT_MS),
                 ("jit", "off"),
             ]);
-        // Whoever comes second waits for the first, and an index of a large table takes its time.
+        // A second orchestrator waits for the first, and building an index on a large table takes
+        // long: no timeouts here.
         let patient = options.clone().options([
             ("statement_timeout", "0"),
             ("idle_in_transaction_session_timeout", "0"),
         ]);
         let mut connection = PgConnection::connect_with(&patient)
             .await
-            .map_err(Error::Connect)?;
-        migrate(&mut connection).await.map_err(Error::Migrate)?;
+            .map_err(OpenError::Connect)?;
+        migrate(&mut connection).await.map_err(OpenError::Migrate)?;
         drop(connection.close().await);
-        // A lost connection is found out by the statement that fails, and the pool makes a new one: asking before each costs a
-        // round trip.
+        // Testing a connection before each use costs a round trip. A broken one fails its
+        // statement, and the pool replaces it.
         let pool = PgPoolOptions::new()
             .max_connections(connections)
             .min_connections(2)
-            .acquire_timeout(ACQUIRE)
+            .acquire_timeout(ACQUIRE_TIMEOUT)
             .test_before_acquire(false);
-        let lookups = Lookups::spawn(Own::new(&options));
+        let lookups = Lookups::spawn(DedicatedConnection::new(&options));
         Ok(Self {
             pool: pool.connect_lazy_with(options.clone()),
             options: Arc::new(options),
@@ -170,46 +171,89 @@ impl Db {
         })
     }
 
-    /// A connection for somebody alone.
-    pub(crate) fn own(&self) -> Own {
-        Own::new(&self.options)
+    /// A connection outside the pool.
+    pub(crate) fn dedicated(&self) -> DedicatedConnection {
+        DedicatedConnection::new(&self.options)
     }
 
-    /// The same, for what must not wait for locks.
-    pub(crate) fn impatient(&self) -> Own {
-        Own::impatient(&self.options)
+    /// A connection outside the pool that gives up on locks after a second.
+    pub(crate) fn with_short_timeouts(&self) -> DedicatedConnection {
+        DedicatedConnection::with_short_timeouts(&self.options)
     }
 
-    /// Whether the orchestrators of this database have that key. The first one's counts.
-    pub(crate) async fn has_key(&self, fingerprint: &str) -> Result<bool, ApiError> {
+    /// Whether the orchestrators of this database use the key. The first orchestrator's key is
+    /// kept.
+    pub(crate) async fn has_key(&self, fingerprint: &str) -> Result<bool, Error> {
         sqlx::query("insert into cluster (key_fingerprint) values ($1) on conflict do nothing")
             .bind(fingerprint)
             .execute(&self.pool)
-            .await
-            .map_err(problem)?;
+            .await?;
         let known: String = sqlx::query_scalar("select key_fingerprint from cluster")
             .fetch_one(&self.pool)
-            .await
-            .map_err(problem)?;
+            .await?;
         Ok(known == fingerprint)
     }
 
-    pub(crate) async fn begin(&self) -> Result<Transaction<'static, Postgres>, ApiError> {
-        self.pool.begin().await.map_err(problem)
+    pub(crate) async fn begin(&self) -> Result<Transaction<'static, Postgres>, Error> {
+        self.pool.begin().await.map_err(Error::from)
     }
 
-    /// Whether it answers.
+    /// A row by its id.
+    async fn row(&self, statement: &'static str, id: &Uuid) -> Result<Option<PgRow>, Error> {
+        Ok(sqlx::query(statement)
+            .bind(id)
+            .fetch_optional(&self.pool)
+            .await?)
+    }
+
+    /// A row by its id ($1), if the caller may see it ($2, $3).
+    async fn visible_row(
+        &self,
+        statement: &'static str,
+        id: &Uuid,
+        scope: &Scope,
+    ) -> Result<Option<PgRow>, Error> {
+        Ok(sqlx::query(statement)
+            .bind(id)
+            .bind(scope.sees_all)
+            .bind(scope.user_id.as_uuid())
+            .fetch_optional(&self.pool)
+            .await?)
+    }
+
+    /// A page in key order. `query` selects the given number of rows after a key.
+    async fn read_page<T, K, E>(
+        &self,
+        limit: u32,
+        after: Option<K>,
+        query: impl Fn(Option<K>, i64) -> Statement,
+        read: impl Fn(&PgRow) -> Result<T, E>,
+        key: impl Fn(&T) -> K,
+    ) -> Result<Page<T>, Error>
+    where
+        T: serde::Serialize,
+        K: Clone + ToString,
+        Error: From<E>,
+    {
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted().await {
+            let rows = query(pages.after(), count).fetch_all(&self.pool).await?;
+            pages.add(rows.iter().map(&read).collect::<Result<_, _>>()?, &key);
+        }
+        Ok(pages.finish())
+    }
+
+    /// Whether the database answers, both the pool and the identity lookups.
     pub(crate) async fn ping(&self) -> Result<(), String> {
         sqlx::query("select 1")
             .execute(&self.pool)
             .await
             .map_err(|error| format!("the database does not answer: {error}"))?;
-        // And so it does to those who ask who calls.
         self.lookups
             .ask([0; 32], None)
             .await
             .map(drop)
-            .map_err(|error| error.0.detail)
+            .map_err(|error| error.to_string())
     }
 }
 
@@ -231,78 +275,57 @@ async fn migrate(connection: &mut PgConnection) -> Result<(), sqlx::migrate::Mig
         .await
 }
 
-/// What a call needs to know before anything is decided: a database that hangs is one that does not answer.
-pub(crate) async fn soon<T>(
-    read: impl Future<Output = Result<T, ApiError>>,
-) -> Result<T, ApiError> {
-    let late = |_| ApiError::new(ErrorCode::StoreUnavailable, "the database does not answer");
-    tokio::time::timeout(SOON, read).await.map_err(late)?
+/// Bounds a lookup that precedes authorization: a database that hangs counts as unavailable.
+pub(crate) async fn with_timeout<T, E: From<Error>>(
+    read: impl Future<Output = Result<T, E>>,
+) -> Result<T, E> {
+    tokio::time::timeout(LOOKUP_TIMEOUT, read)
+        .await
+        .unwrap_or_else(|_| Err(Error::Unavailable.into()))
 }
 
-/// Commits. When the answer does not come, nobody knows whether it was: the caller is told to ask again.
-pub(crate) async fn commit(transaction: Transaction<'static, Postgres>) -> Result<(), ApiError> {
-    transaction.commit().await.map_err(problem)
+/// Commits. When the reply is lost, the commit may have succeeded: the caller has to retry.
+pub(crate) async fn commit(transaction: Transaction<'static, Postgres>) -> Result<(), Error> {
+    transaction.commit().await.map_err(Error::from)
 }
 
-/// A failure of the database as callers are told of it.
-#[expect(clippy::needless_pass_by_value, reason = "it is a step of map_err")]
-pub(crate) fn problem(error: sqlx::Error) -> ApiError {
-    match &error {
-        sqlx::Error::RowNotFound => ApiError::new(ErrorCode::NotFound, "there is no such thing"),
-        sqlx::Error::Database(database) if database.is_foreign_key_violation() => {
-            ApiError::invalid("it names something that does not exist")
-        }
-        sqlx::Error::Database(database) if database.is_unique_violation() => {
-            ApiError::new(ErrorCode::AlreadyExists, "that name or id is taken")
-        }
-        // A server that stops or starts says so in these classes, and one where somebody holds a lock.
-        sqlx::Error::Database(database)
-            if !database.code().is_some_and(|code| {
-                ["57", "55", "53", "08", "40", "25"]
-                    .iter()
-                    .any(|class| code.starts_with(class))
-            }) =>
-        {
-            tracing::error!(error = %error, "A statement failed.");
-            ApiError::new(ErrorCode::Internal, "a statement of the database failed")
-        }
-        _ => {
-            tracing::warn!(error = %error, "The database can't be used.");
-            ApiError::new(ErrorCode::StoreUnavailable, "the database does not answer")
-        }
-    }
-}
-
-/// A value of a column that only we write.
-pub(crate) fn stored<T: serde::de::DeserializeOwned>(
-    value: serde_json::Value,
-) -> Result<T, ApiError> {
+/// Decodes a JSON column that only the orchestrator writes.
+pub(crate) fn decode<T: serde::de::DeserializeOwned>(value: serde_json::Value) -> Result<T, Error> {
     serde_json::from_value(value).map_err(|error| {
-        tracing::error!(%error, "What the database holds can't be read.");
-        ApiError::new(ErrorCode::Internal, "what the database holds can't be read")
+        tracing::error!(%error, "A stored value can't be decoded.");
+        Error::undecodable()
     })
+}
+
+/// The state column of a session or job.
+fn state<T: std::str::FromStr<Err = String>>(row: &PgRow) -> Result<T, Error> {
+    row.try_get::<String, _>("state")?
+        .parse()
+        .map_err(Error::Undecodable)
 }
 
 pub(crate) fn to_json(value: &impl serde::Serialize) -> serde_json::Value {
     serde_json::to_value(value).unwrap_or_default()
 }
 
-/// Rows that one statement reads. The rows of a whole page could be hundreds of MiB, a chunk of the largest is a few.
-const CHUNK: usize = 16;
-/// Chunks that are read at once, for all callers.
+/// Rows that one statement reads. The rows of a whole page can be hundreds of MiB, a chunk of the
+/// largest is a few.
+const CHUNK_ROWS: usize = 16;
+/// Chunks that are read concurrently, over all callers.
 const MAX_READING: usize = 4;
 
 static READING: Semaphore = Semaphore::const_new(MAX_READING);
 
-/// A page that is read chunk by chunk, in the order of its keys: as long as some are `wanted`, those `after` the last one are added.
+/// A page that is read chunk by chunk, in key order: while `wanted` returns a count, the rows
+/// `after` the last key are added.
 #[derive(Debug)]
 pub(crate) struct PageReader<T, K> {
     page: PageBuilder<T>,
     after: Option<K>,
     asked: usize,
-    /// While a chunk is being read.
+    /// Held while a chunk is read.
     turn: Option<SemaphorePermit<'static>>,
-    /// Known once all has been read: whether that was the last page.
+    /// Set once the page is complete: whether it is the last one.
     is_last: Option<bool>,
 }
 
@@ -317,14 +340,14 @@ impl<T: serde::Serialize, K: Clone + ToString> PageReader<T, K> {
         }
     }
 
-    /// How many rows to read next, if any. Waits for its turn to read them.
+    /// The number of rows to read next, if any. Waits for a permit to read them.
     pub(crate) async fn wanted(&mut self) -> Option<i64> {
         if self.is_last.is_some() {
             return None;
         }
         self.turn = READING.acquire().await.ok();
-        // One more than is shown tells whether there is a next page.
-        self.asked = self.page.left().saturating_add(1).min(CHUNK);
+        // One row more than the page shows tells whether there is a next page.
+        self.asked = self.page.left().saturating_add(1).min(CHUNK_ROWS);
         i64::try_from(self.asked).ok()
     }
 
@@ -332,7 +355,7 @@ impl<T: serde::Serialize, K: Clone + ToString> PageReader<T, K> {
         self.after.clone()
     }
 
-    /// Adds the rows that were read.
+    /// Adds the rows of a chunk.
     pub(crate) fn add(&mut self, chunk: Vec<T>, key: impl Fn(&T) -> K) {
         let _turn = self.turn.take();
         if chunk.len() < self.asked {
@@ -361,7 +384,7 @@ impl<T: serde::Serialize, K: Clone + ToString> PageReader<T, K> {
     }
 }
 
-/// A page of items that are in memory already.
+/// A page of items that are already in memory.
 pub(crate) fn page<T: serde::Serialize>(
     items: impl IntoIterator<Item = T>,
     limit: u32,
@@ -407,7 +430,8 @@ mod tests {
         );
     }
 
-    /// Lists items that are texts of these lengths; says how many the pages have, and the most that one statement read.
+    /// Pages through texts of these lengths. Returns the number of items per page, and the most
+    /// that one statement read.
     async fn pages(lengths: &[usize], limit: u32) -> (Vec<usize>, usize) {
         let (mut after, mut counts, mut most) = (None, Vec::new(), 0);
         loop {
@@ -425,7 +449,7 @@ mod tests {
             assert_eq!(
                 page.items.first().map(|item| item.0),
                 (!lengths.is_empty()).then(|| after.map_or(0, |after| after + 1)),
-                "none is left out or comes twice"
+                "no item is skipped or repeated"
             );
             counts.push(page.items.len());
             let Some(cursor) = page.next_cursor else {
@@ -440,7 +464,7 @@ mod tests {
         assert_eq!(pages(&[], 10).await, (vec![0], 0));
         assert_eq!(pages(&[1; 10], 10).await, (vec![10], 10));
         assert_eq!(pages(&[1; 11], 10).await.0, [10, 1]);
-        assert_eq!(pages(&[1; 100], 1_000).await, (vec![100], CHUNK));
+        assert_eq!(pages(&[1; 100], 1_000).await, (vec![100], CHUNK_ROWS));
         // Around each text there are a few bytes more.
         assert_eq!(
             pages(&[MAX_PAGE_BYTES / 4 - 10; 9], 1_000).await.0,

@@ -1,14 +1,14 @@
-//! Nodes and the keys by which they register.
+//! Nodes and their registration keys.
 
-use cynode_api::{Capability, ErrorCode, Heartbeat, Node, NodeId, NodeState};
-use cynode_service::ApiError;
+use std::time::Duration;
+
+use cynode_api::{Capability, Heartbeat, Node, NodeId, NodeState};
 use sqlx::{Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, problem, stored, to_json};
+use super::{Db, Error, Missing, decode, to_json};
 
-/// A node as the orchestrators need it.
 #[derive(Clone, Debug)]
 pub(crate) struct NodeRow {
     pub(crate) id: NodeId,
@@ -20,27 +20,35 @@ pub(crate) struct NodeRow {
     pub(crate) is_lost: bool,
     pub(crate) running_sandboxes: i32,
     pub(crate) token_epoch: i64,
-    /// The node has been offered tokens of the next epoch and has not said yet that it has them.
+    /// The node was offered tokens of the next epoch and has not used them yet.
     pub(crate) rotating: bool,
     pub(crate) tokens_rotated_at: OffsetDateTime,
     pub(crate) config_revision: i64,
     pub(crate) registered_at: OffsetDateTime,
     pub(crate) last_heartbeat_at: OffsetDateTime,
-    /// By the database's clock, which all orchestrators share.
-    pub(crate) silent_seconds: f64,
+    /// Time since the last heartbeat, by the database's clock, which all orchestrators share.
+    pub(crate) silent_for: Duration,
 }
 
 impl NodeRow {
-    pub(crate) fn state(&self, unreachable_after: f64) -> (NodeState, Option<String>) {
+    /// Whether the node has sent a heartbeat within this time.
+    pub(crate) fn is_responsive(&self, unreachable_after: Duration) -> bool {
+        !self.is_lost && self.silent_for <= unreachable_after
+    }
+
+    pub(crate) fn state(&self, unreachable_after: Duration) -> (NodeState, Option<String>) {
         if self.is_lost {
             (
                 NodeState::Lost,
-                Some("no heartbeat for so long that its work was given up".to_owned()),
+                Some("no heartbeat for so long that the node was given up".to_owned()),
             )
-        } else if self.silent_seconds > unreachable_after {
+        } else if self.silent_for > unreachable_after {
             (
                 NodeState::Unreachable,
-                Some(format!("no heartbeat for {:.0} s", self.silent_seconds)),
+                Some(format!(
+                    "no heartbeat for {:.0} s",
+                    self.silent_for.as_secs_f64()
+                )),
             )
         } else if self.draining {
             (NodeState::Draining, None)
@@ -51,7 +59,7 @@ impl NodeRow {
         }
     }
 
-    pub(crate) fn object(&self, unreachable_after: f64) -> Node {
+    pub(crate) fn object(&self, unreachable_after: Duration) -> Node {
         let (state, reason) = self.state(unreachable_after);
         Node {
             id: self.id,
@@ -69,7 +77,7 @@ impl NodeRow {
     }
 }
 
-/// What a node says when it registers, with what it shall be known by.
+/// A registration request, with the identity that the node will get.
 #[derive(Clone, Debug)]
 pub(crate) struct Registration {
     pub(crate) node_id: NodeId,
@@ -77,12 +85,12 @@ pub(crate) struct Registration {
     pub(crate) api_url: String,
     pub(crate) capability: Capability,
     pub(crate) key_hash: [u8; 32],
-    /// A node that was silent for so many seconds may be replaced by who has a reusable key.
-    pub(crate) silent_after: f64,
+    /// A reusable key may replace a node that has been silent for this long.
+    pub(crate) silent_after: Duration,
 }
 
-fn node(row: &PgRow) -> Result<NodeRow, ApiError> {
-    let capability: serde_json::Value = row.try_get("capability").map_err(problem)?;
+fn node(row: &PgRow) -> Result<NodeRow, Error> {
+    let capability: serde_json::Value = row.try_get("capability")?;
     let read = || -> Result<NodeRow, sqlx::Error> {
         Ok(NodeRow {
             id: NodeId::from_uuid(row.try_get("id")?),
@@ -101,16 +109,16 @@ fn node(row: &PgRow) -> Result<NodeRow, ApiError> {
             config_revision: row.try_get("config_revision")?,
             registered_at: row.try_get("registered_at")?,
             last_heartbeat_at: row.try_get("last_heartbeat_at")?,
-            silent_seconds: row.try_get("silent_seconds")?,
+            silent_for: Duration::try_from_secs_f64(row.try_get("silent_seconds")?)
+                .unwrap_or_default(),
         })
     };
     Ok(NodeRow {
-        capability: stored(capability)?,
-        ..read().map_err(problem)?
+        capability: decode(capability)?,
+        ..read()?
     })
 }
 
-/// How long ago the last heartbeat was, as a column.
 macro_rules! columns {
     () => {
         "n.*, extract(epoch from now() - n.last_heartbeat_at)::float8 as silent_seconds"
@@ -124,7 +132,7 @@ impl Db {
         reusable: bool,
         by: &str,
         expires_at: Option<OffsetDateTime>,
-    ) -> Result<Uuid, ApiError> {
+    ) -> Result<Uuid, Error> {
         let id = Uuid::now_v7();
         sqlx::query(
             "insert into node_keys (id, hash, reusable, created_by, expires_at) values ($1, $2, $3, $4, $5)
@@ -136,20 +144,20 @@ impl Db {
         .bind(by)
         .bind(expires_at)
         .execute(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         Ok(id)
     }
 
-    /// Takes a key and writes the node down with its images, all of it or nothing. A single-use key is good again for the node that used it, because
-    /// the answer may have been lost, until that node has shown that it has its token. A reusable one takes no node's place that
-    /// is heard of. `None` when the key is not good.
+    /// Consumes a key and stores the node with its images, atomically. A single-use key stays valid
+    /// for the node that used it until that node authenticates, because the response may have been
+    /// lost. A reusable key can't take over a node that still sends heartbeats. `None` when the key
+    /// is invalid.
     pub(crate) async fn register_node(
         &self,
         new: &Registration,
         seeded: &[String],
         tokens: impl Fn(i64) -> [u8; 32],
-    ) -> Result<Option<NodeRow>, ApiError> {
+    ) -> Result<Option<NodeRow>, Error> {
         let mut transaction = self.begin().await?;
         let key = sqlx::query(
             "update node_keys set used_at = now(), used_by = $2
@@ -161,20 +169,18 @@ impl Db {
         )
         .bind(new.key_hash.as_slice())
         .bind(new.node_id.as_uuid())
-        .bind(new.silent_after)
+        .bind(new.silent_after.as_secs_f64())
         .fetch_optional(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         if key.is_none() {
             return Ok(None);
         }
-        // Locked, so that two registrations of one node do not take the same epoch.
+        // Locked, so that concurrent registrations of one node take different epochs.
         let epoch: Option<i64> =
             sqlx::query_scalar("select token_epoch from nodes where id = $1 for update")
                 .bind(new.node_id.as_uuid())
                 .fetch_optional(&mut *transaction)
-                .await
-                .map_err(problem)?;
+                .await?;
         let epoch = epoch.map_or(1, |epoch| epoch + 1);
         let row = sqlx::query(concat!(
             "insert into nodes as n (id, name, api_url, capability, token_epoch, node_token_hash) values ($1, $2, $3, $4, $5, $6)
@@ -191,20 +197,20 @@ impl Db {
         .bind(epoch)
         .bind(tokens(epoch).as_slice())
         .fetch_one(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         let row = node(&row)?;
-        // With what it has: nobody sees a node that is ready and has no images.
+        // In the same transaction: a node must not be ready without images.
         super::images::report(&mut transaction, row.id, &new.capability.images, seeded).await?;
         super::commit(transaction).await?;
         Ok(Some(row))
     }
 
-    /// The node that a token belongs to. One that shows its next token has it: the old one is good no more.
+    /// The node of a token. A node that presents its next token has received it: the old token
+    /// becomes invalid.
     pub(crate) async fn authenticate_node(
         &self,
         hash: &[u8; 32],
-    ) -> Result<Option<NodeRow>, ApiError> {
+    ) -> Result<Option<NodeRow>, Error> {
         let found = sqlx::query(concat!(
             "select ",
             columns!(),
@@ -212,14 +218,9 @@ impl Db {
         ))
         .bind(hash.as_slice())
         .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         let Some(row) = found else { return Ok(None) };
-        if row
-            .try_get::<Option<bool>, _>("shows_next")
-            .map_err(problem)?
-            != Some(true)
-        {
+        if row.try_get::<Option<bool>, _>("shows_next")? != Some(true) {
             return node(&row).map(Some);
         }
         let row = sqlx::query(concat!(
@@ -229,12 +230,11 @@ impl Db {
         ))
         .bind(hash.as_slice())
         .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         if let Some(row) = row {
             return node(&row).map(Some);
         }
-        // Another call of the same node was first.
+        // A concurrent call of the same node has rotated the token.
         let row = sqlx::query(concat!(
             "select ",
             columns!(),
@@ -242,8 +242,7 @@ impl Db {
         ))
         .bind(hash.as_slice())
         .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         row.as_ref().map(node).transpose()
     }
 
@@ -253,7 +252,7 @@ impl Db {
         id: NodeId,
         epoch: i64,
         next_hash: &[u8; 32],
-    ) -> Result<(), ApiError> {
+    ) -> Result<(), Error> {
         sqlx::query("update nodes set next_token_hash = $2 where id = $1 and token_epoch = $3")
             .bind(id.as_uuid())
             .bind(next_hash.as_slice())
@@ -261,11 +260,11 @@ impl Db {
             .execute(&self.pool)
             .await
             .map(drop)
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// Says whether the node had been given up. The single-use key that it registered with is good for nobody any more.
-    pub(crate) async fn heartbeat(&self, id: NodeId, beat: &Heartbeat) -> Result<bool, ApiError> {
+    /// Returns whether the node was lost. Its single-use registration key expires now.
+    pub(crate) async fn heartbeat(&self, id: NodeId, beat: &Heartbeat) -> Result<bool, Error> {
         let row = sqlx::query(
             "with spent as (update node_keys set expires_at = now() where used_by = $1 and not reusable and (expires_at is null or expires_at > now()))
              update nodes n set last_heartbeat_at = now(), running_sandboxes = $2, not_ready = $3, config_revision = $4,
@@ -279,60 +278,53 @@ impl Db {
         .bind(beat.capability.as_ref().map(to_json))
         .bind(&beat.api_url)
         .fetch_one(&self.pool)
-        .await
-        .map_err(problem)?;
-        row.try_get("is_lost").map_err(problem)
+        .await?;
+        row.try_get("is_lost").map_err(Error::from)
     }
 
-    pub(crate) async fn nodes(&self) -> Result<Vec<NodeRow>, ApiError> {
+    pub(crate) async fn nodes(&self) -> Result<Vec<NodeRow>, Error> {
         let rows = sqlx::query(concat!(
             "select ",
             columns!(),
             " from nodes n order by n.name"
         ))
         .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         rows.iter().map(node).collect()
     }
 
-    pub(crate) async fn node(&self, id: NodeId) -> Result<NodeRow, ApiError> {
-        let row = sqlx::query(concat!(
-            "select ",
-            columns!(),
-            " from nodes n where n.id = $1"
-        ))
-        .bind(id.as_uuid())
-        .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
+    pub(crate) async fn node(&self, id: NodeId) -> Result<NodeRow, Error> {
+        let row = self
+            .row(
+                concat!("select ", columns!(), " from nodes n where n.id = $1"),
+                id.as_uuid(),
+            )
+            .await?;
         row.as_ref()
             .map(node)
             .transpose()?
-            .ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no node {id}")))
+            .ok_or(Error::NotFound(Missing::Node(id)))
     }
 
-    pub(crate) async fn drain_node(&self, id: NodeId, drain: bool) -> Result<NodeRow, ApiError> {
+    pub(crate) async fn drain_node(&self, id: NodeId, drain: bool) -> Result<NodeRow, Error> {
         sqlx::query("update nodes set draining = $2 where id = $1")
             .bind(id.as_uuid())
             .bind(drain)
             .execute(&self.pool)
-            .await
-            .map_err(problem)?;
+            .await?;
         self.node(id).await
     }
 
-    /// Gives up nodes that have been silent for so long. Says which.
-    pub(crate) async fn give_up_silent_nodes(
+    /// Marks nodes lost that have been silent for too long, and returns them.
+    pub(crate) async fn mark_silent_nodes_lost(
         &self,
-        after_seconds: u64,
-    ) -> Result<Vec<NodeId>, ApiError> {
+        after: Duration,
+    ) -> Result<Vec<NodeId>, Error> {
         let ids: Vec<Uuid> =
             sqlx::query_scalar("update nodes set is_lost = true where not is_lost and last_heartbeat_at < now() - make_interval(secs => $1) returning id")
-                .bind(f64::from(u32::try_from(after_seconds).unwrap_or(u32::MAX)))
+                .bind(after.as_secs_f64())
                 .fetch_all(&self.pool)
-                .await
-                .map_err(problem)?;
+                .await?;
         Ok(ids.into_iter().map(NodeId::from_uuid).collect())
     }
 }

@@ -1,17 +1,16 @@
-//! Where things belong and whose they are: what decisions need to know of them.
+//! The owners, tasks and projects of resources, as policy decisions need them.
 
 use cynode_api::{
     ArtifactId, GroupId, ImageId, JobId, NodeId, ProjectId, SessionId, SessionState, TaskId,
     TokenId,
 };
 use cynode_policy::Place;
-use cynode_service::ApiError;
 use sqlx::{Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, problem};
+use super::{Db, Error};
 
-/// The node of a session, and how the session was then.
+/// The node and the state of a session when it was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SessionAt {
     pub(crate) node_id: NodeId,
@@ -37,40 +36,39 @@ fn owned(row: &PgRow) -> Result<Place, sqlx::Error> {
     })
 }
 
-/// Where a session belongs, and where it is.
+/// A session's place in the hierarchy, and its node.
 pub(crate) type PlacedSession = (Place, SessionAt);
 
-/// From a row in which a project belongs to whoever asks, and `session_project_id` is the session's.
-pub(super) fn placed_session(row: &PgRow) -> Result<PlacedSession, ApiError> {
+/// Reads a row in which `project_id` is the token's and `session_project_id` the session's.
+pub(super) fn placed_session(row: &PgRow) -> Result<PlacedSession, Error> {
     let place = Place {
-        project: row.try_get("session_project_id").map_err(problem)?,
-        ..owned(row).map_err(problem)?
+        project: row.try_get("session_project_id")?,
+        ..owned(row)?
     };
     Ok((
         place,
         SessionAt {
-            node_id: NodeId::from_uuid(row.try_get("node_id").map_err(problem)?),
-            state: super::sessions::parsed(row)?,
+            node_id: NodeId::from_uuid(row.try_get("node_id")?),
+            state: super::state(row)?,
         },
     ))
 }
 
 impl Db {
-    async fn place(&self, query: &'static str, id: &Uuid) -> Result<Option<Place>, ApiError> {
+    async fn place(&self, query: &'static str, id: &Uuid) -> Result<Option<Place>, Error> {
         let row = sqlx::query(query)
             .bind(id)
             .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
-        row.as_ref().map(place).transpose().map_err(problem)
+            .await?;
+        row.as_ref().map(place).transpose().map_err(Error::from)
     }
 
-    pub(crate) async fn project_place(&self, id: ProjectId) -> Result<Option<Place>, ApiError> {
+    pub(crate) async fn project_place(&self, id: ProjectId) -> Result<Option<Place>, Error> {
         let query = "select null::uuid as task_id, null::uuid as project_id, owner_id, null::uuid as project_owner_id from projects where id = $1";
         self.place(query, id.as_uuid()).await
     }
 
-    pub(crate) async fn task_place(&self, id: TaskId) -> Result<Option<Place>, ApiError> {
+    pub(crate) async fn task_place(&self, id: TaskId) -> Result<Option<Place>, Error> {
         let query =
             "select null::uuid as task_id, t.project_id, t.owner_id, p.owner_id as project_owner_id
                      from tasks t left join projects p on p.id = t.project_id where t.id = $1";
@@ -80,56 +78,48 @@ impl Db {
     pub(crate) async fn session_place(
         &self,
         id: SessionId,
-    ) -> Result<Option<PlacedSession>, ApiError> {
-        let row = sqlx::query(
+    ) -> Result<Option<PlacedSession>, Error> {
+        let row = self.row(
             "select s.task_id, t.project_id as session_project_id, s.owner_id, p.owner_id as project_owner_id, s.node_id, s.state
-             from sessions s join tasks t on t.id = s.task_id left join projects p on p.id = t.project_id where s.session_id = $1",
-        )
-        .bind(id.as_uuid())
-        .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
+             from sessions s join tasks t on t.id = s.task_id left join projects p on p.id = t.project_id where s.session_id = $1", id.as_uuid()).await?;
         row.as_ref().map(placed_session).transpose()
     }
 
-    pub(crate) async fn job_place(&self, id: JobId) -> Result<Option<Place>, ApiError> {
+    pub(crate) async fn job_place(&self, id: JobId) -> Result<Option<Place>, Error> {
         let query = "select j.task_id, t.project_id, j.owner_id, p.owner_id as project_owner_id
                      from jobs j join tasks t on t.id = j.task_id left join projects p on p.id = t.project_id where j.job_id = $1";
         self.place(query, id.as_uuid()).await
     }
 
-    pub(crate) async fn artifact_place(&self, id: ArtifactId) -> Result<Option<Place>, ApiError> {
+    pub(crate) async fn artifact_place(&self, id: ArtifactId) -> Result<Option<Place>, Error> {
         let query = "select a.task_id, t.project_id, t.owner_id, p.owner_id as project_owner_id
                      from artifacts a join tasks t on t.id = a.task_id left join projects p on p.id = t.project_id where a.id = $1";
         self.place(query, id.as_uuid()).await
     }
 
-    /// Whose a token is, and of what kind.
-    pub(crate) async fn token_owner(
-        &self,
-        id: TokenId,
-    ) -> Result<Option<(Uuid, String)>, ApiError> {
+    /// The owner and the kind of a token.
+    pub(crate) async fn token_owner(&self, id: TokenId) -> Result<Option<(Uuid, String)>, Error> {
         sqlx::query_as("select user_id, kind from api_tokens where id = $1")
             .bind(id.as_uuid())
             .fetch_optional(&self.pool)
             .await
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// Who is in a group.
-    pub(crate) async fn group_members(&self, id: GroupId) -> Result<Option<Vec<Uuid>>, ApiError> {
+    /// The members of a group.
+    pub(crate) async fn group_members(&self, id: GroupId) -> Result<Option<Vec<Uuid>>, Error> {
         sqlx::query_scalar("select array(select user_id from group_members where group_id = g.id) from groups g where g.id = $1")
             .bind(id.as_uuid())
             .fetch_optional(&self.pool)
             .await
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// What an image is called, whether agents may work in a version of it, and whether all have digests.
+    /// The name of an image, whether any version is agent-compatible, and whether all are pinned.
     pub(crate) async fn image_place(
         &self,
         id: ImageId,
-    ) -> Result<Option<(String, bool, bool)>, ApiError> {
+    ) -> Result<Option<(String, bool, bool)>, Error> {
         sqlx::query_as(
             "select i.name, coalesce(bool_or(v.capabilities->'agent_compatible' = 'true'::jsonb), false), coalesce(bool_and(v.image_digest is not null), false)
              from sandbox_images i left join sandbox_image_versions v on v.sandbox_image_id = i.id where i.id = $1 group by i.id",
@@ -137,6 +127,6 @@ impl Db {
         .bind(id.as_uuid())
         .fetch_optional(&self.pool)
         .await
-        .map_err(problem)
+        .map_err(Error::from)
     }
 }

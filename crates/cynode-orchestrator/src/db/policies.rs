@@ -1,13 +1,11 @@
-//! Policies: documents, every version of them, and a number that rises with every change.
+//! Policy documents with all their versions, and a revision that rises with every change.
 
-use cynode_api::ErrorCode;
-use cynode_service::ApiError;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 
-use super::{Db, commit, problem};
+use super::{Db, Error, Missing, commit};
 
-/// What wakes the orchestrators.
+/// The notification channel that tells orchestrators of changes.
 pub(crate) const CHANNEL: &str = "cynode_policies";
 
 #[derive(Clone, Debug)]
@@ -31,23 +29,22 @@ fn policy(row: &PgRow) -> Result<PolicyRow, sqlx::Error> {
     })
 }
 
-/// The next number. The row is locked until the commit: changes come one after another, and each sees all before it.
-async fn next(connection: &mut PgConnection) -> Result<i64, ApiError> {
+/// The next revision. The row stays locked until the commit: changes are serialized.
+async fn next(connection: &mut PgConnection) -> Result<i64, Error> {
     sqlx::query_scalar("update policy_head set revision = revision + 1 returning revision")
         .fetch_one(connection)
         .await
-        .map_err(problem)
+        .map_err(Error::from)
 }
 
-async fn all(connection: &mut PgConnection) -> Result<Vec<PolicyRow>, ApiError> {
+async fn all(connection: &mut PgConnection) -> Result<Vec<PolicyRow>, Error> {
     let rows = sqlx::query("select * from policies order by id")
         .fetch_all(connection)
-        .await
-        .map_err(problem)?;
+        .await?;
     rows.iter()
         .map(policy)
         .collect::<Result<_, _>>()
-        .map_err(problem)
+        .map_err(Error::from)
 }
 
 async fn write(
@@ -57,15 +54,14 @@ async fn write(
     revision: i64,
     is_default: bool,
     by: &str,
-) -> Result<(), ApiError> {
+) -> Result<(), Error> {
     sqlx::query("insert into policy_versions (policy_id, revision, text, created_by) values ($1, $2, $3, $4)")
         .bind(id)
         .bind(revision)
         .bind(text)
         .bind(by)
         .execute(&mut *connection)
-        .await
-        .map_err(problem)?;
+        .await?;
     match text {
         Some(text) => sqlx::query(
             "insert into policies (id, text, revision, is_default, updated_by) values ($1, $2, $3, $4, $5)
@@ -78,55 +74,50 @@ async fn write(
         .bind(is_default)
         .bind(by)
         .execute(&mut *connection)
-        .await
-        .map_err(problem)?,
-        None => sqlx::query("delete from policies where id = $1").bind(id).execute(&mut *connection).await.map_err(problem)?,
+        .await?,
+        None => sqlx::query("delete from policies where id = $1").bind(id).execute(&mut *connection).await?,
     };
     sqlx::query("select pg_notify($1, '')")
         .bind(CHANNEL)
         .execute(connection)
         .await
         .map(drop)
-        .map_err(problem)
+        .map_err(Error::from)
 }
 
 impl Db {
-    pub(crate) async fn policy_revision(&self) -> Result<i64, ApiError> {
+    pub(crate) async fn policy_revision(&self) -> Result<i64, Error> {
         sqlx::query_scalar("select revision from policy_head")
             .fetch_one(&self.pool)
             .await
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// All documents as they are at one moment, and its number.
-    pub(crate) async fn policies(&self) -> Result<(i64, Vec<PolicyRow>), ApiError> {
+    /// A consistent snapshot of all documents, and its revision.
+    pub(crate) async fn policies(&self) -> Result<(i64, Vec<PolicyRow>), Error> {
         let mut transaction = self.begin().await?;
         sqlx::query("set transaction isolation level repeatable read read only")
             .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         let revision = sqlx::query_scalar("select revision from policy_head")
             .fetch_one(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         Ok((revision, all(&mut transaction).await?))
     }
 
-    /// Puts the documents that come with the system there, unless somebody changed them.
-    pub(crate) async fn seed_policy(&self, id: &str, text: &str) -> Result<(), ApiError> {
+    /// Stores a built-in document, unless somebody has changed or removed it.
+    pub(crate) async fn seed_policy(&self, id: &str, text: &str) -> Result<(), Error> {
         let mut transaction = self.begin().await?;
         let revision = next(&mut transaction).await?;
         let known = all(&mut transaction)
             .await?
             .into_iter()
             .find(|row| row.id == id);
-        // One that was removed or changed on purpose stays so.
         let was_there: bool =
             sqlx::query_scalar("select exists (select from policy_versions where policy_id = $1)")
                 .bind(id)
                 .fetch_one(&mut *transaction)
-                .await
-                .map_err(problem)?;
+                .await?;
         let is_due = match known {
             Some(known) => known.is_default && known.text != text,
             None => !was_there,
@@ -138,32 +129,26 @@ impl Db {
         commit(transaction).await
     }
 
-    /// Changes or removes a document, if `check` takes the set as it is then.
-    pub(crate) async fn put_policy<T>(
+    /// Changes or removes a document, if `check` accepts the resulting set.
+    pub(crate) async fn put_policy<T, E: From<Error>>(
         &self,
         id: &str,
         text: Option<&str>,
         if_revision: Option<i64>,
         is_default: bool,
         by: &str,
-        check: impl FnOnce(&[PolicyRow]) -> Result<T, ApiError>,
-    ) -> Result<PolicyRow, ApiError> {
+        check: impl FnOnce(&[PolicyRow]) -> Result<T, E>,
+    ) -> Result<PolicyRow, E> {
         let mut transaction = self.begin().await?;
         let revision = next(&mut transaction).await?;
         let mut rows = all(&mut transaction).await?;
         let known = rows.iter().position(|row| row.id == id);
         if text.is_none() && known.is_none() {
-            return Err(ApiError::new(
-                ErrorCode::NotFound,
-                format!("there is no policy '{id}'"),
-            ));
+            return Err(Error::NotFound(Missing::Policy(id.to_owned())).into());
         }
         let before = known.map_or(0, |index| rows[index].revision);
         if if_revision.is_some_and(|expected| expected != before) {
-            return Err(ApiError::new(
-                ErrorCode::PreconditionFailed,
-                format!("the policy is at revision {before}"),
-            ));
+            return Err(Error::StalePolicy { current: before }.into());
         }
         let row = PolicyRow {
             id: id.to_owned(),

@@ -1,121 +1,143 @@
-//! Quotas: how much a user and a project may have. They are preferences whose keys begin with `quota.`; where several scopes
-//! set one, the narrowest counts. Checked in the transaction of what would use them up, one after another.
+//! Quotas of users and projects. They are preferences whose keys begin with `quota.`; the narrowest
+//! scope wins. They are checked, serialized, in the transaction of the insert that consumes them.
 
 use cynode_api::{
-    ErrorCode, Limits, LimitsRequest, Problem, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS,
-    QUOTA_SANDBOX_CPUS, QUOTA_SANDBOX_MEMORY_BYTES, QUOTA_SANDBOX_PIDS, QUOTA_SANDBOXES, TaskId,
-    UserId,
+    Limits, LimitsRequest, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOX_CPUS,
+    QUOTA_SANDBOX_DISK_BYTES, QUOTA_SANDBOX_MEMORY_BYTES, QUOTA_SANDBOX_NOFILE, QUOTA_SANDBOX_PIDS,
+    QUOTA_SANDBOXES, TaskId, UserId,
 };
-use cynode_service::ApiError;
 use sqlx::{PgConnection, Row as _};
 use uuid::Uuid;
 
-use super::problem;
+use super::Error;
 
-/// What is about to be used.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum QuotaExceeded {
+    /// A sandbox is larger than the quota allows for one.
+    #[error("{key}: a sandbox of the {owner} has at most {max}, and would have {value}")]
+    Sandbox {
+        key: String,
+        owner: &'static str,
+        max: i64,
+        value: String,
+        /// The field of the request's limits.
+        field: &'static str,
+    },
+    #[error("{key}: the {owner} has {max} and would have {used}")]
+    Total {
+        key: String,
+        owner: &'static str,
+        max: i64,
+        used: i64,
+    },
+}
+
+/// The resource that a transaction consumes.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Uses {
-    /// With the limits that it will have.
+pub(super) enum Usage {
+    /// A sandbox with its effective limits.
     Sandbox(Limits),
-    /// Bytes that are kept: an artifact, or the output of a job.
+    /// Stored bytes: an artifact, or the output of a job.
     Bytes,
 }
 
-impl Uses {
+impl Usage {
     pub(super) fn sandbox(asked: Option<LimitsRequest>) -> Self {
         Self::Sandbox(asked.unwrap_or_default().or_default())
     }
 }
 
 #[derive(Debug)]
-struct Limit {
+struct Quota {
     key: String,
-    most: i64,
+    max: i64,
     is_project: bool,
 }
 
-impl Limit {
-    /// Refuses a sandbox that is larger than one may be.
-    fn check_largest(&self, asked: &Limits) -> Result<(), ApiError> {
+impl Quota {
+    /// Fails for a sandbox that is larger than the quota allows.
+    fn check_sandbox(&self, asked: &Limits) -> Result<(), QuotaExceeded> {
         #[expect(clippy::cast_precision_loss, reason = "processors are few")]
-        let (is_over, field, value) = match self.key.as_str() {
+        let (exceeds, field, value) = match self.key.as_str() {
             QUOTA_SANDBOX_MEMORY_BYTES => (
-                i64::try_from(asked.memory_bytes).unwrap_or(i64::MAX) > self.most,
+                i64::try_from(asked.memory_bytes).unwrap_or(i64::MAX) > self.max,
                 "memory_bytes",
                 asked.memory_bytes.to_string(),
             ),
-            QUOTA_SANDBOX_CPUS => (
-                asked.cpus > self.most as f64,
-                "cpus",
-                asked.cpus.to_string(),
-            ),
+            QUOTA_SANDBOX_CPUS => (asked.cpus > self.max as f64, "cpus", asked.cpus.to_string()),
             QUOTA_SANDBOX_PIDS => (
-                i64::from(asked.pids) > self.most,
+                i64::from(asked.pids) > self.max,
                 "pids",
                 asked.pids.to_string(),
             ),
+            QUOTA_SANDBOX_DISK_BYTES => (
+                i64::try_from(asked.disk_bytes).unwrap_or(i64::MAX) > self.max,
+                "disk_bytes",
+                asked.disk_bytes.to_string(),
+            ),
+            QUOTA_SANDBOX_NOFILE => (
+                i64::try_from(asked.nofile).unwrap_or(i64::MAX) > self.max,
+                "nofile",
+                asked.nofile.to_string(),
+            ),
             _ => return Ok(()),
         };
-        if !is_over {
+        if !exceeds {
             return Ok(());
         }
-        let who = if self.is_project { "project" } else { "user" };
-        let detail = format!(
-            "{}: a sandbox of the {who} has at most {}, and would have {value}",
-            self.key, self.most
-        );
-        let remedy = format!(
-            "Ask for at most {} in limits.{field}, or have an administrator raise the quota.",
-            self.most
-        );
-        Err(Problem::new(ErrorCode::QuotaExceeded, detail)
-            .with_remedy(remedy)
-            .into())
+        Err(QuotaExceeded::Sandbox {
+            key: self.key.clone(),
+            owner: if self.is_project { "project" } else { "user" },
+            max: self.max,
+            value,
+            field,
+        })
     }
 }
 
-/// Refuses when, with what this transaction has added, a quota of the user or of the task's project is exceeded.
+/// Fails when, including this transaction's changes, a quota of the user or of the task's project
+/// is exceeded.
 pub(super) async fn check(
     connection: &mut PgConnection,
     user: UserId,
     task: TaskId,
-    uses: Uses,
-) -> Result<(), ApiError> {
+    usage: Usage,
+) -> Result<(), Error> {
     let project: Option<Uuid> = sqlx::query_scalar("select project_id from tasks where id = $1")
         .bind(task.as_uuid())
         .fetch_one(&mut *connection)
-        .await
-        .map_err(problem)?;
-    for limit in limits(&mut *connection, user, project).await? {
-        if (limit.key == QUOTA_ARTIFACT_BYTES) != (uses == Uses::Bytes) {
+        .await?;
+    for quota in limits(&mut *connection, user, project).await? {
+        if (quota.key == QUOTA_ARTIFACT_BYTES) != (usage == Usage::Bytes) {
             continue;
         }
-        if let Uses::Sandbox(asked) = uses {
-            limit.check_largest(&asked)?;
+        if let Usage::Sandbox(asked) = usage {
+            quota.check_sandbox(&asked)?;
         }
-        let (who, id) = match project.filter(|_| limit.is_project) {
+        let (who, id) = match project.filter(|_| quota.is_project) {
             Some(project) => ("project", project),
             None => ("user", *user.as_uuid()),
         };
-        // Others who would use it up wait until this is decided, and see it then.
+        // Serializes transactions that consume the same quota.
         sqlx::query("select pg_advisory_xact_lock(hashtextextended($1, 0))")
             .bind(format!("quota {who} {id}"))
             .execute(&mut *connection)
-            .await
-            .map_err(problem)?;
-        let used = used(&mut *connection, &limit, id).await?;
-        // Time is used up before anything is begun; of the rest, what is begun counts already.
-        let is_over = if limit.key == QUOTA_CPU_SECONDS {
-            used >= limit.most
+            .await?;
+        let used = used(&mut *connection, &quota, id).await?;
+        // The new work is already counted, except for its processor time.
+        let exceeds = if quota.key == QUOTA_CPU_SECONDS {
+            used >= quota.max
         } else {
-            used > limit.most
+            used > quota.max
         };
-        if is_over {
-            let detail = format!(
-                "{}: the {who} has {} and would have {used}",
-                limit.key, limit.most
-            );
-            return Err(ApiError::new(ErrorCode::QuotaExceeded, detail));
+        if exceeds {
+            return Err(QuotaExceeded::Total {
+                key: quota.key,
+                owner: who,
+                max: quota.max,
+                used,
+            }
+            .into());
         }
     }
     Ok(())
@@ -125,7 +147,7 @@ async fn limits(
     connection: &mut PgConnection,
     user: UserId,
     project: Option<Uuid>,
-) -> Result<Vec<Limit>, ApiError> {
+) -> Result<Vec<Quota>, Error> {
     let rows = sqlx::query(
         "select distinct on (p.key, p.scope = 'project') p.key, (p.value #>> '{}')::bigint as most, p.scope = 'project' as is_project from preferences p
          where p.key like 'quota.%' and jsonb_typeof(p.value) = 'number'
@@ -136,24 +158,23 @@ async fn limits(
     .bind(user.as_uuid())
     .bind(project)
     .fetch_all(connection)
-    .await
-    .map_err(problem)?;
-    let limit = |row: &sqlx::postgres::PgRow| -> Result<Limit, sqlx::Error> {
-        Ok(Limit {
+    .await?;
+    let quota = |row: &sqlx::postgres::PgRow| -> Result<Quota, sqlx::Error> {
+        Ok(Quota {
             key: row.try_get("key")?,
-            most: row.try_get("most")?,
+            max: row.try_get("most")?,
             is_project: row.try_get("is_project")?,
         })
     };
     rows.iter()
-        .map(limit)
+        .map(quota)
         .collect::<Result<_, _>>()
-        .map_err(problem)
+        .map_err(Error::from)
 }
 
-/// How much there is. Processor time is what sandboxes had reserved in the last 24 hours.
-async fn used(connection: &mut PgConnection, limit: &Limit, id: Uuid) -> Result<i64, ApiError> {
-    let statement = match limit.key.as_str() {
+/// The current usage. Processor time is what sandboxes reserved in the last 24 hours.
+async fn used(connection: &mut PgConnection, quota: &Quota, id: Uuid) -> Result<i64, Error> {
+    let statement = match quota.key.as_str() {
         QUOTA_SANDBOXES => {
             "select (select count(*) from sessions s join tasks t on t.id = s.task_id
                      where s.state in ('creating', 'running', 'ending') and case when $2 then t.project_id else s.owner_id end = $1)
@@ -179,13 +200,13 @@ async fn used(connection: &mut PgConnection, limit: &Limit, id: Uuid) -> Result<
                  + coalesce((select sum(j.output_bytes) from jobs j join tasks t on t.id = j.task_id
                      where case when $2 then t.project_id else t.owner_id end = $1), 0))::bigint"
         }
-        // One that is not known limits nothing.
+        // Unknown quotas limit nothing.
         _ => return Ok(0),
     };
     sqlx::query_scalar(statement)
         .bind(id)
-        .bind(limit.is_project)
+        .bind(quota.is_project)
         .fetch_one(connection)
         .await
-        .map_err(problem)
+        .map_err(Error::from)
 }

@@ -1,18 +1,17 @@
-//! Sessions: on which node they are, what was asked for, what the node last said.
+//! Sessions: their node, their request, and their last reported state.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Duration};
 
 use cynode_api::{
-    ErrorCode, ImageVersionId, Limits, NodeId, Page, Session, SessionCreate, SessionEnd, SessionId,
+    ImageVersionId, Limits, NodeId, Page, Session, SessionCreate, SessionEnd, SessionId,
     SessionState, TaskId, UserSessionCreate, WorkspaceId, session_limits,
 };
-use cynode_service::ApiError;
 use serde_json::Value;
 use sqlx::{Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, NewEvent, PageReader, events, problem, quotas, stored, to_json};
+use super::{Db, Error, Missing, NewEvent, decode, events, quotas, sandboxes::NewSandbox, to_json};
 use crate::caller::Scope;
 
 #[derive(Clone, Debug)]
@@ -23,10 +22,10 @@ pub(crate) struct SessionRow {
     pub(crate) state: SessionState,
     pub(crate) body: Value,
     pub(crate) request: SessionCreate,
-    /// As its node last described it; before that, as its request has it.
+    /// As last reported by the node; before the first report, derived from the request.
     pub(crate) object: Session,
     pub(crate) ending: Option<SessionEnd>,
-    /// When this was read, by the database's clock.
+    /// When the row was read, by the database's clock.
     pub(crate) read_at: OffsetDateTime,
 }
 
@@ -39,28 +38,24 @@ pub(crate) struct NewSession<'a> {
     pub(crate) created_by: &'a str,
 }
 
-fn session(row: &PgRow) -> Result<SessionRow, ApiError> {
-    let get = |name: &str| row.try_get::<Option<Value>, _>(name).map_err(problem);
-    let id = |name: &str| row.try_get::<Uuid, _>(name).map_err(problem);
+fn session(row: &PgRow) -> Result<SessionRow, Error> {
+    let get = |name: &str| row.try_get::<Option<Value>, _>(name).map_err(Error::from);
+    let id = |name: &str| row.try_get::<Uuid, _>(name).map_err(Error::from);
     let node_id = NodeId::from_uuid(id("node_id")?);
-    let state = parsed(row)?;
-    let request: SessionCreate = stored(get("request")?.unwrap_or_default())?;
-    let end_reason: Option<String> = row.try_get("end_reason").map_err(problem)?;
+    let state = super::state(row)?;
+    let request: SessionCreate = decode(get("request")?.unwrap_or_default())?;
+    let end_reason: Option<String> = row.try_get("end_reason")?;
     let object = if let Some(object) = get("object")? {
-        stored(object)?
+        decode(object)?
     } else {
-        let ended_at: Option<OffsetDateTime> = if is_over(state) {
-            row.try_get("updated_at").map_err(problem)?
+        let ended_at: Option<OffsetDateTime> = if is_final(state) {
+            row.try_get("updated_at")?
         } else {
             None
         };
         Session {
             ended_at,
-            ..undescribed(
-                &request,
-                node_id,
-                row.try_get("created_at").map_err(problem)?,
-            )
+            ..unreported(&request, node_id, row.try_get("created_at")?)
         }
     };
     Ok(SessionRow {
@@ -70,34 +65,27 @@ fn session(row: &PgRow) -> Result<SessionRow, ApiError> {
         state,
         body: get("body")?.unwrap_or_default(),
         request,
-        // What is decided here stands above what the node said before.
+        // Decisions of the orchestrator override the node's last report.
         object: Session {
             state,
             end_reason: end_reason.or(object.end_reason.clone()),
             ..object
         },
-        ending: get("ending")?.map(stored).transpose()?,
-        read_at: row.try_get("read_at").map_err(problem)?,
+        ending: get("ending")?.map(decode).transpose()?,
+        read_at: row.try_get("read_at")?,
     })
 }
 
-pub(super) fn parsed(row: &PgRow) -> Result<SessionState, ApiError> {
-    row.try_get::<String, _>("state")
-        .map_err(problem)?
-        .parse()
-        .map_err(|error: String| ApiError::new(ErrorCode::Internal, error))
-}
-
-/// What a node was given.
+/// The work that is assigned to a node.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Load {
     pub(crate) sandboxes: i64,
-    /// What their memory limits add up to.
+    /// The sum of their memory limits.
     pub(crate) memory_bytes: u64,
 }
 
-/// A session of which its node has not said anything.
-fn undescribed(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateTime) -> Session {
+/// A session before its node's first report.
+fn unreported(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateTime) -> Session {
     let after = |seconds: Option<u64>, default: u64| {
         let seconds = i64::try_from(seconds.unwrap_or(default)).unwrap_or(i64::MAX);
         created_at
@@ -134,37 +122,15 @@ fn undescribed(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateT
     }
 }
 
-fn told(task_id: TaskId, session_id: SessionId, state: SessionState) -> NewEvent {
-    NewEvent {
-        kind: "session.state",
-        task_id,
-        job_id: None,
-        session_id: Some(session_id),
-        state: state.to_string(),
-        result_ref: Some(format!("/v1/sessions/{session_id}")),
-    }
-}
-
-fn no_session(id: SessionId) -> ApiError {
-    ApiError::new(
-        ErrorCode::SessionNotFound,
-        format!("there is no session {id}"),
-    )
-}
-
 impl Db {
-    /// Writes a new session down, and its task when that is new. `None` when the id is taken.
+    /// Inserts a session, and its task if that is new. `None` when the id is taken.
     pub(crate) async fn insert_session(
         &self,
         new: &NewSession<'_>,
         task: Option<&cynode_api::Task>,
         scope: &Scope,
-    ) -> Result<Option<SessionRow>, ApiError> {
-        let mut transaction = self.begin().await?;
-        if let Some(task) = task {
-            super::work::insert_task(&mut *transaction, task, scope).await?;
-        }
-        let row = sqlx::query(
+    ) -> Result<Option<SessionRow>, Error> {
+        let insert = sqlx::query(
             "insert into sessions (session_id, task_id, node_id, state, body, request, image_version_id, owner_id, created_by, lease_until)
              values ($1, $2, $3, 'creating', $4, $5, $6, $7, $8, now() + interval '75 seconds') on conflict do nothing returning *, clock_timestamp() as read_at",
         )
@@ -175,61 +141,41 @@ impl Db {
         .bind(to_json(new.request))
         .bind(new.image_version_id.as_uuid())
         .bind(scope.user_id.as_uuid())
-        .bind(new.created_by)
-        .fetch_optional(&mut *transaction)
-        .await
-        .map_err(problem)?;
-        let Some(row) = row else { return Ok(None) };
-        quotas::check(
-            &mut transaction,
-            scope.user_id,
-            new.request.task_id,
-            quotas::Uses::sandbox(new.request.limits),
-        )
-        .await?;
-        events::add(
-            &mut transaction,
-            &told(
+        .bind(new.created_by);
+        let new = NewSandbox {
+            insert,
+            task,
+            limits: new.request.limits,
+            event: NewEvent::session(
                 new.request.task_id,
                 new.request.session_id,
                 SessionState::Creating,
             ),
-        )
-        .await?;
-        super::commit(transaction).await?;
-        session(&row).map(Some)
+        };
+        let row = self.insert_sandbox(new, scope).await?;
+        row.as_ref().map(session).transpose()
     }
 
-    /// A session that the caller may know of.
-    pub(crate) async fn session(
-        &self,
-        scope: &Scope,
-        id: SessionId,
-    ) -> Result<SessionRow, ApiError> {
-        let row = sqlx::query(concat!(
+    /// A session that the caller may see.
+    pub(crate) async fn session(&self, scope: &Scope, id: SessionId) -> Result<SessionRow, Error> {
+        let query = concat!(
             "select *, clock_timestamp() as read_at from sessions s where session_id = $1 and ",
             visible_by_task!("s")
-        ))
-        .bind(id.as_uuid())
-        .bind(scope.sees_all)
-        .bind(scope.user_id.as_uuid())
-        .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
+        );
+        let row = self.visible_row(query, id.as_uuid(), scope).await?;
         row.as_ref()
             .map(session)
             .transpose()?
-            .ok_or_else(|| no_session(id))
+            .ok_or(Error::NotFound(Missing::Session(id)))
     }
 
-    pub(crate) async fn any_session(&self, id: SessionId) -> Result<Option<SessionRow>, ApiError> {
-        let row = sqlx::query(
-            "select *, clock_timestamp() as read_at from sessions where session_id = $1",
-        )
-        .bind(id.as_uuid())
-        .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
+    pub(crate) async fn any_session(&self, id: SessionId) -> Result<Option<SessionRow>, Error> {
+        let row = self
+            .row(
+                "select *, clock_timestamp() as read_at from sessions where session_id = $1",
+                id.as_uuid(),
+            )
+            .await?;
         row.as_ref().map(session).transpose()
     }
 
@@ -241,11 +187,10 @@ impl Db {
         label: Option<(&str, Option<&str>)>,
         after: Option<Uuid>,
         limit: u32,
-    ) -> Result<Page<Session>, ApiError> {
+    ) -> Result<Page<Session>, Error> {
         let (name, value) = label.map_or((None, None), |(name, value)| (Some(name), value));
-        let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted().await {
-            let rows = sqlx::query(concat!(
+        let query = |after: Option<Uuid>, count: i64| {
+            sqlx::query(concat!(
                 "select *, clock_timestamp() as read_at from sessions s where ($1::uuid is null or s.session_id > $1) and ",
                 visible_by_task!("s"),
                 " and ($4::text is null or s.state = $4) and ($5::uuid is null or s.task_id = $5)
@@ -253,7 +198,7 @@ impl Db {
                   and ($7::text is null or coalesce(s.object->'labels', s.request->'labels')->>$6 = $7)
                   order by s.session_id limit $8"
             ))
-            .bind(pages.after())
+            .bind(after)
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .bind(state.map(|state| state.to_string()))
@@ -261,57 +206,57 @@ impl Db {
             .bind(name)
             .bind(value)
             .bind(count)
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
-            pages.add(
-                rows.iter()
-                    .map(|row| session(row).map(|row| row.object))
-                    .collect::<Result<Vec<_>, _>>()?,
-                |session: &Session| *session.session_id.as_uuid(),
-            );
-        }
-        Ok(pages.finish())
+        };
+        self.read_page(
+            limit,
+            after,
+            query,
+            |row| session(row).map(|row| row.object),
+            |session: &Session| *session.session_id.as_uuid(),
+        )
+        .await
     }
 
-    /// Writes down what a node said of a session when it was asked at `as_of` (by the database's clock). What was written since
-    /// then is newer, and stays: then this says false. Changed states are told as events.
+    /// Stores a node's report that was requested at `as_of` (by the database's clock). Returns
+    /// false, and changes nothing, when the row was written since: then it is newer. A changed
+    /// state adds an event.
     pub(crate) async fn observe_session(
         &self,
         object: &Session,
         as_of: OffsetDateTime,
-    ) -> Result<bool, ApiError> {
+    ) -> Result<bool, Error> {
         let id = object.session_id;
         let mut transaction = self.begin().await?;
         let before = sqlx::query("select *, clock_timestamp() as read_at, updated_at > $2 as is_newer from sessions where session_id = $1 for update")
             .bind(id.as_uuid())
             .bind(as_of)
             .fetch_optional(&mut *transaction)
-            .await
-            .map_err(problem)?;
+            .await?;
         let Some(before) = before else {
             return Ok(true);
         };
-        let is_newer = before.try_get::<bool, _>("is_newer").map_err(problem)?;
+        let is_newer = before.try_get::<bool, _>("is_newer")?;
         let before = session(&before)?;
-        // While it was being made, a list may have shown it so: that it runs is newer, whenever it was asked for.
+        // A list may have shown the session while it was creating: that it runs is newer in any
+        // case.
         let has_come_up =
             before.state == SessionState::Creating && object.state == SessionState::Running;
         if is_newer && !has_come_up {
             return Ok(false);
         }
-        // What has ended here comes back only when it is resumed, which is noted first. A request that came late is no such wish.
+        // A session that has ended runs again only by a resume, which is stored first. A late
+        // create request is not a resume.
         if matches!(before.state, SessionState::Ended | SessionState::Failed)
-            && !is_over(object.state)
+            && !is_final(object.state)
         {
             return Ok(true);
         }
-        if !before.is_news(object) {
+        if !before.differs_from(object) {
             return Ok(true);
         }
-        let state = before.state_by(object);
-        let over = is_over(object.state);
-        // A lost one may come back, and is ended then.
+        let state = before.effective_state(object);
+        let over = is_final(object.state);
+        // A lost session may come back; it is ended then.
         let ended = over && object.state != SessionState::Lost;
         sqlx::query(
             "update sessions set object = $2, state = $3, end_reason = case when $5 then coalesce($4, end_reason) end,
@@ -324,23 +269,26 @@ impl Db {
         .bind(over)
         .bind(ended)
         .execute(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         if before.state != state {
-            events::add(&mut transaction, &told(before.task_id, id, state)).await?;
+            events::add(
+                &mut transaction,
+                &NewEvent::session(before.task_id, id, state),
+            )
+            .await?;
         }
         super::commit(transaction).await?;
         Ok(true)
     }
 
-    /// Sets the state of a session without its node: it failed, or its node is gone.
+    /// Sets the state without a report of the node: the session failed, or its node is gone.
     pub(crate) async fn set_session_state(
         &self,
         id: SessionId,
         from: &[SessionState],
         state: SessionState,
         reason: &str,
-    ) -> Result<bool, ApiError> {
+    ) -> Result<bool, Error> {
         let from: Vec<String> = from.iter().map(ToString::to_string).collect();
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
@@ -354,17 +302,19 @@ impl Db {
         .bind(state.to_string())
         .bind(reason)
         .fetch_optional(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         let Some(row) = row else { return Ok(false) };
-        let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
-        events::add(&mut transaction, &told(task_id, id, state)).await?;
+        let task_id = TaskId::from_uuid(row.try_get("task_id")?);
+        events::add(&mut transaction, &NewEvent::session(task_id, id, state)).await?;
         super::commit(transaction).await?;
         Ok(true)
     }
 
-    /// Notes that a session that is over shall run again. Says what it was.
-    pub(crate) async fn ask_resume(&self, id: SessionId) -> Result<Option<SessionState>, ApiError> {
+    /// Requests that a session in a final state run again. Returns the previous state.
+    pub(crate) async fn request_resume(
+        &self,
+        id: SessionId,
+    ) -> Result<Option<SessionState>, Error> {
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
             "update sessions s set state = 'creating', updated_at = clock_timestamp(), lease_until = now() + interval '75 seconds'
@@ -373,27 +323,30 @@ impl Db {
         )
         .bind(id.as_uuid())
         .fetch_optional(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         let Some(row) = row else { return Ok(None) };
-        let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
-        let owner = cynode_api::UserId::from_uuid(row.try_get("owner_id").map_err(problem)?);
-        let object: Session = stored(row.try_get("object").map_err(problem)?)?;
+        let task_id = TaskId::from_uuid(row.try_get("task_id")?);
+        let owner = cynode_api::UserId::from_uuid(row.try_get("owner_id")?);
+        let object: Session = decode(row.try_get("object")?)?;
         quotas::check(
             &mut transaction,
             owner,
             task_id,
-            quotas::Uses::Sandbox(object.limits),
+            quotas::Usage::Sandbox(object.limits),
         )
         .await?;
-        events::add(&mut transaction, &told(task_id, id, SessionState::Creating)).await?;
-        let was = parsed(&row)?;
+        events::add(
+            &mut transaction,
+            &NewEvent::session(task_id, id, SessionState::Creating),
+        )
+        .await?;
+        let was = super::state(&row)?;
         super::commit(transaction).await?;
         Ok(Some(was))
     }
 
-    /// Notes that a session shall end, whatever becomes of whoever asked.
-    pub(crate) async fn ask_end(&self, id: SessionId, end: &SessionEnd) -> Result<(), ApiError> {
+    /// Requests the end of a session, durably, so that it outlives its caller.
+    pub(crate) async fn request_end(&self, id: SessionId, end: &SessionEnd) -> Result<(), Error> {
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
             "update sessions s set ending = coalesce(s.ending, $2), state = case when s.state = 'lost' then 'lost' else 'ending' end,
@@ -404,19 +357,22 @@ impl Db {
         .bind(id.as_uuid())
         .bind(to_json(end))
         .fetch_optional(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        .await?;
         if let Some(row) = row
-            && row.try_get("is_new").map_err(problem)?
+            && row.try_get("is_new")?
         {
-            let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
-            events::add(&mut transaction, &told(task_id, id, SessionState::Ending)).await?;
+            let task_id = TaskId::from_uuid(row.try_get("task_id")?);
+            events::add(
+                &mut transaction,
+                &NewEvent::session(task_id, id, SessionState::Ending),
+            )
+            .await?;
         }
         super::commit(transaction).await
     }
 
-    /// Sessions that somebody left half way, for this orchestrator to bring forward.
-    pub(crate) async fn lease_sessions(&self, count: usize) -> Result<Vec<SessionRow>, ApiError> {
+    /// Leases sessions whose creation or end was left unfinished.
+    pub(crate) async fn lease_sessions(&self, count: usize) -> Result<Vec<SessionRow>, Error> {
         let rows = sqlx::query(
             "update sessions set lease_until = now() + interval '75 seconds' where session_id in (
                  select session_id from sessions where (state in ('creating', 'ending') or ending is not null) and lease_until < now()
@@ -425,72 +381,69 @@ impl Db {
         )
         .bind(i64::try_from(count).unwrap_or(i64::MAX))
         .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         rows.iter().map(session).collect()
     }
 
-    /// Lets others, or a later round, try again.
+    /// Schedules the next attempt, by any orchestrator.
     pub(crate) async fn release_session(
         &self,
         id: SessionId,
-        seconds: i32,
-    ) -> Result<(), ApiError> {
+        delay: Duration,
+    ) -> Result<(), Error> {
         sqlx::query("update sessions set lease_until = now() + make_interval(secs => $2) where session_id = $1")
             .bind(id.as_uuid())
-            .bind(f64::from(seconds))
+            .bind(delay.as_secs_f64())
             .execute(&self.pool)
             .await
             .map(drop)
-            .map_err(problem)
+            .map_err(Error::from)
     }
 
-    /// Sessions that a node has, or may have after all: one that was given up with its node comes back with it.
-    pub(crate) async fn sessions_of(&self, node_id: NodeId) -> Result<Vec<SessionRow>, ApiError> {
+    /// Sessions that a node has or may still have: one that was lost with its node comes back with
+    /// it.
+    pub(crate) async fn sessions_on(&self, node_id: NodeId) -> Result<Vec<SessionRow>, Error> {
         let rows = sqlx::query(
             "select *, clock_timestamp() as read_at from sessions
              where node_id = $1 and (state in ('creating', 'running', 'ending') or (state = 'lost' and updated_at > now() - interval '7 days'))",
         )
         .bind(node_id.as_uuid())
         .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         rows.iter().map(session).collect()
     }
 
-    /// Which of these ended here before their node had said anything of them.
-    pub(crate) async fn ended_unseen_of(
+    /// Those of `ids` that ended before their node reported them.
+    pub(crate) async fn ended_before_report(
         &self,
         ids: &[SessionId],
-    ) -> Result<Vec<SessionId>, ApiError> {
+    ) -> Result<Vec<SessionId>, Error> {
         let ids: Vec<Uuid> = ids.iter().map(|id| *id.as_uuid()).collect();
         let ended: Vec<Uuid> =
             sqlx::query_scalar("select session_id from sessions where session_id = any($1) and state in ('ended', 'failed') and object is null")
                 .bind(ids)
                 .fetch_all(&self.pool)
-                .await
-                .map_err(problem)?;
+                .await?;
         Ok(ended.into_iter().map(SessionId::from_uuid).collect())
     }
 
-    /// The node that holds a workspace which an earlier session of the task kept.
+    /// The node with a workspace that an earlier session of the task kept.
     pub(crate) async fn workspace_node(
         &self,
         task_id: TaskId,
         workspace: Uuid,
-    ) -> Result<Option<NodeId>, ApiError> {
+    ) -> Result<Option<NodeId>, Error> {
         let id: Option<Uuid> =
             sqlx::query_scalar("select node_id from sessions where task_id = $1 and object->>'workspace_id' = $2 order by created_at desc limit 1")
                 .bind(task_id.as_uuid())
                 .bind(workspace.to_string())
                 .fetch_optional(&self.pool)
-                .await
-                .map_err(problem)?;
+                .await?;
         Ok(id.map(NodeId::from_uuid))
     }
 
-    /// What each node was given, whether or not it has said so yet.
-    pub(crate) async fn load(&self) -> Result<HashMap<NodeId, Load>, ApiError> {
+    /// The assigned work of each node, whether or not the node has reported it.
+    pub(crate) async fn load(&self) -> Result<HashMap<NodeId, Load>, Error> {
         let rows = sqlx::query(
             "select node_id, count(*) as sandboxes, least(sum(coalesce(memory, $1)), 9223372036854775807)::bigint as memory from (
                  select node_id, (object #>> '{limits,memory_bytes}')::bigint as memory from sessions where state in ('creating', 'running', 'ending')
@@ -500,8 +453,7 @@ impl Db {
         )
         .bind(i64::try_from(Limits::default().memory_bytes).unwrap_or(i64::MAX))
         .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         let load = |row: &PgRow| -> Result<(NodeId, Load), sqlx::Error> {
             let load = Load {
                 sandboxes: row.try_get("sandboxes")?,
@@ -512,33 +464,34 @@ impl Db {
         rows.iter()
             .map(load)
             .collect::<Result<_, _>>()
-            .map_err(problem)
+            .map_err(Error::from)
     }
 }
 
 impl SessionRow {
-    /// The state that it has by what its node says: an end that was asked for here may not have come there yet.
-    pub(crate) fn state_by(&self, object: &Session) -> SessionState {
-        if self.ending.is_some() && !is_over(object.state) {
+    /// The state that follows from a node's report: a requested end may not have reached the node
+    /// yet.
+    pub(crate) fn effective_state(&self, object: &Session) -> SessionState {
+        if self.ending.is_some() && !is_final(object.state) {
             SessionState::Ending
         } else {
             object.state
         }
     }
 
-    /// Whether a node's word says anything that is not written down.
-    pub(crate) fn is_news(&self, object: &Session) -> bool {
-        let state = self.state_by(object);
-        // A reason that was decided here stays when the node gives none.
+    /// Whether a node's report differs from the stored session.
+    pub(crate) fn differs_from(&self, object: &Session) -> bool {
+        let state = self.effective_state(object);
+        // A stored reason stays when the node gives none.
         let end_reason = object.end_reason.clone().or_else(|| {
             self.object
                 .end_reason
                 .clone()
-                .filter(|_| is_over(object.state))
+                .filter(|_| is_final(object.state))
         });
         self.state != state
-            || lasting(&self.object)
-                != lasting(&Session {
+            || without_activity(&self.object)
+                != without_activity(&Session {
                     state,
                     end_reason,
                     ..object.clone()
@@ -546,8 +499,8 @@ impl SessionRow {
     }
 }
 
-/// A session without what changes with every command.
-fn lasting(session: &Session) -> Session {
+/// A session without the fields that change with every command.
+fn without_activity(session: &Session) -> Session {
     Session {
         running_execs: 0,
         idle_expires_at: OffsetDateTime::UNIX_EPOCH,
@@ -555,7 +508,7 @@ fn lasting(session: &Session) -> Session {
     }
 }
 
-pub(crate) const fn is_over(state: SessionState) -> bool {
+pub(crate) const fn is_final(state: SessionState) -> bool {
     matches!(
         state,
         SessionState::Ended | SessionState::Failed | SessionState::Lost

@@ -1,15 +1,12 @@
 //! Projects and tasks.
 
-use cynode_api::{
-    ErrorCode, Page, Project, ProjectId, ProjectPatch, Task, TaskId, TaskPatch, TaskStatus,
-};
-use cynode_service::ApiError;
+use cynode_api::{Page, Project, ProjectId, ProjectPatch, Task, TaskId, TaskPatch, TaskStatus};
 use serde_json::Value;
 use sqlx::{PgExecutor, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, PageReader, problem, to_json};
-use crate::caller::{Named, Scope};
+use super::{Db, Error, Missing, to_json};
+use crate::caller::{Scope, TokenScope};
 
 fn project(row: &PgRow) -> Result<Project, sqlx::Error> {
     Ok(Project {
@@ -62,7 +59,7 @@ impl Db {
         &self,
         new: &Project,
         scope: &Scope,
-    ) -> Result<Project, ApiError> {
+    ) -> Result<Project, Error> {
         let row = sqlx::query("insert into projects (id, name, slug, scope, metadata, owner_id, created_by) values ($1, $2, $3, $4, $5, $6, $7) returning *")
             .bind(new.id.as_uuid())
             .bind(&new.name)
@@ -72,57 +69,47 @@ impl Db {
             .bind(scope.user_id.as_uuid())
             .bind(&new.created_by)
             .fetch_one(&self.pool)
-            .await
-            .map_err(problem)?;
-        project(&row).map_err(problem)
+            .await?;
+        project(&row).map_err(Error::from)
     }
 
-    pub(crate) async fn project(&self, scope: &Scope, id: ProjectId) -> Result<Project, ApiError> {
-        let row = sqlx::query("select * from projects where id = $1 and ($2 or owner_id = $3)")
-            .bind(id.as_uuid())
-            .bind(scope.sees_all)
-            .bind(scope.user_id.as_uuid())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
+    pub(crate) async fn project(&self, scope: &Scope, id: ProjectId) -> Result<Project, Error> {
+        let row = self
+            .visible_row(
+                "select * from projects where id = $1 and ($2 or owner_id = $3)",
+                id.as_uuid(),
+                scope,
+            )
+            .await?;
         row.as_ref()
             .map(project)
-            .transpose()
-            .map_err(problem)?
-            .ok_or_else(|| no_project(id))
+            .transpose()?
+            .ok_or(Error::NotFound(Missing::Project(id)))
     }
 
     pub(crate) async fn list_projects(
         &self,
         scope: &Scope,
-        named: &Named,
+        named: &TokenScope,
         after: Option<Uuid>,
         limit: u32,
-    ) -> Result<Page<Project>, ApiError> {
-        let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted().await {
-            let rows = sqlx::query(
+    ) -> Result<Page<Project>, Error> {
+        let query = |after: Option<Uuid>, count: i64| {
+            sqlx::query(
                 "select * from projects where ($1 or owner_id = $2) and ($3::uuid is null or id > $3)
                    and ($5 or id = $6) order by id limit $4",
             )
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
-            .bind(pages.after())
+            .bind(after)
             .bind(count)
             .bind(named.all)
             .bind(named.project)
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
-            pages.add(
-                rows.iter()
-                    .map(project)
-                    .collect::<Result<Vec<_>, _>>()
-                    .map_err(problem)?,
-                |project| *project.id.as_uuid(),
-            );
-        }
-        Ok(pages.finish())
+        };
+        self.read_page(limit, after, query, project, |project| {
+            *project.id.as_uuid()
+        })
+        .await
     }
 
     pub(crate) async fn patch_project(
@@ -130,7 +117,7 @@ impl Db {
         scope: &Scope,
         id: ProjectId,
         patch: &ProjectPatch,
-    ) -> Result<Project, ApiError> {
+    ) -> Result<Project, Error> {
         let row = sqlx::query(
             "update projects set name = coalesce($4, name), scope = coalesce($5, scope), metadata = coalesce($6, metadata), updated_at = now()
              where id = $1 and ($2 or owner_id = $3) returning *",
@@ -142,54 +129,47 @@ impl Db {
         .bind(&patch.scope)
         .bind(patch.metadata.as_ref().map(to_json))
         .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         row.as_ref()
             .map(project)
-            .transpose()
-            .map_err(problem)?
-            .ok_or_else(|| no_project(id))
+            .transpose()?
+            .ok_or(Error::NotFound(Missing::Project(id)))
     }
 
-    pub(crate) async fn insert_task(&self, new: &Task, scope: &Scope) -> Result<Task, ApiError> {
+    pub(crate) async fn insert_task(&self, new: &Task, scope: &Scope) -> Result<Task, Error> {
         insert_task(&self.pool, new, scope).await
     }
 
-    /// The task, if the caller may know of it: his own, or one of his projects'.
-    pub(crate) async fn task(&self, scope: &Scope, id: TaskId) -> Result<Task, ApiError> {
-        let row = sqlx::query(concat!(
-            "select * from tasks t where id = $1 and ",
-            visible!("t")
-        ))
-        .bind(id.as_uuid())
-        .bind(scope.sees_all)
-        .bind(scope.user_id.as_uuid())
-        .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
+    /// The task, if it is the caller's or belongs to a project of the caller.
+    pub(crate) async fn task(&self, scope: &Scope, id: TaskId) -> Result<Task, Error> {
+        let row = self
+            .visible_row(
+                concat!("select * from tasks t where id = $1 and ", visible!("t")),
+                id.as_uuid(),
+                scope,
+            )
+            .await?;
         row.as_ref()
             .map(task)
-            .transpose()
-            .map_err(problem)?
-            .ok_or_else(|| no_task(id))
+            .transpose()?
+            .ok_or(Error::NotFound(Missing::Task(id)))
     }
 
     pub(crate) async fn list_tasks(
         &self,
         scope: &Scope,
-        named: &Named,
+        named: &TokenScope,
         in_project: Option<ProjectId>,
         after: Option<Uuid>,
         limit: u32,
-    ) -> Result<Page<Task>, ApiError> {
-        let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted().await {
-            let rows = sqlx::query(concat!(
+    ) -> Result<Page<Task>, Error> {
+        let query = |after: Option<Uuid>, count: i64| {
+            sqlx::query(concat!(
                 "select * from tasks t where ($1::uuid is null or t.id > $1) and ",
                 visible!("t"),
                 " and ($4::uuid is null or t.project_id = $4) and ($6 or t.project_id = $7 or t.id = any($8)) order by t.id limit $5"
             ))
-            .bind(pages.after())
+            .bind(after)
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .bind(in_project.map(|id| *id.as_uuid()))
@@ -197,18 +177,9 @@ impl Db {
             .bind(named.all)
             .bind(named.project)
             .bind(&named.tasks)
-            .fetch_all(&self.pool)
+        };
+        self.read_page(limit, after, query, task, |task| *task.id.as_uuid())
             .await
-            .map_err(problem)?;
-            pages.add(
-                rows.iter()
-                    .map(task)
-                    .collect::<Result<Vec<_>, _>>()
-                    .map_err(problem)?,
-                |task| *task.id.as_uuid(),
-            );
-        }
-        Ok(pages.finish())
     }
 
     pub(crate) async fn patch_task(
@@ -216,7 +187,7 @@ impl Db {
         scope: &Scope,
         id: TaskId,
         patch: &TaskPatch,
-    ) -> Result<Task, ApiError> {
+    ) -> Result<Task, Error> {
         let row = sqlx::query(concat!(
             "update tasks t set name = coalesce($4, name), description = coalesce($5, description), requirements = coalesce($6, requirements),
                  acceptance_criteria = coalesce($7, acceptance_criteria), status = coalesce($8, status), profile = coalesce($9, profile),
@@ -236,13 +207,11 @@ impl Db {
         .bind(&patch.profile)
         .bind(patch.metadata.as_ref().map(to_json))
         .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
+        .await?;
         row.as_ref()
             .map(task)
-            .transpose()
-            .map_err(problem)?
-            .ok_or_else(|| no_task(id))
+            .transpose()?
+            .ok_or(Error::NotFound(Missing::Task(id)))
     }
 }
 
@@ -250,7 +219,7 @@ pub(super) async fn insert_task(
     executor: impl PgExecutor<'_>,
     new: &Task,
     scope: &Scope,
-) -> Result<Task, ApiError> {
+) -> Result<Task, Error> {
     let row = sqlx::query(
         "insert into tasks (id, project_id, name, description, requirements, acceptance_criteria, status, profile, metadata, owner_id, created_by)
          values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) returning *",
@@ -267,15 +236,6 @@ pub(super) async fn insert_task(
     .bind(scope.user_id.as_uuid())
     .bind(&new.created_by)
     .fetch_one(executor)
-    .await
-    .map_err(problem)?;
-    task(&row).map_err(problem)
-}
-
-fn no_project(id: ProjectId) -> ApiError {
-    ApiError::new(ErrorCode::NotFound, format!("there is no project {id}"))
-}
-
-fn no_task(id: TaskId) -> ApiError {
-    ApiError::new(ErrorCode::NotFound, format!("there is no task {id}"))
+    .await?;
+    task(&row).map_err(Error::from)
 }

@@ -1,4 +1,4 @@
-//! What came of a call: read off its answer, and written before that goes out.
+//! The outcome of a call: derived from its answer, and recorded before the answer is sent.
 
 use std::time::Instant;
 
@@ -15,70 +15,121 @@ use http::{StatusCode, header};
 use serde_json::{Map, Value, json};
 
 use super::{
-    facts,
+    Stage, detail,
     rules::{Effect, Rule},
 };
 use crate::{Orchestrator, audit::not_started};
 
-/// An answer that is read for its record is at most so long.
-const MAX_READ: u64 = 64 * 1024;
-/// And a problem, with all that it lists.
+/// Longer answers are not parsed for the record.
+const MAX_RECORDED_ANSWER_BYTES: u64 = 64 * 1024;
+/// Bounds a problem document, including what it lists.
 const MAX_PROBLEM: usize = 4 * 1024 * 1024;
-/// The longest event that is held together.
+/// Longer events are forwarded in pieces.
 const MAX_EVENT: usize = 4 * 1024 * 1024;
 
-/// A call that was begun. If its caller goes away before there is an outcome, somebody finds out what came of it.
+/// A call whose intent is recorded and whose outcome is not. If its caller disconnects before the
+/// outcome is known, a background task determines it.
 #[derive(Debug)]
-pub(crate) struct Begun {
+pub(crate) struct OpenCall {
     intent: Option<AuditBody>,
-    /// Whether it was gone on with. As long as not, nothing was done.
-    is_carried_out: bool,
-    at: Instant,
+    /// Whether the handler was called. Until then the call has had no effect.
+    is_started: bool,
+    opened_at: Instant,
     orchestrator: Orchestrator,
 }
 
-impl Begun {
-    pub(crate) fn new(orchestrator: &Orchestrator, intent: AuditBody) -> Self {
-        Self {
+impl OpenCall {
+    /// Writes the intent, which opens the call.
+    pub(crate) async fn open(
+        orchestrator: &Orchestrator,
+        intent: AuditBody,
+    ) -> Result<Self, ApiError> {
+        orchestrator.audit.intent(intent.clone()).await?;
+        Ok(Self {
             intent: Some(intent),
-            is_carried_out: false,
-            at: Instant::now(),
+            is_started: false,
+            opened_at: Instant::now(),
             orchestrator: orchestrator.clone(),
-        }
+        })
     }
 
-    /// From here on only the node knows what came of it.
-    pub(crate) fn carry_out(&mut self) {
-        self.is_carried_out = true;
+    /// Marks the call as started: from here on only the node knows its outcome.
+    pub(crate) fn start(&mut self) {
+        self.is_started = true;
     }
 
-    /// It was not gone on with: nothing was done. Says which call it was.
-    pub(crate) async fn never(self) -> Option<uuid::Uuid> {
+    /// Records that the call was not started, and returns its id.
+    pub(crate) async fn abort(self) -> Option<uuid::Uuid> {
         let audit = self.orchestrator.audit.clone();
-        let intent = self.ended()?;
+        let intent = self.close()?;
         let call_id = intent.call_id;
         let outcome = AuditBody {
             decision: None,
             rules: Vec::new(),
-            stage: Some("authenticate".to_owned()),
+            stage: Some(Stage::Authenticate.as_str().to_owned()),
             ..not_started(intent)
         };
-        // When that can't be waited for, it is written later.
-        let _later = audit.outcome(outcome).await;
+        // The writer retries in the background if this fails.
+        let _written_later = audit.outcome(outcome).await;
         call_id
     }
 
-    /// The intent; its outcome is known now.
-    fn ended(mut self) -> Option<AuditBody> {
+    /// Records the outcome of the call and releases its answer.
+    pub(crate) async fn conclude(self, rule: &Rule, response: Response) -> Response {
+        if rule.action == Action::SessionExec && is_stream(&response) {
+            let (mut parts, body) = response.into_parts();
+            parts.headers.remove(RESULT_HEADER);
+            return Response::from_parts(parts, exec_events(self, body));
+        }
+        let (response, outcome) = read(response).await;
+        let is = |code: ErrorCode| outcome.code.as_deref() == Some(code.as_str());
+        let never_sent = response
+            .extensions()
+            .get::<ApiError>()
+            .is_some_and(|error| error.extensions.get("sent") == Some(&Value::Bool(false)));
+        // Behind the gate, `unauthorized` means that the token was revoked during the call.
+        if rule.effect == Effect::Node
+            && (is(ErrorCode::NodeUnreachable) && !never_sent || is(ErrorCode::Unauthorized))
+        {
+            // The node may or may not have received the call. Dropping the open call lets a
+            // background task ask the node until it knows.
+            return response;
+        }
+        let unknown = rule.effect != Effect::Node && is(ErrorCode::NodeUnreachable);
+        let orchestrator = self.orchestrator.clone();
+        if rule.action == Action::SessionExec
+            && response.status() == StatusCode::ACCEPTED
+            && let Some(intent) = &self.intent
+        {
+            orchestrator.follow_exec(intent).await;
+        }
+        let Some(intent) = self.close() else {
+            return response;
+        };
+        let call_id = intent.call_id;
+        let mut record = outcome.record(intent);
+        if never_sent {
+            record.result = Some(AuditResult::NotStarted);
+        } else if unknown {
+            record.result = Some(AuditResult::Unknown);
+        }
+        match orchestrator.audit.outcome(record).await {
+            Ok(()) => response,
+            Err(_) => pending(call_id).into_response(),
+        }
+    }
+
+    /// Takes the intent, because the outcome is known.
+    fn close(mut self) -> Option<AuditBody> {
         self.intent.take()
     }
 }
 
-impl Drop for Begun {
+impl Drop for OpenCall {
     fn drop(&mut self) {
         match self.intent.take() {
-            Some(intent) if self.is_carried_out => {
-                self.orchestrator.abandoned.leave(intent, self.at)
+            Some(intent) if self.is_started => {
+                self.orchestrator.abandoned.leave(intent, self.opened_at);
             }
             Some(intent) => self.orchestrator.audit.tell(not_started(intent)),
             None => {}
@@ -86,29 +137,30 @@ impl Drop for Begun {
     }
 }
 
-/// What an answer says of a call.
+/// The outcome of a call, as its answer states it.
 #[derive(Clone, Debug)]
-pub(crate) struct Said {
+pub(crate) struct Outcome {
     pub(crate) status: u16,
     pub(crate) code: Option<String>,
-    /// The rules that refused it.
+    /// The rules that denied it.
     pub(crate) rules: Vec<String>,
     pub(crate) detail: Map<String, Value>,
 }
 
-impl Said {
-    pub(crate) fn outcome(self, intent: AuditBody) -> AuditBody {
-        // Some of it is decided only while a call is carried out, such as which image it may use.
+impl Outcome {
+    /// The audit record of the outcome.
+    pub(crate) fn record(self, intent: AuditBody) -> AuditBody {
+        // Handlers decide some things late, such as which image a call may use.
         let denied = self.code.as_deref() == Some(ErrorCode::DeniedByPolicy.as_str());
         AuditBody {
             kind: AuditKind::Outcome,
-            result: Some(AuditResult::of_status(self.status)),
+            result: Some(AuditResult::from_status(self.status)),
             status: Some(self.status),
             code: self.code,
-            detail: facts::bounded(self.detail),
+            detail: detail::bounded(self.detail),
             decision: denied.then_some(AuditDecision::Deny),
             stage: if denied {
-                Some("policy".to_owned())
+                Some(Stage::Policy.as_str().to_owned())
             } else {
                 intent.stage.clone()
             },
@@ -118,9 +170,9 @@ impl Said {
     }
 }
 
-/// Reads off an answer what the record says of it. What nodes say in a header is for the record only.
-pub(crate) async fn read(response: Response) -> (Response, Said) {
-    let mut response = response;
+/// Derives the outcome from an answer. The node's result header is for the record only and is
+/// removed.
+pub(crate) async fn read(mut response: Response) -> (Response, Outcome) {
     let mut detail = Map::new();
     if let Some(result) = response.headers_mut().remove(RESULT_HEADER)
         && let Ok(Value::Object(members)) = serde_json::from_slice(result.as_bytes())
@@ -143,9 +195,9 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
     let problem = response
         .extensions()
         .get::<ApiError>()
-        .map(|error| &error.0);
+        .map(|error| &**error);
     let mut code = problem.map(|problem| problem.code.clone());
-    // A secret that was found only while the call was carried out: the record says where it was, as it does of others.
+    // A secret found by the handler is recorded by its place, as one found by the gate is.
     if let Some(problem) = problem.filter(|problem| problem.is(ErrorCode::SecretInInput)) {
         for name in ["field", "path", "what"] {
             detail.extend(
@@ -166,7 +218,8 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
         .and_then(|kind| kind.to_str().ok())
         .unwrap_or_default()
         .to_owned();
-    // What somebody stored says of itself what it is; only a refusal is a problem, and only an answer of ours is read.
+    // Stored content has a content type of its uploader's choice: it is neither parsed nor taken
+    // for a problem document.
     let is_problem =
         !response.status().is_success() && kind.starts_with("application/problem+json");
     let is_stored =
@@ -175,7 +228,7 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
         .body()
         .size_hint()
         .upper()
-        .is_some_and(|size| size <= MAX_READ)
+        .is_some_and(|size| size <= MAX_RECORDED_ANSWER_BYTES)
         || is_problem;
     if code.is_none()
         && is_short
@@ -185,7 +238,11 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
         let (parts, body) = response.into_parts();
         let Ok(bytes) = axum::body::to_bytes(body, MAX_PROBLEM).await else {
             return (
-                ApiError::new(ErrorCode::NodeUnreachable, "the answer broke off").into_response(),
+                ApiError::new(
+                    ErrorCode::NodeUnreachable,
+                    "the connection to the node broke during the answer",
+                )
+                .into_response(),
                 lost(),
             );
         };
@@ -196,10 +253,9 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
                     .and_then(Value::as_str)
                     .map(str::to_owned);
             } else {
-                told(&members, &mut detail);
+                describe_object(&members, &mut detail);
             }
         }
-        // What is sent is what was read.
         let mut parts = parts;
         parts.headers.remove(header::CONTENT_LENGTH);
         response = Response::from_parts(parts, Body::from(bytes));
@@ -207,7 +263,7 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
     let status = response.status().as_u16();
     (
         response,
-        Said {
+        Outcome {
             status,
             code,
             rules,
@@ -216,9 +272,9 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
     )
 }
 
-/// What is said of an answer that was lost on its way.
-fn lost() -> Said {
-    Said {
+/// The outcome of a call whose answer was lost.
+fn lost() -> Outcome {
+    Outcome {
         status: 503,
         code: Some(ErrorCode::NodeUnreachable.as_str().to_owned()),
         rules: Vec::new(),
@@ -226,8 +282,8 @@ fn lost() -> Said {
     }
 }
 
-/// What of an object that was made or changed the record says.
-fn told(members: &Map<String, Value>, detail: &mut Map<String, Value>) {
+/// Copies the identifying fields of a created or changed object into the record.
+fn describe_object(members: &Map<String, Value>, detail: &mut Map<String, Value>) {
     for name in [
         "id",
         "session_id",
@@ -254,61 +310,13 @@ fn told(members: &Map<String, Value>, detail: &mut Map<String, Value>) {
     }
 }
 
-/// Writes the outcome of a call, and lets its answer go.
-pub(crate) async fn conclude(
-    orchestrator: &Orchestrator,
-    rule: &Rule,
-    begun: Begun,
-    response: Response,
-) -> Response {
-    if rule.action == Action::SessionExec && is_stream(&response) {
-        let (mut parts, body) = response.into_parts();
-        parts.headers.remove(RESULT_HEADER);
-        return Response::from_parts(parts, exec_events(orchestrator.clone(), begun, body));
-    }
-    let (response, said) = read(response).await;
-    let is = |code: ErrorCode| said.code.as_deref() == Some(code.as_str());
-    let never_sent = response
-        .extensions()
-        .get::<ApiError>()
-        .is_some_and(|error| error.0.extensions.get("sent") == Some(&Value::Bool(false)));
-    // Behind the gate a token that is not good is one that was revoked while the call went on.
-    if rule.effect == Effect::Node
-        && (is(ErrorCode::NodeUnreachable) && !never_sent || is(ErrorCode::Unauthorized))
-    {
-        // Nobody knows whether it came there: the node is asked until it says so.
-        return response;
-    }
-    let unknown = rule.effect != Effect::Node && is(ErrorCode::NodeUnreachable);
-    if rule.action == Action::SessionExec
-        && response.status() == StatusCode::ACCEPTED
-        && let Some(intent) = &begun.intent
-    {
-        orchestrator.follow_exec(intent).await;
-    }
-    let Some(intent) = begun.ended() else {
-        return response;
-    };
-    let call_id = intent.call_id;
-    let mut outcome = said.outcome(intent);
-    if never_sent {
-        outcome.result = Some(AuditResult::NotStarted);
-    } else if unknown {
-        outcome.result = Some(AuditResult::Unknown);
-    }
-    match orchestrator.audit.outcome(outcome).await {
-        Ok(()) => response,
-        Err(_) => pending(call_id).into_response(),
-    }
-}
-
-/// The answer to a call that was done, and whose outcome is not written yet.
+/// The answer to a call whose outcome is known but not yet recorded.
 fn pending(call_id: Option<uuid::Uuid>) -> ApiError {
     let mut error = ApiError::new(
         ErrorCode::OutcomePending,
-        "the call was carried out or refused, and that can't be written down now",
+        "the call ended, but its outcome can't be recorded now",
     );
-    error.0 = Box::new(error.0.with("call_id", call_id.map(|id| id.to_string())));
+    error = error.with("call_id", call_id.map(|id| id.to_string()));
     error
 }
 
@@ -320,36 +328,36 @@ fn is_stream(response: &Response) -> bool {
             .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
 }
 
-struct Events {
+struct ExecEvents {
     pieces: axum::body::BodyDataStream,
-    held: BytesMut,
-    begun: Option<Begun>,
+    buffer: BytesMut,
+    call: Option<OpenCall>,
     orchestrator: Orchestrator,
 }
 
-/// The events of a command, as they come; how it ended only when that is written.
-fn exec_events(orchestrator: Orchestrator, begun: Begun, body: Body) -> Body {
-    let events = Events {
+/// Streams the events of a command. The exit event is held back until the outcome is recorded.
+fn exec_events(call: OpenCall, body: Body) -> Body {
+    let events = ExecEvents {
         pieces: body.into_data_stream(),
-        held: BytesMut::new(),
-        begun: Some(begun),
-        orchestrator,
+        buffer: BytesMut::new(),
+        orchestrator: call.orchestrator.clone(),
+        call: Some(call),
     };
     Body::from_stream(stream::unfold(Some(events), async |events| {
         let mut events = events?;
         loop {
-            if let Some(whole) = events.whole() {
-                return match events.release(whole).await {
+            if let Some(complete) = events.next_complete() {
+                return match events.release(complete).await {
                     Ok(bytes) => Some((Ok(bytes), Some(events))),
                     Err(error) => Some((Err(error), None)),
                 };
             }
             match events.pieces.next().await {
-                Some(Ok(piece)) => events.held.extend_from_slice(&piece),
+                Some(Ok(piece)) => events.buffer.extend_from_slice(&piece),
                 Some(Err(error)) => return Some((Err(std::io::Error::other(error)), None)),
-                None if events.held.is_empty() => return None,
+                None if events.buffer.is_empty() => return None,
                 None => {
-                    let rest = events.held.split().freeze();
+                    let rest = events.buffer.split().freeze();
                     return Some((Ok(rest), Some(events)));
                 }
             }
@@ -357,29 +365,29 @@ fn exec_events(orchestrator: Orchestrator, begun: Begun, body: Body) -> Body {
     }))
 }
 
-impl Events {
-    /// Whole events that have come: all before the exit, or the exit.
-    fn whole(&mut self) -> Option<Bytes> {
+impl ExecEvents {
+    /// Takes the complete events from the buffer: all before the exit event, or the exit event.
+    fn next_complete(&mut self) -> Option<Bytes> {
         let mut end = 0;
-        while let Some(length) = find(&self.held[end..], b"\n\n") {
-            if is_exit(&self.held[end..end + length]) {
+        while let Some(length) = find(&self.buffer[end..], b"\n\n") {
+            if is_exit(&self.buffer[end..end + length]) {
                 return Some(
-                    self.held
+                    self.buffer
                         .split_to(if end == 0 { length + 2 } else { end })
                         .freeze(),
                 );
             }
             end += length + 2;
         }
-        if end == 0 && self.held.len() > MAX_EVENT {
-            end = self.held.len();
+        if end == 0 && self.buffer.len() > MAX_EVENT {
+            end = self.buffer.len();
         }
-        (end > 0).then(|| self.held.split_to(end).freeze())
+        (end > 0).then(|| self.buffer.split_to(end).freeze())
     }
 
     async fn release(&mut self, bytes: Bytes) -> Result<Bytes, std::io::Error> {
         if is_exit(&bytes)
-            && let Some(intent) = self.begun.take().and_then(Begun::ended)
+            && let Some(intent) = self.call.take().and_then(OpenCall::close)
         {
             let data = find(&bytes, b"data: ")
                 .map(|at| &bytes[at + 6..])
@@ -388,16 +396,16 @@ impl Events {
             for name in ["seq", "at", "exit", "truncated"] {
                 detail.remove(name);
             }
-            let outcome = Said {
+            let outcome = Outcome {
                 status: 200,
                 code: None,
                 rules: Vec::new(),
                 detail,
             }
-            .outcome(intent);
+            .record(intent);
             if self.orchestrator.audit.outcome(outcome).await.is_err() {
                 return Err(std::io::Error::other(
-                    "how it ended can't be written down now",
+                    "the outcome of the command can't be recorded now",
                 ));
             }
         }
@@ -409,8 +417,8 @@ fn is_exit(event: &[u8]) -> bool {
     event.starts_with(b"event: exit\n")
 }
 
-fn find(bytes: &[u8], what: &[u8]) -> Option<usize> {
-    memchr::memmem::find(bytes, what)
+fn find(bytes: &[u8], needle: &[u8]) -> Option<usize> {
+    memchr::memmem::find(bytes, needle)
 }
 
 #[cfg(test)]
@@ -427,13 +435,13 @@ mod tests {
             (404, AuditResult::Refused),
             (503, AuditResult::Failed),
         ] {
-            let outcome = Said {
+            let outcome = Outcome {
                 status,
                 code: None,
                 rules: Vec::new(),
                 detail: Map::new(),
             }
-            .outcome(intent.clone());
+            .record(intent.clone());
             assert_eq!(
                 (outcome.kind, outcome.result, outcome.status),
                 (AuditKind::Outcome, Some(result), Some(status))

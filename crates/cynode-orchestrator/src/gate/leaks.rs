@@ -1,7 +1,7 @@
-//! Credentials in what a call brings: refused, or let in and flagged.
+//! Credentials in the content of a call: refused, or admitted and flagged.
 //!
-//! What must stay true: a refusal and a flag name the place and the kind, never the value; a name that holds a value is not
-//! repeated.
+//! Invariant: a refusal and a flag state the place and the kind of a credential, never its value. A
+//! name that itself contains a credential is not repeated.
 
 use axum::{
     body::Body,
@@ -16,39 +16,39 @@ use futures_util::{StreamExt as _, stream};
 use http::{HeaderName, HeaderValue, StatusCode, header};
 use serde_json::{Map, Value, json};
 
-use super::facts;
+use super::policy_calls;
 
-/// How many files of an answer are flagged. Answers that are no JSON object have only this.
+/// The number of flagged files, also for answers that are not JSON objects.
 const FLAGGED_HEADER: HeaderName = HeaderName::from_static("x-cynode-flagged");
 
-/// A credential that may not enter, by its place in the call.
+/// A credential that is refused, by its place in the call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Leak {
     pub(crate) field: String,
-    /// The file that would hold it, where the field brings several.
+    /// The file that contains it, if the field holds several.
     pub(crate) path: Option<String>,
-    /// As in "a GitHub token".
-    pub(crate) what: &'static str,
-    /// Held by the system, or a token of its own; else it only has the shape of a credential.
+    /// For example "a GitHub token".
+    pub(crate) kind: &'static str,
+    /// A secret or token of this system. Otherwise it only has the shape of a credential.
     pub(crate) is_system: bool,
 }
 
 impl Leak {
-    pub(crate) fn of_system(field: &str, what: &'static str) -> Self {
+    pub(crate) fn system(field: &str, kind: &'static str) -> Self {
         Self {
             field: field.to_owned(),
             path: None,
-            what,
+            kind,
             is_system: true,
         }
     }
 
-    fn shape(field: &str, path: Option<&str>, what: &'static str) -> Self {
-        // A record can't hold the character NUL.
+    fn shape(field: &str, path: Option<&str>, kind: &'static str) -> Self {
+        // PostgreSQL can't store NUL.
         Self {
             field: field.to_owned(),
             path: path.map(|path| path.replace('\0', "\u{fffd}")),
-            what,
+            kind,
             is_system: false,
         }
     }
@@ -57,41 +57,43 @@ impl Leak {
         let Self {
             field,
             path,
-            what,
+            kind,
             is_system,
         } = self;
         let detail = match (is_system, path) {
             (true, _) => {
-                format!("{field}: holds {what}, a secret of the system; no secret enters a sandbox")
+                format!(
+                    "{field}: contains {kind}, a secret of the system; it must not enter a sandbox"
+                )
             }
             (false, Some(path)) => format!(
-                "{field}: what {path} holds looks like {what}, which is refused at that path"
+                "{field}: the content of {path} looks like {kind}, which is refused at that path"
             ),
             (false, None) => {
-                format!("{field}: holds what looks like {what}, which is refused there")
+                format!("{field}: contains what looks like {kind}, which is refused there")
             }
         };
         let mut problem = ApiError::new(ErrorCode::SecretInInput, detail)
-            .0
             .with("field", field.as_str())
-            .with("what", *what);
+            .with("what", *kind);
         if let Some(path) = path {
             problem = problem.with("path", path.as_str());
         }
         if !is_system {
             problem = problem.with_remedy(
-                "Leave it out: a sandbox reaches services without holding their credentials. If it is only a sample, put it into another file, or ask an \
-                 operator about orchestrator.secret_shapes.",
+                "Leave it out: a sandbox reaches services without holding their credentials. If it \
+                 is only a sample, put it into another file, or ask an operator about \
+                 orchestrator.secret_shapes.",
             );
         }
-        ApiError(Box::new(problem))
+        problem
     }
 
-    /// All that a record says of a refused call.
+    /// The record of a call that is refused because of it.
     pub(crate) fn record(&self) -> Map<String, Value> {
         let mut detail = Map::from_iter([
             ("field".to_owned(), json!(self.field)),
-            ("what".to_owned(), json!(self.what)),
+            ("what".to_owned(), json!(self.kind)),
         ]);
         if let Some(path) = &self.path {
             detail.insert(
@@ -103,9 +105,9 @@ impl Leak {
     }
 }
 
-/// What happens to texts that are no content: names, labels, paths. They are repeated in lists and records, so that there is nothing
-/// between refusing and ignoring.
-pub(crate) fn of_names(policy: ShapePolicy) -> ShapeAction {
+/// How shapes in names, labels and paths are treated. Lists and records repeat these, so shapes in
+/// them are refused or ignored, never flagged.
+pub(crate) fn name_treatment(policy: ShapePolicy) -> ShapeAction {
     if policy.action(Channel::Argv) == ShapeAction::Off {
         ShapeAction::Off
     } else {
@@ -113,8 +115,8 @@ pub(crate) fn of_names(policy: ShapePolicy) -> ShapeAction {
     }
 }
 
-/// The action for a field of a body.
-fn of_field(policy: ShapePolicy, action: Action, field: &str) -> ShapeAction {
+/// How shapes in a field of the body are treated.
+fn field_treatment(policy: ShapePolicy, action: Action, field: &str) -> ShapeAction {
     match (action, field) {
         (_, "env") => policy.action(Channel::Env),
         (Action::SessionExec, "stdin" | "stdin_b64") | (Action::ExecStdin, "data_b64") => {
@@ -123,12 +125,12 @@ fn of_field(policy: ShapePolicy, action: Action, field: &str) -> ShapeAction {
         (Action::SessionExec, "argv") | (Action::JobCreate, "command") => {
             policy.action(Channel::Argv)
         }
-        _ => of_names(policy),
+        _ => name_treatment(policy),
     }
 }
 
-/// Shapes in a body of JSON.
-pub(crate) fn in_json(
+/// Scans a JSON body for shapes.
+pub(crate) fn scan_json(
     scanner: &Scanner,
     policy: ShapePolicy,
     action: Action,
@@ -138,21 +140,21 @@ pub(crate) fn in_json(
     let mut leak = None;
     for (name, value) in body.as_object().into_iter().flatten() {
         if action == Action::FilePatch && name == "diff" {
-            in_diff(scanner, policy.action(Channel::Patches), body, &mut flags)?;
+            scan_diff(scanner, policy.action(Channel::Patches), body, &mut flags)?;
             continue;
         }
-        let treatment = of_field(policy, action, name);
+        let treatment = field_treatment(policy, action, name);
         if treatment == ShapeAction::Off {
             continue;
         }
         let mut last = None;
-        scanner.each_shape_in_member(name, value, &mut |place, what| {
-            // What a flag names stands in a record: a name that is itself a token can't.
+        scanner.each_shape_in_member(name, value, &mut |place, kind| {
+            // Records repeat the name of a flagged field, so a name that is a token is refused.
             if treatment == ShapeAction::Refuse || place.ends_with("(name)") {
-                leak.get_or_insert_with(|| Leak::shape(place, None, what));
-            } else if last.as_ref() != Some(&(place.to_owned(), what)) {
-                flags.add(place, what);
-                last = Some((place.to_owned(), what));
+                leak.get_or_insert_with(|| Leak::shape(place, None, kind));
+            } else if last.as_ref() != Some(&(place.to_owned(), kind)) {
+                flags.add(place, kind);
+                last = Some((place.to_owned(), kind));
             }
         });
         if let Some(leak) = leak.take() {
@@ -162,15 +164,15 @@ pub(crate) fn in_json(
     Ok(flags)
 }
 
-/// Shapes in the lines that a diff adds. What it removes or leaves does not enter by it. A diff that can't be read is refused by
-/// whoever asks for its paths.
-fn in_diff(
+/// Scans the lines that a diff adds. A malformed diff is refused where its paths are extracted.
+fn scan_diff(
     scanner: &Scanner,
     action: ShapeAction,
     body: &Value,
     flags: &mut Flags,
 ) -> Result<(), Leak> {
-    let Some((diff, strip)) = facts::diff(body).filter(|_| action != ShapeAction::Off) else {
+    let Some((diff, strip)) = policy_calls::diff(body).filter(|_| action != ShapeAction::Off)
+    else {
         return Ok(());
     };
     let Ok(patch) = Patch::parse(diff.as_bytes(), strip) else {
@@ -197,7 +199,7 @@ fn in_diff(
     Ok(())
 }
 
-/// What comes of a file that was looked through.
+/// The verdict on a scanned file: refused, or admitted with flags.
 pub(crate) fn judge(
     field: &str,
     path: &str,
@@ -206,25 +208,25 @@ pub(crate) fn judge(
 ) -> Result<(), Leak> {
     let shapes = scan
         .finish()
-        .map_err(|what| Leak::shape(field, Some(path), what))?;
+        .map_err(|kind| Leak::shape(field, Some(path), kind))?;
     for shape in &shapes {
         flags.add(path, shape);
     }
     Ok(())
 }
 
-/// Looks through an archive entry by entry.
+/// Scans an archive entry by entry.
 #[derive(Debug)]
 pub(crate) struct ArchiveScan {
     pub(crate) scanner: Scanner,
     pub(crate) action: ShapeAction,
-    /// Where the archive is unpacked.
+    /// The directory that the archive is unpacked into.
     pub(crate) base: String,
     pub(crate) flags: Flags,
 }
 
 impl ArchiveScan {
-    /// A name of an entry, or what a link leads to.
+    /// Checks the name of an entry or the target of a link.
     pub(crate) fn check_name(&self, name: &[u8]) -> Result<(), Leak> {
         let hit = if self.action == ShapeAction::Off {
             None
@@ -244,15 +246,15 @@ impl ArchiveScan {
     }
 }
 
-/// Puts what was flagged into the record of a call.
-pub(crate) fn record(flags: &Flags, detail: &mut Map<String, Value>) {
+/// Adds flags to the record of a call.
+pub(crate) fn record_flags(flags: &Flags, detail: &mut Map<String, Value>) {
     if let Ok(Value::Object(members)) = serde_json::to_value(flags) {
         detail.extend(members);
     }
 }
 
-/// Puts what was flagged into the answer of a call.
-pub(crate) fn answer(action: Action, mut response: Response, flags: &Flags) -> Response {
+/// Adds flags to the answer of a call.
+pub(crate) fn flag_answer(action: Action, mut response: Response, flags: &Flags) -> Response {
     if flags.is_empty() || !response.status().is_success() {
         return response;
     }
@@ -263,7 +265,7 @@ pub(crate) fn answer(action: Action, mut response: Response, flags: &Flags) -> R
     if is_json {
         let (mut parts, body) = response.into_parts();
         parts.headers.remove(header::CONTENT_LENGTH);
-        response = Response::from_parts(parts, spliced(body, flags));
+        response = Response::from_parts(parts, splice(body, flags));
     } else if action == Action::FileImport && response.status() == StatusCode::NO_CONTENT {
         let headers = std::mem::take(response.headers_mut());
         response = axum::Json(flags).into_response();
@@ -275,8 +277,8 @@ pub(crate) fn answer(action: Action, mut response: Response, flags: &Flags) -> R
     response
 }
 
-/// A JSON object with more members, of any length.
-fn spliced(body: Body, flags: &Flags) -> Body {
+/// Inserts the flags into a JSON object of any length while it streams.
+fn splice(body: Body, flags: &Flags) -> Body {
     let mut members = serde_json::to_vec(flags).unwrap_or_default();
     members.pop();
     let state = Some((body.into_data_stream(), BytesMut::new(), Some(members)));
@@ -294,7 +296,7 @@ fn spliced(body: Body, flags: &Flags) -> Body {
                 return Some((Ok(piece), Some((pieces, begin, None))));
             };
             begin.extend_from_slice(&piece);
-            // Whether a member follows shows in what comes after the brace.
+            // Whether a comma is needed depends on what follows the brace.
             let Some(rest) = begin
                 .strip_prefix(b"{")
                 .filter(|rest| !rest.trim_ascii_start().is_empty())
@@ -315,12 +317,12 @@ fn spliced(body: Body, flags: &Flags) -> Body {
 
 #[cfg(test)]
 mod tests {
-    use cynode_policy::{Held, ShapeSetting};
+    use cynode_policy::{HeldSecrets, ShapeSetting};
 
     use super::*;
 
     fn scanner() -> Scanner {
-        Scanner::new(Held::new([7; 32]), true)
+        Scanner::new(HeldSecrets::new([7; 32]), true)
     }
 
     fn token() -> String {
@@ -341,11 +343,13 @@ mod tests {
 
     #[test]
     fn fields_are_refused_flagged_or_ignored_by_their_channel() {
-        let body = json!({"argv": ["echo", token()], "env": {"KEY": token()}, "stdin": token(), "cwd": "/tmp"});
+        let body = json!({
+            "argv": ["echo", token()], "env": {"KEY": token()}, "stdin": token(), "cwd": "/tmp",
+        });
         let look =
-            |setting: Value| in_json(&scanner(), policy(setting), Action::SessionExec, &body);
+            |setting: Value| scan_json(&scanner(), policy(setting), Action::SessionExec, &body);
         assert!(
-            look(json!(true)).is_err_and(|leak| leak.what == "a GitHub token" && !leak.is_system)
+            look(json!(true)).is_err_and(|leak| leak.kind == "a GitHub token" && !leak.is_system)
         );
         assert!(
             look(json!({"env": "flag", "stdin": "off"})).is_err_and(|leak| leak.field == "argv[1]")
@@ -353,10 +357,11 @@ mod tests {
         let flags = look(json!({"env": "flag", "argv": "flag", "stdin": "flag"})).expect("flagged");
         assert_eq!(named(&flags), ["argv[1]", "env.KEY", "stdin"]);
         assert!(look(json!(false)).is_ok_and(|flags| flags.is_empty()));
-        // Names stay refused: they would be repeated.
+        // Names are refused because records would repeat them.
         let cwd =
             json!({"argv": ["ls"], "cwd": format!("/tmp/{}", token()), "env": {token(): "x"}});
-        let look = |setting: Value| in_json(&scanner(), policy(setting), Action::SessionExec, &cwd);
+        let look =
+            |setting: Value| scan_json(&scanner(), policy(setting), Action::SessionExec, &cwd);
         assert_eq!(
             look(json!({"argv": "flag"})),
             Err(Leak::shape("cwd", None, "a GitHub token"))
@@ -370,11 +375,12 @@ mod tests {
     #[test]
     fn a_diff_is_judged_by_the_files_it_changes_and_the_lines_it_adds() {
         let diff = format!(
-            "--- a/old.rs\n+++ b/src/a.rs\n@@ -1,2 +1,2 @@\n context {0}\n-{0}\n+{0}\n--- a/.env\n+++ b/.env\n@@ -1 +1 @@\n-{0}\n+A=b\n",
+            "--- a/old.rs\n+++ b/src/a.rs\n@@ -1,2 +1,2 @@\n context {0}\n-{0}\n+{0}\n\
+             --- a/.env\n+++ b/.env\n@@ -1 +1 @@\n-{0}\n+A=b\n",
             token()
         );
         let look = |diff: &str| {
-            in_json(
+            scan_json(
                 &scanner(),
                 ShapePolicy::default(),
                 Action::FilePatch,
@@ -392,8 +398,8 @@ mod tests {
             ("diff", Some(".env"))
         );
         assert!(
-            leak.error().0.detail.contains(".env")
-                && leak.error().0.detail.contains("looks like a GitHub token")
+            leak.error().detail.contains(".env")
+                && leak.error().detail.contains("looks like a GitHub token")
         );
         let named = diff.replace("src/a.rs", &token());
         assert_eq!(look(&named).expect_err("a name").path, None, "not repeated");
@@ -418,7 +424,7 @@ mod tests {
                     .chunks(pieces)
                     .map(|piece| Ok::<_, std::io::Error>(piece.to_vec())),
             ));
-            let bytes = axum::body::to_bytes(spliced(body, &flags), 10_000)
+            let bytes = axum::body::to_bytes(splice(body, &flags), 10_000)
                 .await
                 .expect("whole");
             let mut value: Value = serde_json::from_slice(&bytes).unwrap_or_else(|error| {

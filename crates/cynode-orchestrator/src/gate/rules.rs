@@ -1,21 +1,21 @@
-//! Every route of the user API, and what calling it means: which action, on what, with which effect. A route that is not here is
-//! refused; a test compares the table with the description.
+//! The route table of the user API: the action, target, effect and body of each route. Routes that
+//! are not listed are refused; a test compares the table with the OpenAPI document.
 
 use cynode_policy::Action;
 use http::Method;
 
-/// What a call is about.
+/// The kind of target that a route acts on, and where the call names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum On {
+pub(crate) enum TargetKind {
     System,
     Project,
     Task,
-    /// The task that the query names.
+    /// The task in the query.
     QueriedTask,
     Session,
     Job,
     Artifact,
-    /// One that is named by its task and path.
+    /// An artifact addressed by its task and path.
     TaskArtifact,
     User,
     Group,
@@ -25,320 +25,407 @@ pub(crate) enum On {
     Setting,
     Preference,
     Policy,
-    /// The project that the body names, or the system.
+    /// The project in the body, or the system.
     NewTask,
-    /// The task that the body names, or the system.
+    /// The task in the body, or the system.
     NewWork,
-    /// What a new token is for, or the system.
+    /// The project or task that a new token is restricted to, or the system.
     NewToken,
 }
 
-/// What a call does.
+/// What a call changes, which determines how it is recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Effect {
-    /// Nothing that lasts: its records are written together, before the answer.
+    /// Changes nothing: intent and outcome are written together, before the answer.
     Read,
-    /// It changes something here, and goes on to its end also when its caller goes away.
-    Here,
-    /// It makes something that is found by an id which its intent has.
-    Made,
-    /// It does something in a sandbox.
+    /// Changes the database. Runs to completion even if the caller disconnects.
+    Local,
+    /// Creates an object under an id that the intent contains.
+    Create,
+    /// Acts in a sandbox on a node.
     Node,
 }
 
-/// What a call brings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Takes {
-    Nothing,
+pub(crate) enum BodyKind {
+    Empty,
     Json,
-    /// A command: JSON, or a form with its input.
+    /// A command: JSON, or a form with its standard input.
     Exec,
-    /// Bytes for a sandbox: they are held here until they have been looked through.
+    /// Bytes for a sandbox, spooled until they are scanned.
     File,
+    /// A tar archive for a sandbox, spooled until it is scanned.
     Archive,
-    /// Bytes that are looked through as they pass.
+    /// Bytes that are scanned while they stream through.
     Stream,
+}
+
+impl BodyKind {
+    /// Whether the body may be large, so that the call is authorized before it is read.
+    pub(crate) const fn is_upload(self) -> bool {
+        matches!(self, Self::File | Self::Archive | Self::Stream)
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rule {
     pub(crate) route: &'static str,
     pub(crate) action: Action,
-    pub(crate) on: On,
+    pub(crate) target: TargetKind,
     pub(crate) effect: Effect,
-    pub(crate) takes: Takes,
-    /// What it brings gets into a sandbox: it is looked through for secrets.
-    pub(crate) enters: bool,
-    /// Managers' and analysts' tokens are taken here.
-    pub(crate) agents: bool,
+    pub(crate) body: BodyKind,
+    /// The body reaches a sandbox, so it is scanned for secrets.
+    pub(crate) enters_sandbox: bool,
+    /// Accepts the tokens of project managers and analysts.
+    pub(crate) accepts_agents: bool,
 }
 
-const fn read(route: &'static str, action: Action, on: On) -> Rule {
+const fn read(route: &'static str, action: Action, target: TargetKind) -> Rule {
     Rule {
         route,
         action,
-        on,
+        target,
         effect: Effect::Read,
-        takes: Takes::Nothing,
-        enters: false,
-        agents: false,
+        body: BodyKind::Empty,
+        enters_sandbox: false,
+        accepts_agents: false,
     }
 }
 
-const fn here(route: &'static str, action: Action, on: On) -> Rule {
+const fn local(route: &'static str, action: Action, target: TargetKind) -> Rule {
     Rule {
-        effect: Effect::Here,
-        takes: Takes::Json,
-        ..read(route, action, on)
+        effect: Effect::Local,
+        body: BodyKind::Json,
+        ..read(route, action, target)
     }
 }
 
-const fn node(route: &'static str, action: Action, takes: Takes, enters: bool) -> Rule {
+const fn node(route: &'static str, action: Action, body: BodyKind, enters_sandbox: bool) -> Rule {
     Rule {
         effect: Effect::Node,
-        takes,
-        enters,
-        ..read(route, action, On::Session)
+        body,
+        enters_sandbox,
+        ..read(route, action, TargetKind::Session)
     }
 }
 
 pub(crate) const RULES: &[Rule] = &[
-    here("POST /v1/projects", Action::ProjectCreate, On::System),
-    read("GET /v1/projects", Action::ProjectList, On::System),
-    read("GET /v1/projects/{id}", Action::ProjectShow, On::Project),
-    here(
+    local(
+        "POST /v1/projects",
+        Action::ProjectCreate,
+        TargetKind::System,
+    ),
+    read("GET /v1/projects", Action::ProjectList, TargetKind::System),
+    read(
+        "GET /v1/projects/{id}",
+        Action::ProjectShow,
+        TargetKind::Project,
+    ),
+    local(
         "PATCH /v1/projects/{id}",
         Action::ProjectUpdate,
-        On::Project,
+        TargetKind::Project,
     ),
-    here("POST /v1/tasks", Action::TaskCreate, On::NewTask),
-    read("GET /v1/tasks", Action::TaskList, On::System),
-    read("GET /v1/tasks/{id}", Action::TaskShow, On::Task),
-    here("PATCH /v1/tasks/{id}", Action::TaskUpdate, On::Task),
-    here("POST /v1/users", Action::UserCreate, On::System),
-    read("GET /v1/users", Action::UserList, On::System),
-    read("GET /v1/users/{id}", Action::UserShow, On::User),
-    here("POST /v1/groups", Action::GroupCreate, On::System),
-    read("GET /v1/groups", Action::GroupList, On::System),
-    read("GET /v1/groups/{id}", Action::GroupShow, On::Group),
-    here("POST /v1/tokens", Action::TokenCreate, On::NewToken),
-    read("GET /v1/tokens", Action::TokenList, On::System),
-    read("GET /v1/tokens/{id}", Action::TokenShow, On::Token),
+    local("POST /v1/tasks", Action::TaskCreate, TargetKind::NewTask),
+    read("GET /v1/tasks", Action::TaskList, TargetKind::System),
+    read("GET /v1/tasks/{id}", Action::TaskShow, TargetKind::Task),
+    local("PATCH /v1/tasks/{id}", Action::TaskUpdate, TargetKind::Task),
+    local("POST /v1/users", Action::UserCreate, TargetKind::System),
+    read("GET /v1/users", Action::UserList, TargetKind::System),
+    read("GET /v1/users/{id}", Action::UserShow, TargetKind::User),
+    local("POST /v1/groups", Action::GroupCreate, TargetKind::System),
+    read("GET /v1/groups", Action::GroupList, TargetKind::System),
+    read("GET /v1/groups/{id}", Action::GroupShow, TargetKind::Group),
+    local("POST /v1/tokens", Action::TokenCreate, TargetKind::NewToken),
+    read("GET /v1/tokens", Action::TokenList, TargetKind::System),
+    read("GET /v1/tokens/{id}", Action::TokenShow, TargetKind::Token),
     Rule {
-        takes: Takes::Nothing,
-        ..here("DELETE /v1/tokens/{id}", Action::TokenRevoke, On::Token)
+        body: BodyKind::Empty,
+        ..local(
+            "DELETE /v1/tokens/{id}",
+            Action::TokenRevoke,
+            TargetKind::Token,
+        )
     },
-    read("GET /v1/settings", Action::SettingList, On::System),
-    read("GET /v1/settings/{key}", Action::SettingShow, On::Setting),
-    here("PUT /v1/settings/{key}", Action::SettingPut, On::Setting),
+    read("GET /v1/settings", Action::SettingList, TargetKind::System),
+    read(
+        "GET /v1/settings/{key}",
+        Action::SettingShow,
+        TargetKind::Setting,
+    ),
+    local(
+        "PUT /v1/settings/{key}",
+        Action::SettingPut,
+        TargetKind::Setting,
+    ),
     read(
         "GET /v1/preferences",
         Action::PreferenceEffective,
-        On::System,
+        TargetKind::System,
     ),
     read(
         "GET /v1/preferences/{scope}/{scope_id}",
         Action::PreferenceList,
-        On::Preference,
+        TargetKind::Preference,
     ),
-    here(
+    local(
         "PUT /v1/preferences/{scope}/{scope_id}/{key}",
         Action::PreferencePut,
-        On::Preference,
+        TargetKind::Preference,
     ),
-    here("POST /v1/images", Action::ImageAdd, On::System),
-    read("GET /v1/images", Action::ImageList, On::System),
-    read("GET /v1/images/{id}", Action::ImageShow, On::Image),
-    here("PATCH /v1/images/{id}", Action::ImageUpdate, On::Image),
-    read("GET /v1/nodes", Action::NodeList, On::System),
-    read("GET /v1/nodes/{id}", Action::NodeShow, On::Node),
-    here("POST /v1/nodes/{id}/drain", Action::NodeDrain, On::Node),
-    here("POST /v1/nodes/keys", Action::NodeKey, On::System),
+    local("POST /v1/images", Action::ImageAdd, TargetKind::System),
+    read("GET /v1/images", Action::ImageList, TargetKind::System),
+    read("GET /v1/images/{id}", Action::ImageShow, TargetKind::Image),
+    local(
+        "PATCH /v1/images/{id}",
+        Action::ImageUpdate,
+        TargetKind::Image,
+    ),
+    read("GET /v1/nodes", Action::NodeList, TargetKind::System),
+    read("GET /v1/nodes/{id}", Action::NodeShow, TargetKind::Node),
+    local(
+        "POST /v1/nodes/{id}/drain",
+        Action::NodeDrain,
+        TargetKind::Node,
+    ),
+    local("POST /v1/nodes/keys", Action::NodeKey, TargetKind::System),
     Rule {
-        agents: true,
-        ..read("GET /v1/events", Action::EventList, On::System)
+        accepts_agents: true,
+        ..read("GET /v1/events", Action::EventList, TargetKind::System)
     },
     Rule {
-        effect: Effect::Made,
-        enters: true,
-        ..here("POST /v1/jobs", Action::JobCreate, On::NewWork)
+        effect: Effect::Create,
+        enters_sandbox: true,
+        ..local("POST /v1/jobs", Action::JobCreate, TargetKind::NewWork)
     },
-    read("GET /v1/jobs", Action::JobList, On::System),
-    read("GET /v1/jobs/{id}", Action::JobShow, On::Job),
+    read("GET /v1/jobs", Action::JobList, TargetKind::System),
+    read("GET /v1/jobs/{id}", Action::JobShow, TargetKind::Job),
     Rule {
-        takes: Takes::Nothing,
-        ..here("POST /v1/jobs/{id}/stop", Action::JobStop, On::Job)
+        body: BodyKind::Empty,
+        ..local("POST /v1/jobs/{id}/stop", Action::JobStop, TargetKind::Job)
     },
-    read("GET /v1/jobs/{id}/output", Action::JobOutput, On::Job),
-    read("GET /v1/artifacts", Action::ArtifactList, On::QueriedTask),
-    read("GET /v1/artifacts/{id}", Action::ArtifactShow, On::Artifact),
+    read(
+        "GET /v1/jobs/{id}/output",
+        Action::JobOutput,
+        TargetKind::Job,
+    ),
+    read(
+        "GET /v1/artifacts",
+        Action::ArtifactList,
+        TargetKind::QueriedTask,
+    ),
+    read(
+        "GET /v1/artifacts/{id}",
+        Action::ArtifactShow,
+        TargetKind::Artifact,
+    ),
     read(
         "GET /v1/artifacts/{id}/content",
         Action::ArtifactGet,
-        On::Artifact,
+        TargetKind::Artifact,
     ),
     Rule {
-        takes: Takes::Stream,
-        enters: true,
-        ..here(
+        body: BodyKind::Stream,
+        enters_sandbox: true,
+        ..local(
             "PUT /v1/tasks/{task_id}/artifacts/{*path}",
             Action::ArtifactPut,
-            On::Task,
+            TargetKind::Task,
         )
     },
     read(
         "GET /v1/tasks/{task_id}/artifacts/{*path}",
         Action::ArtifactGet,
-        On::TaskArtifact,
+        TargetKind::TaskArtifact,
     ),
     Rule {
-        effect: Effect::Made,
-        enters: true,
-        ..here("POST /v1/sessions", Action::SessionCreate, On::NewWork)
-    },
-    read("GET /v1/sessions", Action::SessionList, On::System),
-    read("GET /v1/sessions/{id}", Action::SessionShow, On::Session),
-    Rule {
-        enters: true,
-        ..here(
-            "PATCH /v1/sessions/{id}",
-            Action::SessionUpdate,
-            On::Session,
+        effect: Effect::Create,
+        enters_sandbox: true,
+        ..local(
+            "POST /v1/sessions",
+            Action::SessionCreate,
+            TargetKind::NewWork,
         )
     },
-    here(
+    read("GET /v1/sessions", Action::SessionList, TargetKind::System),
+    read(
+        "GET /v1/sessions/{id}",
+        Action::SessionShow,
+        TargetKind::Session,
+    ),
+    Rule {
+        enters_sandbox: true,
+        ..local(
+            "PATCH /v1/sessions/{id}",
+            Action::SessionUpdate,
+            TargetKind::Session,
+        )
+    },
+    local(
         "POST /v1/sessions/{id}/end",
         Action::SessionEnd,
-        On::Session,
+        TargetKind::Session,
     ),
-    here(
+    local(
         "POST /v1/sessions/{id}/resume",
         Action::SessionResume,
-        On::Session,
+        TargetKind::Session,
     ),
-    here(
+    local(
         "POST /v1/sessions/{id}/export",
         Action::SessionExport,
-        On::Session,
+        TargetKind::Session,
     ),
     node(
         "POST /v1/sessions/{id}/signal",
         Action::SessionSignal,
-        Takes::Json,
+        BodyKind::Json,
         false,
     ),
     node(
         "POST /v1/sessions/{id}/exec",
         Action::SessionExec,
-        Takes::Exec,
+        BodyKind::Exec,
         true,
     ),
-    read("GET /v1/sessions/{id}/execs", Action::ExecList, On::Session),
+    read(
+        "GET /v1/sessions/{id}/execs",
+        Action::ExecList,
+        TargetKind::Session,
+    ),
     read(
         "GET /v1/sessions/{id}/execs/{exec_id}",
         Action::ExecShow,
-        On::Session,
+        TargetKind::Session,
     ),
     read(
         "GET /v1/sessions/{id}/execs/{exec_id}/output",
         Action::ExecOutput,
-        On::Session,
+        TargetKind::Session,
     ),
     node(
         "POST /v1/sessions/{id}/execs/{exec_id}/signal",
         Action::ExecSignal,
-        Takes::Json,
+        BodyKind::Json,
         false,
     ),
     node(
         "POST /v1/sessions/{id}/execs/{exec_id}/stdin",
         Action::ExecStdin,
-        Takes::Json,
+        BodyKind::Json,
         true,
     ),
-    read("GET /v1/sessions/{id}/files", Action::FileRead, On::Session),
+    read(
+        "GET /v1/sessions/{id}/files",
+        Action::FileRead,
+        TargetKind::Session,
+    ),
     read(
         "HEAD /v1/sessions/{id}/files",
         Action::FileStat,
-        On::Session,
+        TargetKind::Session,
     ),
     node(
         "PUT /v1/sessions/{id}/files",
         Action::FileWrite,
-        Takes::File,
+        BodyKind::File,
         true,
     ),
     node(
         "DELETE /v1/sessions/{id}/files",
         Action::FileDelete,
-        Takes::Nothing,
+        BodyKind::Empty,
         false,
     ),
     Rule {
-        takes: Takes::Json,
+        body: BodyKind::Json,
         ..read(
             "POST /v1/sessions/{id}/files:list",
             Action::FileList,
-            On::Session,
+            TargetKind::Session,
         )
     },
     Rule {
-        takes: Takes::Json,
+        body: BodyKind::Json,
         ..read(
             "POST /v1/sessions/{id}/files:search",
             Action::FileSearch,
-            On::Session,
+            TargetKind::Session,
         )
     },
     node(
         "POST /v1/sessions/{id}/files:patch",
         Action::FilePatch,
-        Takes::Json,
+        BodyKind::Json,
         true,
     ),
     node(
         "POST /v1/sessions/{id}/files:move",
         Action::FileMove,
-        Takes::Json,
+        BodyKind::Json,
         true,
     ),
     node(
         "POST /v1/sessions/{id}/files:mkdir",
         Action::FileMkdir,
-        Takes::Json,
+        BodyKind::Json,
         true,
     ),
     node(
         "POST /v1/sessions/{id}/import",
         Action::FileImport,
-        Takes::Archive,
+        BodyKind::Archive,
         true,
     ),
     node(
         "GET /v1/sessions/{id}/pty",
         Action::SessionPty,
-        Takes::Nothing,
+        BodyKind::Empty,
         true,
     ),
-    read("GET /v1/policies", Action::PolicyList, On::System),
+    read("GET /v1/policies", Action::PolicyList, TargetKind::System),
     Rule {
-        takes: Takes::Json,
-        ..read("POST /v1/policies:test", Action::PolicyTest, On::System)
+        body: BodyKind::Json,
+        ..read(
+            "POST /v1/policies:test",
+            Action::PolicyTest,
+            TargetKind::System,
+        )
     },
-    read("GET /v1/policies/{id}", Action::PolicyShow, On::Policy),
-    here("PUT /v1/policies/{id}", Action::PolicyPut, On::Policy),
+    read(
+        "GET /v1/policies/{id}",
+        Action::PolicyShow,
+        TargetKind::Policy,
+    ),
+    local(
+        "PUT /v1/policies/{id}",
+        Action::PolicyPut,
+        TargetKind::Policy,
+    ),
     Rule {
-        takes: Takes::Nothing,
-        ..here("DELETE /v1/policies/{id}", Action::PolicyDelete, On::Policy)
+        body: BodyKind::Empty,
+        ..local(
+            "DELETE /v1/policies/{id}",
+            Action::PolicyDelete,
+            TargetKind::Policy,
+        )
     },
-    read("GET /v1/audit", Action::AuditRead, On::System),
-    read("GET /v1/audit/checkpoints", Action::AuditRead, On::System),
-    read("GET /v1/audit/verify", Action::AuditVerify, On::System),
+    read("GET /v1/audit", Action::AuditRead, TargetKind::System),
+    read(
+        "GET /v1/audit/checkpoints",
+        Action::AuditRead,
+        TargetKind::System,
+    ),
+    read(
+        "GET /v1/audit/verify",
+        Action::AuditVerify,
+        TargetKind::System,
+    ),
 ];
 
-/// The rule of a route. Where an address takes GET, it takes HEAD too.
+/// The rule of a route. Routes with GET accept HEAD as well.
 pub(crate) fn find(method: &Method, path: &str) -> Option<&'static Rule> {
-    let of = |method: &str| {
+    let by_method = |method: &str| {
         RULES.iter().find(|rule| {
             rule.route
                 .strip_prefix(method)
@@ -346,9 +433,9 @@ pub(crate) fn find(method: &Method, path: &str) -> Option<&'static Rule> {
                 == Some(path)
         })
     };
-    of(method.as_str()).or_else(|| {
+    by_method(method.as_str()).or_else(|| {
         if method == Method::HEAD {
-            of("GET")
+            by_method("GET")
         } else {
             None
         }
@@ -356,16 +443,16 @@ pub(crate) fn find(method: &Method, path: &str) -> Option<&'static Rule> {
 }
 
 impl Rule {
-    /// Whether a call may be looked at with what is remembered of its caller: what it brings is here whole, so that it can be looked
-    /// at again, and it does nothing before its intent is written.
-    pub(crate) fn makes_sure(&self) -> bool {
+    /// Whether a call may proceed on a cached identity: it has no effect before its intent is
+    /// written, and its body is buffered so that the call can be decided again.
+    pub(crate) fn accepts_cached_identity(&self) -> bool {
         self.effect == Effect::Node
-            && matches!(self.takes, Takes::Json | Takes::Exec)
-            && self.on == On::Session
+            && matches!(self.body, BodyKind::Json | BodyKind::Exec)
+            && self.target == TargetKind::Session
     }
 }
 
-/// Whether what became of a call is known by the node.
+/// Whether the node knows the outcome of a call with this action.
 pub(crate) fn runs_on_node(action: &str) -> bool {
     RULES
         .iter()
@@ -377,6 +464,7 @@ mod tests {
     use super::*;
 
     #[test]
+    // invariant: fail-closed
     fn every_route_of_the_description_has_a_rule_and_every_rule_a_route() {
         let document = crate::openapi();
         let mut described = Vec::new();

@@ -1,6 +1,6 @@
-//! Artifacts are looked through while they are stored: a workspace can begin with one.
+//! Scans artifacts while they are stored, because a workspace can be seeded from one.
 //!
-//! What must stay true: nothing becomes an artifact before it was judged.
+//! Invariant: no content becomes an artifact before it was scanned and judged.
 
 use std::{
     io::{self, Read},
@@ -18,50 +18,50 @@ use parking_lot::Mutex;
 use tokio::sync::{Semaphore, mpsc};
 
 use super::{
-    brought::Found,
-    count_secret,
     leaks::{ArchiveScan, Leak, judge},
+    refusal::count_secret,
+    request_body::SecretHit,
 };
-use crate::{Orchestrator, blobs::Staged};
+use crate::{Orchestrator, blobs::StagedBlob};
 
-/// Where an archive is unpacked that a workspace begins with.
+/// The directory that a seed archive is unpacked into.
 const WORKSPACE: &str = "/workspace";
-/// Archives that are read again at once.
-static READ_AGAIN: Semaphore = Semaphore::const_new(4);
-/// Pieces that wait for their reader.
-const PIECES: usize = 4;
+/// Bounds how many stored archives are scanned entry by entry at once.
+static ARCHIVE_SCANS: Semaphore = Semaphore::const_new(4);
+const PIECE_CHANNEL_CAPACITY: usize = 4;
 
-/// What was seen of an artifact on its way into the store.
+/// The scan of an artifact on its way into the store.
 #[derive(Clone, Debug)]
-pub(crate) struct SeedScan(Arc<Mutex<Option<Seen>>>);
+pub(crate) struct SeedScan(Arc<Mutex<Option<ScanState>>>);
 
 #[derive(Debug)]
-struct Seen {
+struct ScanState {
     content: ContentScan,
     action: ShapeAction,
-    /// An archive may hold a configuration of git's, which is looked at for more than shapes.
+    /// An archive with a git configuration is scanned for more than shapes.
     names_git: bool,
-    last: Vec<u8>,
+    /// The last bytes of the previous piece.
+    tail: Vec<u8>,
 }
 
 impl SeedScan {
     pub(crate) fn new(content: ContentScan, action: ShapeAction) -> Self {
-        Self(Arc::new(Mutex::new(Some(Seen {
+        Self(Arc::new(Mutex::new(Some(ScanState {
             content,
             action,
             names_git: false,
-            last: Vec::new(),
+            tail: Vec::new(),
         }))))
     }
 
     fn feed(&self, piece: &[u8]) {
-        if let Some(seen) = &mut *self.0.lock() {
-            seen.feed(piece);
+        if let Some(state) = &mut *self.0.lock() {
+            state.feed(piece);
         }
     }
 }
 
-impl Seen {
+impl ScanState {
     fn feed(&mut self, piece: &[u8]) {
         const GIT: &[u8] = b".git";
         if self.action == ShapeAction::Off {
@@ -70,27 +70,27 @@ impl Seen {
         self.content.feed(piece);
         if !self.names_git {
             let border = GIT.len() - 1;
-            self.last
+            self.tail
                 .extend_from_slice(&piece[..piece.len().min(border)]);
-            self.names_git = [&self.last, piece]
+            self.names_git = [&self.tail, piece]
                 .iter()
                 .any(|bytes| memchr::memmem::find(bytes, GIT).is_some());
             if piece.len() > border {
-                self.last = piece[piece.len() - border..].to_vec();
+                self.tail = piece[piece.len() - border..].to_vec();
             }
-            let excess = self.last.len().saturating_sub(border);
-            self.last.drain(..excess);
+            let excess = self.tail.len().saturating_sub(border);
+            self.tail.drain(..excess);
         }
     }
 }
 
-/// A body that breaks off where a secret of the system is, and is looked through for shapes.
-pub(crate) fn watched(mut watch: Watch, body: Body, found: Found, scan: SeedScan) -> Body {
+/// Scans a body while it streams, and aborts it at a secret of the system.
+pub(crate) fn scan_stream(mut watch: Watch, body: Body, secret: SecretHit, scan: SeedScan) -> Body {
     Body::from_stream(body.into_data_stream().map(move |piece| {
         let piece = piece.map_err(io::Error::other)?;
         if let Some(hit) = watch.feed(&piece) {
-            found.set(hit.what);
-            return Err(io::Error::other("a secret was found"));
+            secret.set(hit.what);
+            return Err(io::Error::other("the body contains a secret"));
         }
         scan.feed(&piece);
         Ok(piece)
@@ -98,14 +98,14 @@ pub(crate) fn watched(mut watch: Watch, body: Body, found: Found, scan: SeedScan
 }
 
 impl Orchestrator {
-    /// Judges an artifact that was taken in whole. In an archive each entry counts by its own path.
+    /// Judges a staged artifact. An archive is judged entry by entry, each at its own path.
     pub(crate) async fn judge_seed(
         &self,
         scan: Option<&SeedScan>,
         path: &str,
-        staged: &Staged,
+        staged: &StagedBlob,
     ) -> Result<Flags, ApiError> {
-        let Some(Seen {
+        let Some(ScanState {
             content,
             action,
             names_git,
@@ -134,17 +134,17 @@ impl Orchestrator {
     }
 }
 
-/// `None` when it is no archive, or can't be read to its end.
+/// Returns `None` if the artifact is not an archive, or a malformed one.
 async fn judge_archive(
     pieces: impl Stream<Item = io::Result<Bytes>> + Send + 'static,
     scan: ArchiveScan,
 ) -> Result<Option<Result<Flags, Leak>>, ApiError> {
     let interrupted = || ApiError::new(ErrorCode::Internal, "reading the archive was interrupted");
-    let _permit = READ_AGAIN.acquire().await.map_err(|_| interrupted())?;
-    let (sender, receiver) = mpsc::channel(PIECES);
+    let _permit = ARCHIVE_SCANS.acquire().await.map_err(|_| interrupted())?;
+    let (sender, receiver) = mpsc::channel(PIECE_CHANNEL_CAPACITY);
     let reading = tokio::task::spawn_blocking(move || {
-        read_archive(
-            Pieces {
+        scan_archive(
+            PieceReader {
                 receiver,
                 current: Bytes::new(),
             },
@@ -161,7 +161,7 @@ async fn judge_archive(
     reading.await.map_err(|_| interrupted())
 }
 
-fn read_archive(pieces: Pieces, mut scan: ArchiveScan) -> Option<Result<Flags, Leak>> {
+fn scan_archive(pieces: PieceReader, mut scan: ArchiveScan) -> Option<Result<Flags, Leak>> {
     let mut archive = Archive::new(Reader::new(pieces));
     let mut entries = 0_u64;
     loop {
@@ -179,7 +179,7 @@ fn read_archive(pieces: Pieces, mut scan: ArchiveScan) -> Option<Result<Flags, L
     }
 }
 
-/// Why the content of an entry was not let in.
+/// Why an entry was not admitted.
 #[derive(Debug)]
 pub(crate) enum EntryError {
     Leak(Leak),
@@ -187,7 +187,7 @@ pub(crate) enum EntryError {
 }
 
 impl ArchiveScan {
-    /// Looks through an entry, and shows its content to somebody else as well.
+    /// Scans an entry, and passes its content to `piece` as well.
     pub(crate) fn entry<R: Read>(
         &mut self,
         archive: &mut Archive<Reader<R>>,
@@ -209,13 +209,13 @@ impl ArchiveScan {
     }
 }
 
-/// Bytes that somebody sends, for a reader that waits for them.
-struct Pieces {
+/// Reads the pieces that an async task sends.
+struct PieceReader {
     receiver: mpsc::Receiver<io::Result<Bytes>>,
     current: Bytes,
 }
 
-impl Read for Pieces {
+impl Read for PieceReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         while self.current.is_empty() {
             match self.receiver.blocking_recv() {
@@ -231,25 +231,25 @@ impl Read for Pieces {
 
 #[cfg(test)]
 mod tests {
-    use cynode_policy::{Held, Scanner};
+    use cynode_policy::{HeldSecrets, Scanner};
 
     use super::*;
 
     #[test]
     fn a_name_of_git_is_seen_in_any_split() {
-        let scanner = Scanner::new(Held::new([7; 32]), true);
+        let scanner = Scanner::new(HeldSecrets::new([7; 32]), true);
         let text = b"some .gi and .git and more";
         for size in 1..text.len() {
-            let mut seen = Seen {
+            let mut state = ScanState {
                 content: scanner.content("a", ShapeAction::Flag),
                 action: ShapeAction::Flag,
                 names_git: false,
-                last: Vec::new(),
+                tail: Vec::new(),
             };
-            text[..9].chunks(size).for_each(|piece| seen.feed(piece));
-            assert!(!seen.names_git, "{size}");
-            text[9..].chunks(size).for_each(|piece| seen.feed(piece));
-            assert!(seen.names_git, "{size}");
+            text[..9].chunks(size).for_each(|piece| state.feed(piece));
+            assert!(!state.names_git, "{size}");
+            text[9..].chunks(size).for_each(|piece| state.feed(piece));
+            assert!(state.names_git, "{size}");
         }
     }
 }

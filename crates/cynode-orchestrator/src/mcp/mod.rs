@@ -1,10 +1,12 @@
-//! `/mcp`: the system as tools, for agents.
+//! `/mcp`: the user API as tools, for agents.
 //!
-//! One tool call: the caller's token is looked at like everybody's (`caller.rs`); the tool is found, and whether it is for that kind
-//! of caller and switched on; its arguments are read (`tools/`) and become a call of the user API (`plan.rs`), which passes the gate
-//! and does the work (`run.rs`). Nothing is kept between two calls: any orchestrator can answer any of them.
+//! A tool call is authenticated like any other call (`identity/`). The gateway finds the tool,
+//! checks that it is open to the caller and enabled, parses its arguments (`tools/`) and turns them
+//! into a request to the user API (`plan.rs`), which passes the gate and does the work (`run.rs`).
+//! No state is kept between calls, so any orchestrator can answer any of them.
 //!
-//! What must stay true: a tool that a caller may not use looks like one that there is not. The audit says which it was.
+//! Invariant: a caller can't tell a tool that it may not use from one that does not exist. The
+//! audit trail can.
 
 mod help;
 mod plan;
@@ -30,7 +32,7 @@ use rmcp::{
     model::{
         CacheScope, CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock,
         Implementation, ListToolsResult, PaginatedRequestParams, ProgressNotificationParam,
-        ServerCapabilities, ServerConfig, Tool as Described, ToolAnnotations,
+        ServerCapabilities, ServerConfig, Tool as ListedTool, ToolAnnotations,
     },
     service::RequestContext,
     transport::streamable_http_server::{
@@ -39,30 +41,25 @@ use rmcp::{
 };
 use serde_json::{Value, json};
 
-pub(crate) use run::Stage;
-
-use crate::{Orchestrator, caller::Caller, gate};
+use crate::{
+    Orchestrator,
+    caller::Caller,
+    gate::{self, Refusal, Stage},
+};
+use run::ToolFailure;
 use tools::{Kind, Tool};
 
-/// How often a client that asked for it hears that a call goes on.
-const PROGRESS: Duration = Duration::from_secs(2);
+/// The interval of progress notifications, for clients that request them.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 
-/// By which tool a call of the user API comes, and for which task.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ByTool {
-    pub(crate) name: &'static str,
-    pub(crate) task: Option<cynode_api::TaskId>,
-}
-
-/// What every call of a tool has.
 #[derive(Clone)]
 struct Gateway {
     orchestrator: Orchestrator,
-    /// The user API, behind the finding out of who calls.
+    /// The user API behind authentication: from the gate on.
     routes: Router,
 }
 
-/// The route. `routes` is the user API, from the gate on.
+/// The `/mcp` route. `routes` is the user API from the gate on.
 pub(crate) fn routes(orchestrator: &Orchestrator, routes: Router) -> Router {
     let gateway = Gateway {
         orchestrator: orchestrator.clone(),
@@ -85,16 +82,16 @@ pub(crate) fn routes(orchestrator: &Orchestrator, routes: Router) -> Router {
         )
         .layer(middleware::from_fn_with_state(
             orchestrator.clone(),
-            bounded,
+            limit_body,
         ))
 }
 
-/// The size of the body that a call came in.
+/// The size of the body that a tool call arrived in.
 #[derive(Clone, Copy, Debug)]
 struct BodyBytes(usize);
 
-/// Takes the body before the protocol's own parser does, within the bounds of every JSON body.
-async fn bounded(
+/// Reads the body before the MCP library parses it, within the limits of every JSON body.
+async fn limit_body(
     State(orchestrator): State<Orchestrator>,
     request: Request,
     next: Next,
@@ -113,19 +110,20 @@ async fn bounded(
     }
 }
 
-/// What a request says beside the call itself.
-struct Asked<'a> {
+/// The client of a tool call, from the HTTP request that it arrived in.
+struct Client<'a> {
     caller: &'a Caller,
+    /// Whether the client uses tool names without dots.
     underscored: bool,
     request_id: Option<&'a str>,
     body_bytes: usize,
 }
 
-fn asked(context: &RequestContext<RoleServer>) -> Result<Asked<'_>, ErrorData> {
+fn client(context: &RequestContext<RoleServer>) -> Result<Client<'_>, ErrorData> {
     let parts = context.extensions.get::<Parts>();
-    let found = parts.and_then(|parts| Some((parts, parts.extensions.get::<Caller>()?)));
+    let parts = parts.and_then(|parts| Some((parts, parts.extensions.get::<Caller>()?)));
     let (parts, caller) =
-        found.ok_or_else(|| ErrorData::internal_error("nobody is known to call", None))?;
+        parts.ok_or_else(|| ErrorData::internal_error("the caller is not authenticated", None))?;
     let underscored = parts
         .uri
         .query()
@@ -135,7 +133,7 @@ fn asked(context: &RequestContext<RoleServer>) -> Result<Asked<'_>, ErrorData> {
         .get("x-request-id")
         .and_then(|id| id.to_str().ok());
     let body_bytes = parts.extensions.get::<BodyBytes>().map_or(0, |size| size.0);
-    Ok(Asked {
+    Ok(Client {
         caller,
         underscored,
         request_id,
@@ -143,8 +141,8 @@ fn asked(context: &RequestContext<RoleServer>) -> Result<Asked<'_>, ErrorData> {
     })
 }
 
-/// As clients see a tool.
-fn described(tool: &Tool, underscored: bool) -> Described {
+/// A tool as clients see it.
+fn listed(tool: &Tool, underscored: bool) -> ListedTool {
     let name = if underscored {
         tool.underscored()
     } else {
@@ -154,12 +152,12 @@ fn described(tool: &Tool, underscored: bool) -> Described {
         .read_only(tool.kind == Kind::Reads)
         .destructive(tool.kind == Kind::Changes)
         .open_world(false);
-    Described::new(name, tool.about, Arc::clone(&tool.input))
+    ListedTool::new(name, tool.description, Arc::clone(&tool.input))
         .with_raw_output_schema(Arc::clone(&tool.output))
         .with_annotations(annotations)
 }
 
-fn unknown() -> ErrorData {
+fn unknown_tool() -> ErrorData {
     let (code, remedy) = (ErrorCode::UnknownTool, ErrorCode::UnknownTool.remedy());
     ErrorData::invalid_params(
         code.as_str(),
@@ -184,11 +182,11 @@ impl ServerHandler for Gateway {
         _request: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
-        let asked = asked(&context)?;
+        let client = client(&context)?;
         let tools = tools::all()
             .iter()
-            .filter(|tool| tool.for_whom.has(asked.caller.kind))
-            .map(|tool| described(tool, asked.underscored))
+            .filter(|tool| tool.audience.includes(client.caller.kind))
+            .map(|tool| listed(tool, client.underscored))
             .collect();
         Ok(ListToolsResult::with_all_items(tools).with_cache_scope(CacheScope::Private))
     }
@@ -198,42 +196,57 @@ impl ServerHandler for Gateway {
         request: CallToolRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
-        let asked = asked(&context)?;
+        let client = client(&context)?;
         let token = context.meta.get_progress_token();
-        let mut called =
-            std::pin::pin!(AssertUnwindSafe(self.called(&asked, request)).catch_unwind());
-        let mut ticks = tokio::time::interval(PROGRESS);
+        let mut call =
+            std::pin::pin!(AssertUnwindSafe(self.call_for(&client, request)).catch_unwind());
+        let mut ticks = tokio::time::interval(PROGRESS_INTERVAL);
         ticks.tick().await;
         let mut seconds = 0.0;
         loop {
             tokio::select! {
-                // Without an answer the caller would wait for ever.
-                result = &mut called => return result.unwrap_or_else(|_| Err(ErrorData::internal_error("the tool broke off", None))).map(Into::into),
-                // Whoever asked went away: what was begun is treated as if a caller of the user API had.
-                () = context.ct.cancelled() => return Err(ErrorData::internal_error("the caller went away", None)),
+                result = &mut call => {
+                    // Without an answer after a panic, the client would wait forever.
+                    let panicked = |_| Err(ErrorData::internal_error("the tool panicked", None));
+                    return result.unwrap_or_else(panicked).map(Into::into);
+                }
+                // The call in progress is abandoned, as if a caller of the user API disconnected.
+                () = context.ct.cancelled() => {
+                    return Err(ErrorData::internal_error("the call was cancelled", None));
+                }
                 _ = ticks.tick(), if token.is_some() => {
-                    seconds += PROGRESS.as_secs_f64();
+                    seconds += PROGRESS_INTERVAL.as_secs_f64();
                     if let Some(token) = &token {
-                        drop(context.peer.notify_progress(ProgressNotificationParam::new(token.clone(), seconds)).await);
+                        let progress = ProgressNotificationParam::new(token.clone(), seconds);
+                        drop(context.peer.notify_progress(progress).await);
                     }
                 }
             }
         }
     }
 
-    fn get_tool(&self, name: &str) -> Option<Described> {
+    fn get_tool(&self, name: &str) -> Option<ListedTool> {
         let dotted = tools::find(name, false);
         dotted
-            .map(|tool| described(tool, false))
-            .or_else(|| tools::find(name, true).map(|tool| described(tool, true)))
+            .map(|tool| listed(tool, false))
+            .or_else(|| tools::find(name, true).map(|tool| listed(tool, true)))
     }
 }
 
+/// A tool call as its refusal is recorded.
+#[derive(Clone, Copy)]
+struct ToolCall<'a> {
+    client: &'a Client<'a>,
+    name: &'a str,
+    /// As far as the arguments name one.
+    task_id: Option<TaskId>,
+}
+
 impl Gateway {
-    /// One call, from its name to its result. Only a tool that there is not, for this caller, is an error of the protocol.
-    async fn called(
+    /// Runs one tool call. Only a tool that does not exist for this caller is a protocol error.
+    async fn call_for(
         &self,
-        asked: &Asked<'_>,
+        client: &Client<'_>,
         request: CallToolRequestParams,
     ) -> Result<CallToolResult, ErrorData> {
         let CallToolRequestParams {
@@ -244,98 +257,78 @@ impl Gateway {
             .get("task_id")
             .and_then(Value::as_str)
             .and_then(|id| id.parse::<TaskId>().ok());
-        let refusal = |stage: &'static str, error: ApiError| run::Refused {
-            tool: &name,
-            stage,
-            error,
+        let call = ToolCall {
+            client,
+            name: &name,
             task_id,
         };
-        let Some(tool) = tools::find(&name, asked.underscored) else {
-            return self.unknown(asked, &refusal("tool", no_tool())).await;
+        let Some(tool) = tools::find(&name, client.underscored) else {
+            return self.refuse_unknown(call, Stage::Tool).await;
         };
-        if !tool.for_whom.has(asked.caller.kind) {
-            return self.unknown(asked, &refusal("allowlist", no_tool())).await;
+        if !tool.audience.includes(client.caller.kind) {
+            return self.refuse_unknown(call, Stage::Allowlist).await;
         }
         if let Some(error) = self.disabled(tool).await {
-            return Ok(self.refused(asked, &refusal("enabled", error)).await);
+            return Ok(self.refuse(call, Stage::Enabled.refuse()(error)).await);
         }
-        // The arguments are large, and a call may last for hours: only the plan outlives this.
-        match compute::apart(asked.body_bytes, move || tool.plan(&arguments)).await {
-            Ok(plan) => Ok(match self.run(asked, tool, plan).await {
+        // A call may last for hours, so only the plan outlives this, not the large arguments.
+        match compute::apart(client.body_bytes, move || tool.plan(&arguments)).await {
+            Ok(plan) => Ok(match self.run(client, tool, plan).await {
                 Ok(result) => succeeded(result),
-                Err(failed) if failed.is_recorded => failed.result(asked),
-                Err(failed) => {
-                    self.refused(asked, &refusal(failed.stage, failed.error))
-                        .await
-                }
+                Err(failure) if failure.is_recorded => failure.result(client),
+                Err(failure) => self.refuse(call, failure.refusal).await,
             }),
-            Err(error) => Ok(self.refused(asked, &refusal("arguments", error)).await),
+            Err(error) => Ok(self.refuse(call, Stage::Arguments.refuse()(error)).await),
         }
     }
 
-    async fn unknown(
+    async fn refuse_unknown(
         &self,
-        asked: &Asked<'_>,
-        refused: &run::Refused<'_>,
+        call: ToolCall<'_>,
+        stage: Stage,
     ) -> Result<CallToolResult, ErrorData> {
-        match self.note(asked, refused).await {
-            Ok(()) => Err(unknown()),
-            Err(error) => Ok(run::Failed {
-                stage: "audit",
-                error,
-                is_recorded: true,
-            }
-            .result(asked)),
+        let error = ApiError::new(
+            ErrorCode::UnknownTool,
+            "there is no such tool for this caller",
+        );
+        match self.record_refusal(call, &stage.refuse()(error)).await {
+            Ok(()) => Err(unknown_tool()),
+            Err(error) => Ok(ToolFailure::recorded(Stage::Audit, error).result(call.client)),
         }
     }
 
-    /// Writes a refusal down, and answers it.
-    async fn refused(&self, asked: &Asked<'_>, refused: &run::Refused<'_>) -> CallToolResult {
-        match self.note(asked, refused).await {
-            Ok(()) => run::Failed {
-                stage: refused.stage,
-                error: refused.error.clone(),
-                is_recorded: true,
-            }
-            .result(asked),
-            Err(error) => run::Failed {
-                stage: "audit",
-                error,
-                is_recorded: true,
-            }
-            .result(asked),
-        }
+    /// Records a refusal and answers with it.
+    async fn refuse(&self, call: ToolCall<'_>, refusal: Refusal) -> CallToolResult {
+        let failure = match self.record_refusal(call, &refusal).await {
+            Ok(()) => ToolFailure::recorded(refusal.stage, refusal.error),
+            Err(error) => ToolFailure::recorded(Stage::Audit, error),
+        };
+        failure.result(call.client)
     }
 
-    /// Why a tool is switched off, if it is.
+    /// The error for a tool that a system setting disables.
     async fn disabled(&self, tool: &Tool) -> Option<ApiError> {
         let key = tool.enabled_by?;
         match self.orchestrator.db.setting(key).await {
             Ok(Some(setting)) if setting.value == Value::Bool(true) => None,
             Ok(_) => {
                 let remedy = format!(
-                    "Have an administrator set {key} to true ('cynode setting set'), or use an image that is allowed."
+                    "Have an administrator set {key} to true ('cynode setting set'), \
+                     or use an allowed image."
                 );
                 let error = ApiError::new(
                     ErrorCode::ToolDisabled,
-                    format!("{} is switched off", tool.name),
+                    format!("{} is disabled", tool.name),
                 );
-                Some(ApiError(Box::new(error.0.with_remedy(remedy))))
+                Some(error.with_remedy(remedy))
             }
-            Err(error) => Some(error),
+            Err(error) => Some(error.into()),
         }
     }
 }
 
-fn no_tool() -> ApiError {
-    ApiError::new(
-        ErrorCode::UnknownTool,
-        "there is no such tool for this caller",
-    )
-}
-
 fn succeeded(result: Value) -> CallToolResult {
-    let mut answer = CallToolResult::success(vec![ContentBlock::text(text::of(&result))]);
+    let mut answer = CallToolResult::success(vec![ContentBlock::text(text::render(&result))]);
     answer.structured_content = Some(result);
     answer
 }

@@ -1,4 +1,4 @@
-//! What a tool call becomes: a call of the user API, which passes the same gate as everybody's.
+//! The plan of a tool call: a request to the user API, which passes the same gate as any other.
 
 use bytes::Bytes;
 use cynode_api::TaskId;
@@ -8,70 +8,81 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 use serde_json::Value;
 
-/// What stays as it is in an address.
-const PLAIN: &AsciiSet = &NON_ALPHANUMERIC
+use crate::budget::MAX_BUFFERED_BYTES;
+
+/// Characters that are not escaped in a URL.
+const UNESCAPED: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'-')
     .remove(b'_')
     .remove(b'.')
     .remove(b'~');
 
-/// What a tool does with arguments that were read.
+/// What a tool does once its arguments are parsed.
 #[derive(Debug)]
 pub(crate) enum Plan {
-    /// Calls the user API.
-    Call(Call),
-    /// Answers from what is here.
+    Request(ApiRequest),
+    /// Answers without a request.
     Answer(Value),
-    /// Makes a task, in the caller's project when none is named.
+    /// Creates a task, in the caller's project if none is named.
     NewTask(Box<cynode_api::TaskCreate>),
     /// Shows the project of a task.
-    OwnProject(TaskId),
-    /// Looks up which command was run last, and reads its output.
-    LastOutput(Call),
-    /// The service that it needs is not there; and what to do meanwhile.
-    Missing(TaskId, &'static str),
+    TaskProject(TaskId),
+    /// Looks up the most recent command and reads its output.
+    LastOutput(ApiRequest),
+    /// Fails because the required service does not exist yet, with a remedy.
+    Unavailable(TaskId, &'static str),
 }
 
-/// A call of the user API.
+/// A request to the user API.
 #[derive(Debug)]
-pub(crate) struct Call {
-    /// The task that it is about: the caller must be good for it, and what the call names must belong to it.
+pub(crate) struct ApiRequest {
+    /// The caller must have access to this task, and it must own the target of the request.
     pub(crate) task: Option<TaskId>,
     pub(crate) method: Method,
     pub(crate) path: String,
     pub(crate) query: Vec<(&'static str, String)>,
     pub(crate) headers: Vec<(HeaderName, HeaderValue)>,
-    pub(crate) body: Bytes,
-    pub(crate) shape: Shape,
+    pub(crate) body: ApiBody,
+    pub(crate) shape: ResultShape,
+}
+
+#[derive(Debug)]
+pub(crate) enum ApiBody {
+    Empty,
+    /// Handed to the gate as a value, which does not parse it again.
+    Json {
+        bytes: Bytes,
+        value: Value,
+    },
+    Bytes(Bytes),
 }
 
 /// How an answer becomes the result of a tool.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Shape {
-    /// As it is.
+pub(crate) enum ResultShape {
+    /// The JSON object, unchanged.
     Object,
-    /// The bytes of a file, or some of its lines.
-    File(Part),
-    /// The one of a list of preferences that has this key.
+    File(FilePart),
+    /// The preference with this key in a list.
     Preference(String),
 }
 
-/// Which part of a file.
+/// The part of a file to return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct FilePart {
     /// Counted from 1.
     pub(crate) start_line: u64,
-    /// The last one; all that follow when absent.
+    /// Inclusive; to the end of the file when absent.
     pub(crate) end_line: Option<u64>,
     pub(crate) max_bytes: usize,
 }
 
 fn encoded(text: &str) -> String {
-    utf8_percent_encode(text, PLAIN).to_string()
+    utf8_percent_encode(text, UNESCAPED).to_string()
 }
 
-/// A word in an address. Without one the address would be another.
-pub(crate) fn word(name: &str, text: &str) -> Result<String, ApiError> {
+/// Encodes a path segment. An empty one is refused because it would name another route.
+pub(crate) fn segment(name: &str, text: &str) -> Result<String, ApiError> {
     if text.is_empty() {
         Err(ApiError::invalid(format!("{name}: must not be empty")))
     } else {
@@ -79,16 +90,16 @@ pub(crate) fn word(name: &str, text: &str) -> Result<String, ApiError> {
     }
 }
 
-/// Words with slashes between them.
-pub(crate) fn words(name: &str, text: &str) -> Result<String, ApiError> {
-    let words: Result<Vec<String>, ApiError> =
-        text.split('/').map(|part| word(name, part)).collect();
-    words
-        .map(|words| words.join("/"))
+/// Encodes a relative path of several segments.
+pub(crate) fn segments(name: &str, text: &str) -> Result<String, ApiError> {
+    let segments: Result<Vec<String>, ApiError> =
+        text.split('/').map(|part| segment(name, part)).collect();
+    segments
+        .map(|segments| segments.join("/"))
         .map_err(|_| ApiError::invalid(format!("{name}: must be relative, without empty parts")))
 }
 
-impl Call {
+impl ApiRequest {
     pub(crate) fn new(
         method: Method,
         path: impl Into<String>,
@@ -100,8 +111,8 @@ impl Call {
             path: path.into(),
             query: Vec::new(),
             headers: Vec::new(),
-            body: Bytes::new(),
-            shape: Shape::Object,
+            body: ApiBody::Empty,
+            shape: ResultShape::Object,
         }
     }
 
@@ -109,7 +120,7 @@ impl Call {
         Self::new(Method::GET, path, task)
     }
 
-    /// With what a parameter has, if it has something.
+    /// Adds a query parameter, if it has a value.
     pub(crate) fn query(mut self, name: &'static str, value: Option<impl ToString>) -> Self {
         self.query
             .extend(value.map(|value| (name, value.to_string())));
@@ -124,7 +135,7 @@ impl Call {
         if let Some(value) = value {
             let value = HeaderValue::from_str(value).map_err(|_| {
                 ApiError::invalid(format!(
-                    "{}: holds what no header can",
+                    "{}: contains characters that a header can't",
                     name.replace('-', "_")
                 ))
             })?;
@@ -134,9 +145,15 @@ impl Call {
     }
 
     pub(crate) fn json(mut self, body: &impl Serialize) -> Result<Self, ApiError> {
-        self.body = serde_json::to_vec(body)
-            .map_err(|error| ApiError::invalid(error.to_string()))?
-            .into();
+        let invalid = |error: serde_json::Error| ApiError::invalid(error.to_string());
+        let bytes = Bytes::from(serde_json::to_vec(body).map_err(invalid)?);
+        // The gate spools and parses a large body, and accounts for the memory that it takes.
+        self.body = if bytes.len() > MAX_BUFFERED_BYTES {
+            ApiBody::Bytes(bytes)
+        } else {
+            let value = serde_json::to_value(body).map_err(invalid)?;
+            ApiBody::Json { bytes, value }
+        };
         self.headers.push((
             http::header::CONTENT_TYPE,
             HeaderValue::from_static("application/json"),
@@ -145,16 +162,16 @@ impl Call {
     }
 
     pub(crate) fn bytes(mut self, body: Bytes) -> Self {
-        self.body = body;
+        self.body = ApiBody::Bytes(body);
         self
     }
 
-    pub(crate) fn shaped(mut self, shape: Shape) -> Self {
+    pub(crate) fn with_shape(mut self, shape: ResultShape) -> Self {
         self.shape = shape;
         self
     }
 
-    /// The address, with its parameters.
+    /// The path with the query.
     pub(crate) fn uri(&self) -> String {
         let query: Vec<String> = self
             .query

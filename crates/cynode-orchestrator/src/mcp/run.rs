@@ -1,11 +1,11 @@
-//! Carrying out what a tool call became, and making its result.
+//! Runs the plan of a tool call and builds its result.
 
 use axum::{
     body::{Body, BodyDataStream},
     response::Response,
 };
 use cynode_api::{
-    AuditBody, AuditDecision, AuditKind, AuditResult, Base64Bytes, ErrorCode, Problem, TaskId,
+    AuditBody, AuditDecision, AuditKind, AuditResult, Base64Bytes, ErrorCode, Problem,
 };
 use cynode_service::{ApiError, compute, json};
 use futures_util::StreamExt as _;
@@ -16,44 +16,51 @@ use tower::ServiceExt as _;
 use uuid::Uuid;
 
 use super::{
-    Asked, ByTool, Gateway,
-    plan::{Call, Part, Plan, Shape},
+    Client, Gateway, ToolCall,
+    plan::{ApiBody, ApiRequest, FilePart, Plan, ResultShape},
     text,
     tools::Tool,
 };
-use crate::turns::Turns;
+use crate::{
+    caller::ToolOrigin,
+    fair_permits::FairPermits,
+    gate::{Refusal, Stage, ToolBody},
+};
 
-/// The longest answer that becomes a result. Pages of output, listings and searches have half of that.
+/// The longest answer that becomes a result. Pages of output, listings and searches are limited to
+/// half of it.
 const MAX_ANSWER: usize = 8 * 1024 * 1024;
-/// Answers that are read at once, each of them whole; others wait for their turn.
-const ANSWERS_AT_ONCE: usize = 16;
-static ANSWERS: Turns = Turns::new(ANSWERS_AT_ONCE);
+/// Answers that are buffered at once; further ones take turns.
+const MAX_CONCURRENT_ANSWERS: usize = 16;
+static ANSWERS: FairPermits = FairPermits::new(MAX_CONCURRENT_ANSWERS);
 
-/// Where in the gate a call was refused: goes with its answer.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Stage(pub(crate) &'static str);
-
-/// A tool call that came to no good end.
+/// A tool call without a result.
 #[derive(Debug)]
-pub(super) struct Failed {
-    pub(super) stage: &'static str,
-    pub(super) error: ApiError,
-    /// Whether the gate has written it down.
+pub(super) struct ToolFailure {
+    pub(super) refusal: Refusal,
+    /// Whether the gate has already recorded the failure.
     pub(super) is_recorded: bool,
 }
 
-impl Failed {
-    /// One that nobody but the gateway knows of.
-    fn here(stage: &'static str, error: ApiError) -> Self {
+impl ToolFailure {
+    pub(super) fn recorded(stage: Stage, error: ApiError) -> Self {
         Self {
-            stage,
-            error,
+            refusal: Refusal { stage, error },
+            is_recorded: true,
+        }
+    }
+
+    /// A failure that the gate has not seen, so the gateway records it.
+    fn unrecorded(stage: Stage, error: ApiError) -> Self {
+        Self {
+            refusal: Refusal { stage, error },
             is_recorded: false,
         }
     }
 
-    pub(super) fn result(self, asked: &Asked<'_>) -> CallToolResult {
-        let request_id = asked.request_id;
+    pub(super) fn result(self, client: &Client<'_>) -> CallToolResult {
+        let request_id = client.request_id;
+        let stage = self.refusal.stage.as_str();
         let Problem {
             status,
             code,
@@ -61,81 +68,80 @@ impl Failed {
             remedy,
             extensions,
             ..
-        } = *self.error.0;
+        } = *self.refusal.error.into_problem();
         if status >= 500 {
             tracing::warn!(request_id, code, detail, "A tool failed.");
         }
-        let mut failure = json!({"code": code, "stage": self.stage, "message": detail, "remedy": remedy, "request_id": request_id});
+        let mut failure = json!({
+            "code": code, "stage": stage, "message": detail, "remedy": remedy,
+            "request_id": request_id,
+        });
         if let Value::Object(members) = &mut failure {
-            // What belongs to one code, such as the hunks that do not apply.
+            // Fields of single codes, such as the hunks that do not apply.
             for (name, value) in extensions {
                 members.entry(name).or_insert(value);
             }
         }
-        let told = format!("{code} ({}): {detail}\n{remedy}", self.stage);
-        let mut answer =
-            CallToolResult::error(vec![ContentBlock::text(text::of(&json!({ "text": told })))]);
+        let text = text::render(&json!({
+            "text": format!("{code} ({stage}): {detail}\n{remedy}")
+        }));
+        let mut answer = CallToolResult::error(vec![ContentBlock::text(text)]);
         answer.structured_content = Some(failure);
         answer
     }
 }
 
-/// A call that was refused before there was a call of the user API.
-#[derive(Debug)]
-pub(super) struct Refused<'a> {
-    pub(super) tool: &'a str,
-    pub(super) stage: &'static str,
-    pub(super) error: ApiError,
-    /// As far as the arguments name one.
-    pub(super) task_id: Option<TaskId>,
-}
-
 impl Gateway {
     pub(super) async fn run(
         &self,
-        asked: &Asked<'_>,
+        client: &Client<'_>,
         tool: &'static Tool,
         plan: Plan,
-    ) -> Result<Value, Failed> {
+    ) -> Result<Value, ToolFailure> {
         match plan {
-            Plan::Call(call) => self.call(asked, tool, call).await,
+            Plan::Request(request) => self.call(client, tool, request).await,
             Plan::Answer(answer) => {
-                self.note_answer(asked, tool)
+                self.record_answer(client, tool)
                     .await
-                    .map_err(|error| Failed {
-                        stage: "audit",
-                        error,
-                        is_recorded: true,
-                    })?;
+                    .map_err(|error| ToolFailure::recorded(Stage::Audit, error))?;
                 Ok(answer)
             }
             Plan::NewTask(mut new) => {
-                new.project_id = new.project_id.or(asked.caller.project_id);
-                let call = Call::new(Method::POST, "/v1/tasks", None)
+                new.project_id = new.project_id.or(client.caller.project_id);
+                let request = ApiRequest::new(Method::POST, "/v1/tasks", None)
                     .json(&new)
-                    .map_err(|error| Failed::here("arguments", error))?;
-                self.call(asked, tool, call).await
+                    .map_err(|error| ToolFailure::unrecorded(Stage::Arguments, error))?;
+                self.call(client, tool, request).await
             }
-            Plan::OwnProject(task) => {
-                let of = self
-                    .call(asked, tool, Call::get(format!("/v1/tasks/{task}"), task))
+            Plan::TaskProject(task) => {
+                let shown = self
+                    .call(
+                        client,
+                        tool,
+                        ApiRequest::get(format!("/v1/tasks/{task}"), task),
+                    )
                     .await?;
                 let missing =
                     || ApiError::new(ErrorCode::NotFound, format!("task {task} has no project"));
-                let id = of["project_id"]
+                let id = shown["project_id"]
                     .as_str()
-                    .ok_or_else(|| Failed::here("run", missing()))?;
-                self.call(asked, tool, Call::get(format!("/v1/projects/{id}"), task))
-                    .await
+                    .ok_or_else(|| ToolFailure::unrecorded(Stage::Run, missing()))?;
+                self.call(
+                    client,
+                    tool,
+                    ApiRequest::get(format!("/v1/projects/{id}"), task),
+                )
+                .await
             }
-            Plan::LastOutput(call) => {
+            Plan::LastOutput(request) => {
                 let (mut last, mut cursor) = (None, None);
                 loop {
                     let execs = self
                         .call(
-                            asked,
+                            client,
                             tool,
-                            Call::get(call.path.clone(), call.task).query("cursor", cursor.take()),
+                            ApiRequest::get(request.path.clone(), request.task)
+                                .query("cursor", cursor.take()),
                         )
                         .await?;
                     let started =
@@ -159,101 +165,107 @@ impl Gateway {
                         "no command has been run in this sandbox",
                     )
                 };
-                let (_, id) = last.ok_or_else(|| Failed::here("run", missing()))?;
-                let path = format!("{}/{id}/output", call.path);
-                self.call(asked, tool, Call { path, ..call }).await
+                let (_, id) = last.ok_or_else(|| ToolFailure::unrecorded(Stage::Run, missing()))?;
+                let path = format!("{}/{id}/output", request.path);
+                self.call(client, tool, ApiRequest { path, ..request })
+                    .await
             }
-            Plan::Missing(task, remedy) => {
-                // Whether the caller is good for the task is found out first.
-                self.call(asked, tool, Call::get(format!("/v1/tasks/{task}"), task))
-                    .await?;
+            Plan::Unavailable(task, remedy) => {
+                // Checks access to the task first, as every tool does.
+                self.call(
+                    client,
+                    tool,
+                    ApiRequest::get(format!("/v1/tasks/{task}"), task),
+                )
+                .await?;
                 let error = ApiError::new(
                     ErrorCode::Unavailable,
                     format!(
-                        "{} needs a service that this system does not have yet",
+                        "{} needs a service that this system does not provide yet",
                         tool.name
                     ),
                 );
-                Err(Failed::here(
-                    "run",
-                    ApiError(Box::new(error.0.with_remedy(remedy))),
+                Err(ToolFailure::unrecorded(
+                    Stage::Run,
+                    error.with_remedy(remedy),
                 ))
             }
         }
     }
 
-    /// A call of the user API, in the caller's name.
+    /// Sends a request to the user API in the caller's name.
     async fn call(
         &self,
-        asked: &Asked<'_>,
+        client: &Client<'_>,
         tool: &'static Tool,
-        call: Call,
-    ) -> Result<Value, Failed> {
-        let broken = |_| {
-            Failed::here(
-                "arguments",
-                ApiError::invalid("what is named is too long for an address"),
+        api_request: ApiRequest,
+    ) -> Result<Value, ToolFailure> {
+        let too_long = |_| {
+            ToolFailure::unrecorded(
+                Stage::Arguments,
+                ApiError::invalid("the names in the arguments are too long for a URL"),
             )
         };
         let mut request = Request::builder()
-            .method(call.method.clone())
-            .uri(call.uri())
-            .body(Body::from(call.body))
-            .map_err(broken)?;
+            .method(api_request.method.clone())
+            .uri(api_request.uri())
+            .body(Body::empty())
+            .map_err(too_long)?;
+        match api_request.body {
+            ApiBody::Empty => {}
+            ApiBody::Json { bytes, value } => {
+                request.extensions_mut().insert(ToolBody { bytes, value });
+            }
+            ApiBody::Bytes(bytes) => *request.body_mut() = Body::from(bytes),
+        }
         let headers = request.headers_mut();
-        for (name, value) in call.headers {
+        for (name, value) in api_request.headers {
             headers.insert(name, value);
         }
-        if let Some(id) = asked.request_id.and_then(|id| id.parse().ok()) {
+        if let Some(id) = client.request_id.and_then(|id| id.parse().ok()) {
             headers.insert("x-request-id", id);
         }
-        request.extensions_mut().insert(asked.caller.clone());
-        request.extensions_mut().insert(ByTool {
+        request.extensions_mut().insert(client.caller.clone());
+        request.extensions_mut().insert(ToolOrigin {
             name: tool.name,
-            task: call.task,
+            task: api_request.task,
         });
         let Ok(response) = self.routes.clone().oneshot(request).await;
-        let response = response.map(|body| ANSWERS.body(asked.caller.id(), body));
+        let response = response.map(|body| ANSWERS.body(client.caller.id(), body));
         if response.status().is_success() {
-            return shaped(response, call.shape).await.map_err(|error| Failed {
-                stage: "run",
-                error,
-                is_recorded: true,
-            });
+            return result_of(response, api_request.shape)
+                .await
+                .map_err(|error| ToolFailure::recorded(Stage::Run, error));
         }
-        let stage = response.extensions().get::<Stage>().map(|stage| stage.0);
+        let stage = response.extensions().get::<Stage>().copied();
         let error = problem(response).await;
         let stage = match stage {
-            // Whether something is not there or not theirs is for the record alone.
-            Some(_) if error.0.status == 404 => "task",
+            // Only the record tells a missing target from one that the caller may not access.
+            Some(_) if error.status == 404 => Stage::Task,
             Some(stage) => stage,
-            None => stage_of(&error),
+            None => handler_stage(&error),
         };
-        Err(Failed {
-            stage,
-            error,
-            is_recorded: true,
-        })
+        Err(ToolFailure::recorded(stage, error))
     }
 }
 
-/// Where a call was refused that came as far as being carried out.
-fn stage_of(error: &ApiError) -> &'static str {
-    let is = |code: ErrorCode| error.0.is(code);
+/// The stage to report for an error of a handler, behind the gate.
+fn handler_stage(error: &ApiError) -> Stage {
+    let is = |code: ErrorCode| error.is(code);
     if is(ErrorCode::DeniedByPolicy) || is(ErrorCode::ImageNotAllowed) {
-        "policy"
+        Stage::Policy
     } else if is(ErrorCode::InvalidRequest) || is(ErrorCode::TooLarge) {
-        "arguments"
+        Stage::Arguments
     } else if is(ErrorCode::QuotaExceeded) {
-        "limits"
+        Stage::Limits
     } else if is(ErrorCode::SecretInInput) {
-        "secrets"
+        Stage::Secrets
     } else {
-        "run"
+        Stage::Run
     }
 }
 
-/// The problem that an answer is.
+/// The error that an answer carries.
 async fn problem(response: Response) -> ApiError {
     if let Some(error) = response.extensions().get::<ApiError>() {
         return error.clone();
@@ -266,16 +278,16 @@ async fn problem(response: Response) -> ApiError {
         Ok(problem) => problem.into(),
         Err(_) => ApiError::new(
             ErrorCode::Internal,
-            format!("an answer with status {status} could not be read"),
+            format!("the answer with status {status} could not be parsed"),
         ),
     }
 }
 
-/// The result that an answer becomes.
-async fn shaped(response: Response, shape: Shape) -> Result<Value, ApiError> {
+/// Turns an answer into the result of a tool.
+async fn result_of(response: Response, shape: ResultShape) -> Result<Value, ApiError> {
     match shape {
-        Shape::Object => object(response).await,
-        Shape::Preference(key) => {
+        ResultShape::Object => object(response).await,
+        ResultShape::Preference(key) => {
             let list = object(response).await?;
             let found = list["items"]
                 .as_array()
@@ -285,7 +297,7 @@ async fn shaped(response: Response, shape: Shape) -> Result<Value, ApiError> {
                 ApiError::new(ErrorCode::NotFound, "the scope has no such preference")
             })
         }
-        Shape::File(part) => file(response, part).await,
+        ResultShape::File(part) => file(response, part).await,
     }
 }
 
@@ -306,36 +318,36 @@ async fn object(response: Response) -> Result<Value, ApiError> {
     read.map_err(|error| {
         ApiError::new(
             ErrorCode::Internal,
-            format!("an answer could not be read: {error}"),
+            format!("the answer could not be parsed: {error}"),
         )
     })
 }
 
-/// An answer that can't be taken whole. What was asked for has been done.
+/// The error for an answer that can't be read completely, although the call succeeded.
 fn too_long(error: &axum::Error) -> ApiError {
     let mut cause: Option<&dyn std::error::Error> = Some(error);
     while let Some(error) = cause {
         if error.is::<http_body_util::LengthLimitError>() {
             let error = ApiError::new(
                 ErrorCode::TooLarge,
-                format!(
-                    "the answer is longer than {MAX_ANSWER} bytes; what was asked for was done"
-                ),
+                format!("the call succeeded, but its answer exceeds {MAX_ANSWER} bytes"),
             );
-            return ApiError(Box::new(error.0.with_remedy(
-                "Ask for less: a smaller limit, max_bytes or max_output_bytes.",
-            )));
+            return error
+                .with_remedy("Request less: a smaller limit, max_bytes or max_output_bytes.");
         }
         cause = error.source();
     }
-    broke_off()
+    connection_lost()
 }
 
-fn broke_off() -> ApiError {
-    ApiError::new(ErrorCode::NodeUnreachable, "the answer broke off")
+fn connection_lost() -> ApiError {
+    ApiError::new(
+        ErrorCode::NodeUnreachable,
+        "the connection broke during the answer",
+    )
 }
 
-async fn file(response: Response, part: Part) -> Result<Value, ApiError> {
+async fn file(response: Response, part: FilePart) -> Result<Value, ApiError> {
     let (parts, body) = response.into_parts();
     let text = |name: &str| {
         parts
@@ -347,18 +359,19 @@ async fn file(response: Response, part: Part) -> Result<Value, ApiError> {
         text("x-content-sha256"),
         text(header::CONTENT_LENGTH.as_str()).and_then(|size| size.parse::<u64>().ok()),
     );
-    let (bytes, truncated) = taken(body.into_data_stream(), part).await?;
+    let (bytes, truncated) = read_part(body.into_data_stream(), part).await?;
     let mut result = json!({"sha256": sha256, "size": size, "truncated": truncated});
     match as_text(bytes, truncated) {
         Ok(text) => result["content"] = text.into(),
         Err(bytes) => {
-            result["content_b64"] = serde_json::to_value(Base64Bytes(bytes)).unwrap_or_default()
+            result["content_b64"] = serde_json::to_value(Base64Bytes(bytes)).unwrap_or_default();
         }
     }
     Ok(result)
 }
 
-/// Text, when it is; a letter that the end cuts through is left out.
+/// Decodes UTF-8. Drops a character that truncation has split; returns the bytes if they are not
+/// text.
 fn as_text(bytes: Vec<u8>, truncated: bool) -> Result<String, Vec<u8>> {
     String::from_utf8(bytes).or_else(|error| {
         let (whole, cut) = (
@@ -374,31 +387,34 @@ fn as_text(bytes: Vec<u8>, truncated: bool) -> Result<String, Vec<u8>> {
     })
 }
 
-/// The lines that are wanted, as far as there is room; and whether there was more of them.
-async fn taken(mut pieces: BodyDataStream, part: Part) -> Result<(Vec<u8>, bool), ApiError> {
+/// Reads the requested lines up to the size limit, and whether any were cut off.
+async fn read_part(
+    mut pieces: BodyDataStream,
+    part: FilePart,
+) -> Result<(Vec<u8>, bool), ApiError> {
     let (mut line, mut bytes) = (1_u64, Vec::new());
     while let Some(piece) = pieces.next().await {
-        let piece = piece.map_err(|_| broke_off())?;
-        for each in piece.split_inclusive(|byte| *byte == b'\n') {
+        let piece = piece.map_err(|_| connection_lost())?;
+        for segment in piece.split_inclusive(|byte| *byte == b'\n') {
             if part.end_line.is_some_and(|end| line > end) {
                 return Ok((bytes, false));
             }
             if line >= part.start_line {
                 let room = part.max_bytes - bytes.len();
-                bytes.extend_from_slice(&each[..each.len().min(room)]);
-                if each.len() > room {
+                bytes.extend_from_slice(&segment[..segment.len().min(room)]);
+                if segment.len() > room {
                     return Ok((bytes, true));
                 }
             }
-            line += u64::from(each.ends_with(b"\n"));
+            line += u64::from(segment.ends_with(b"\n"));
         }
     }
     Ok((bytes, false))
 }
 
 impl Gateway {
-    fn record(&self, asked: &Asked<'_>, tool: &str) -> AuditBody {
-        // What a caller chose may be anything.
+    fn intent(&self, client: &Client<'_>, tool: &str) -> AuditBody {
+        // Callers choose these texts freely, so they may contain a secret.
         let clean = |text: &str| !self.orchestrator.is_secret(text);
         let is_name = (1..=64).contains(&tool.len())
             && tool
@@ -406,37 +422,28 @@ impl Gateway {
                 .all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'));
         let mut body = AuditBody::new(AuditKind::Intent, "tool.call");
         body.call_id = Some(Uuid::now_v7());
-        body.request_id = asked.request_id.filter(|id| clean(id)).map(str::to_owned);
-        body.subject = Some(asked.caller.subject());
+        body.request_id = client.request_id.filter(|id| clean(id)).map(str::to_owned);
+        body.subject = Some(client.caller.subject());
         if is_name && clean(tool) {
             body.detail.insert("tool".to_owned(), json!(tool));
         }
         body
     }
 
-    /// Writes down a call that was refused.
-    pub(super) async fn note(
+    /// Records a tool call that was refused before the gate saw it.
+    pub(super) async fn record_refusal(
         &self,
-        asked: &Asked<'_>,
-        refused: &Refused<'_>,
+        call: ToolCall<'_>,
+        refusal: &Refusal,
     ) -> Result<(), ApiError> {
-        let mut intent = self.record(asked, refused.tool);
-        intent.decision = (refused.stage != "run").then_some(AuditDecision::Deny);
-        intent.stage = Some(refused.stage.to_owned());
-        intent.task_id = refused.task_id;
-        let outcome = AuditBody {
-            kind: AuditKind::Outcome,
-            result: Some(AuditResult::of_status(refused.error.0.status)),
-            status: Some(refused.error.0.status),
-            code: Some(refused.error.0.code.clone()),
-            ..intent.clone()
-        };
-        self.orchestrator.audit.note(vec![intent, outcome]).await
+        let mut intent = self.intent(call.client, call.name);
+        intent.task_id = call.task_id;
+        refusal.record_tool_call(&self.orchestrator, intent).await
     }
 
-    /// Writes down a call that was answered from what is here.
-    async fn note_answer(&self, asked: &Asked<'_>, tool: &Tool) -> Result<(), ApiError> {
-        let mut intent = self.record(asked, tool.name);
+    /// Records a tool call that the gateway answered itself.
+    async fn record_answer(&self, client: &Client<'_>, tool: &Tool) -> Result<(), ApiError> {
+        let mut intent = self.intent(client, tool.name);
         intent.decision = Some(AuditDecision::Allow);
         let outcome = AuditBody {
             kind: AuditKind::Outcome,
@@ -444,7 +451,7 @@ impl Gateway {
             status: Some(200),
             ..intent.clone()
         };
-        self.orchestrator.audit.note(vec![intent, outcome]).await
+        Ok(self.orchestrator.audit.note(vec![intent, outcome]).await?)
     }
 }
 
@@ -465,9 +472,9 @@ mod tests {
             .iter()
             .map(|piece| Ok(Bytes::from_static(piece.as_bytes())))
             .collect();
-        let (bytes, truncated) = taken(
+        let (bytes, truncated) = read_part(
             Body::from_stream(stream::iter(pieces)).into_data_stream(),
-            Part {
+            FilePart {
                 start_line,
                 end_line,
                 max_bytes,
@@ -501,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn a_letter_that_is_cut_through_is_left_out_and_what_is_no_text_is_bytes() {
+    fn a_split_character_is_dropped_and_binary_content_stays_bytes() {
         assert_eq!(
             as_text("aü".as_bytes()[..2].to_vec(), true),
             Ok("a".to_owned())

@@ -1,4 +1,4 @@
-//! JSON schemas of what tools take and answer, from the same types that read and make it.
+//! JSON schemas of the arguments and results of tools, from the types that parse and build them.
 
 use std::sync::LazyLock;
 
@@ -7,14 +7,15 @@ use utoipa::{ToSchema, openapi::RefOr};
 
 const COMPONENTS: &str = "#/components/schemas/";
 
-/// The schemas of the user API. A type that holds another by a parameter does not name that one itself.
-static DESCRIBED: LazyLock<Value> = LazyLock::new(|| {
+/// The schemas of the user API. Generic types do not list the schemas of their parameters, which
+/// are therefore looked up here.
+static API_SCHEMAS: LazyLock<Value> = LazyLock::new(|| {
     let mut schemas = crate::api::openapi()["components"]["schemas"].take();
-    tidy(&mut schemas);
+    normalize(&mut schemas);
     schemas
 });
 
-/// The schema of a type, with all that it names below `$defs`.
+/// The schema of a type, with everything that it references below `$defs`.
 pub(crate) fn of<T: ToSchema>() -> Map<String, Value> {
     let mut named = Vec::new();
     T::schemas(&mut named);
@@ -25,15 +26,15 @@ pub(crate) fn of<T: ToSchema>() -> Map<String, Value> {
         if definitions.contains_key(&name) {
             continue;
         }
-        let found = named
+        let definition = named
             .iter()
-            .find(|(known, _)| *known == name)
-            .map(|(_, found)| Value::Object(object(found)));
-        let Some(found) = found.or_else(|| DESCRIBED.get(&name).cloned()) else {
+            .find(|(candidate, _)| *candidate == name)
+            .map(|(_, schema)| Value::Object(object(schema)));
+        let Some(definition) = definition.or_else(|| API_SCHEMAS.get(&name).cloned()) else {
             continue;
         };
-        needed.extend(references(&found));
-        definitions.insert(name, found);
+        needed.extend(references(&definition));
+        definitions.insert(name, definition);
     }
     root.insert("type".to_owned(), "object".into());
     if !definitions.is_empty() {
@@ -44,16 +45,16 @@ pub(crate) fn of<T: ToSchema>() -> Map<String, Value> {
 
 fn object(schema: &RefOr<utoipa::openapi::Schema>) -> Map<String, Value> {
     let mut value = serde_json::to_value(schema).unwrap_or_default();
-    tidy(&mut value);
+    normalize(&mut value);
     match value {
         Value::Object(members) => members,
         _ => Map::new(),
     }
 }
 
-/// References lead to `$defs`; an example is no part of a schema. What one of several shapes allows, another may too: a command that
-/// has ended also has an id, as one has that has only begun.
-fn tidy(value: &mut Value) {
+/// Points references to `$defs`, removes examples, and turns `oneOf` into `anyOf`, because
+/// alternatives overlap: a finished command has an id, as an accepted one has.
+fn normalize(value: &mut Value) {
     match value {
         Value::Object(members) => {
             members.remove("example");
@@ -63,13 +64,13 @@ fn tidy(value: &mut Value) {
             for (name, member) in members {
                 match member {
                     Value::String(text) if name == "$ref" => {
-                        *text = text.replace(COMPONENTS, "#/$defs/")
+                        *text = text.replace(COMPONENTS, "#/$defs/");
                     }
-                    _ => tidy(member),
+                    _ => normalize(member),
                 }
             }
         }
-        Value::Array(items) => items.iter_mut().for_each(tidy),
+        Value::Array(items) => items.iter_mut().for_each(normalize),
         _ => {}
     }
 }

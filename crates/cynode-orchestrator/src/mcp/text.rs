@@ -1,18 +1,17 @@
-//! What a model reads of a result: the words that matter, and never more than a page.
+//! The text content of a result: the part that a model needs to read, bounded in size.
 
 use serde_json::Value;
 
-/// The longest text.
 pub(crate) const MAX_TEXT: usize = 8 * 1024;
 
-/// Made from a result; what is too long is cut in its middle, which is said.
-pub(crate) fn of(result: &Value) -> String {
-    cut(&told(result))
+/// Renders a result. A text that is too long is cut in the middle, with a note.
+pub(crate) fn render(result: &Value) -> String {
+    truncate(&summarize(result))
 }
 
-fn told(result: &Value) -> String {
+fn summarize(result: &Value) -> String {
     let text = |name: &str| result.get(name).and_then(Value::as_str);
-    // A command or a job: how it ended, then what it wrote.
+    // A command or a job: its end, then its output.
     if let (Some(stdout), Some(stderr)) = (text("stdout"), text("stderr"))
         && result.get("exit_code").is_some()
     {
@@ -32,8 +31,9 @@ fn told(result: &Value) -> String {
         let streams = [("stdout", stdout), ("stderr", stderr)]
             .into_iter()
             .filter(|(_, stream)| !stream.is_empty());
-        let streams = streams.map(|(name, stream)| format!("\n{name}{note}:\n{}", cut(stream)));
-        return std::iter::once(job + &ended(result) + &error)
+        let streams =
+            streams.map(|(name, stream)| format!("\n{name}{note}:\n{}", truncate(stream)));
+        return std::iter::once(job + &end_state(result) + &error)
             .chain(streams)
             .collect();
     }
@@ -41,25 +41,25 @@ fn told(result: &Value) -> String {
         .or_else(|| text("content_b64"))
         .or_else(|| text("text"))
     {
-        return cut(content);
+        return truncate(content);
     }
-    let mut written = Beginning(Vec::new());
-    // An error says that there was more than a beginning.
-    let is_whole = serde_json::to_writer(&mut written, result).is_ok();
-    let mut told = String::from_utf8_lossy(&written.0).into_owned();
-    if !is_whole {
-        told.truncate(told.floor_char_boundary(MAX_TEXT - MORE.len()));
-        told.push_str(MORE);
+    let mut writer = BoundedWriter(Vec::new());
+    // The writer fails when it is full.
+    let is_complete = serde_json::to_writer(&mut writer, result).is_ok();
+    let mut text = String::from_utf8_lossy(&writer.0).into_owned();
+    if !is_complete {
+        text.truncate(text.floor_char_boundary(MAX_TEXT - TRUNCATED.len()));
+        text.push_str(TRUNCATED);
     }
-    told
+    text
 }
 
-const MORE: &str = "\n… there is more; structuredContent has it";
+const TRUNCATED: &str = "\n… truncated; structuredContent has the rest";
 
-/// Takes what fits into a text, and no more.
-struct Beginning(Vec<u8>);
+/// Keeps the first [`MAX_TEXT`] bytes.
+struct BoundedWriter(Vec<u8>);
 
-impl std::io::Write for Beginning {
+impl std::io::Write for BoundedWriter {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         if self.0.len() + bytes.len() > MAX_TEXT {
             self.0.extend_from_slice(&bytes[..MAX_TEXT - self.0.len()]);
@@ -74,7 +74,7 @@ impl std::io::Write for Beginning {
     }
 }
 
-fn ended(result: &Value) -> String {
+fn end_state(result: &Value) -> String {
     let state = if let Some(code) = result["exit_code"].as_i64() {
         format!("exit code {code}")
     } else if let Some(signal) = result["signal"].as_str() {
@@ -89,7 +89,7 @@ fn ended(result: &Value) -> String {
     for (name, note) in [
         ("timed_out", "timed out"),
         ("oom_killed", "out of memory"),
-        ("lost", "its end was not seen"),
+        ("lost", "its exit was not observed"),
     ] {
         if result[name] == Value::Bool(true) {
             notes.push(note);
@@ -98,7 +98,7 @@ fn ended(result: &Value) -> String {
     if result["truncated"]["stdout"] == Value::Bool(true)
         || result["truncated"]["stderr"] == Value::Bool(true)
     {
-        notes.push("output cut");
+        notes.push("output truncated");
     }
     if notes.is_empty() {
         state
@@ -107,12 +107,12 @@ fn ended(result: &Value) -> String {
     }
 }
 
-fn cut(text: &str) -> String {
+fn truncate(text: &str) -> String {
     if text.len() <= MAX_TEXT {
         return text.to_owned();
     }
     let note =
-        |left: usize| format!("\n… {left} bytes are left out here; structuredContent has them …\n");
+        |left: usize| format!("\n… {left} bytes omitted here; structuredContent has them …\n");
     let half = (MAX_TEXT - note(usize::MAX).len()) / 2;
     let begin = &text[..text.floor_char_boundary(half)];
     let end = &text[text.ceil_char_boundary(text.len() - half)..];
@@ -127,19 +127,28 @@ mod tests {
 
     #[test]
     fn a_command_is_told_by_its_end_and_its_output() {
-        let result = json!({"exit_code": 3, "signal": null, "stdout": "out\n", "stderr": "", "encoding": "utf-8", "truncated": {"stdout": true}, "timed_out": true});
+        let result = json!({
+            "exit_code": 3, "signal": null, "stdout": "out\n", "stderr": "", "encoding": "utf-8",
+            "truncated": {"stdout": true}, "timed_out": true,
+        });
         assert_eq!(
-            of(&result),
-            "exit code 3 (timed out, output cut)\nstdout:\nout\n"
+            render(&result),
+            "exit code 3 (timed out, output truncated)\nstdout:\nout\n"
         );
         assert_eq!(
-            of(&json!({"exit_code": null, "signal": "KILL", "stdout": "", "stderr": ""})),
+            render(&json!({"exit_code": null, "signal": "KILL", "stdout": "", "stderr": ""})),
             "ended by signal KILL"
         );
-        assert_eq!(of(&json!({"content": "fn main() {}"})), "fn main() {}");
-        assert_eq!(of(&json!({"items": []})), "{\"items\":[]}");
-        let job = json!({"job_id": "1", "state": "failed", "exit_code": null, "signal": null, "stdout": "", "stderr": "", "error": {"code": "node_lost"}});
-        assert_eq!(of(&job), "job 1: failed\nerror: {\"code\":\"node_lost\"}");
+        assert_eq!(render(&json!({"content": "fn main() {}"})), "fn main() {}");
+        assert_eq!(render(&json!({"items": []})), "{\"items\":[]}");
+        let job = json!({
+            "job_id": "1", "state": "failed", "exit_code": null, "signal": null,
+            "stdout": "", "stderr": "", "error": {"code": "node_lost"},
+        });
+        assert_eq!(
+            render(&job),
+            "job 1: failed\nerror: {\"code\":\"node_lost\"}"
+        );
     }
 
     #[test]
@@ -147,22 +156,22 @@ mod tests {
         for letter in ["a", "ü", "€", "🦀"] {
             for extra in 0..4 {
                 let long =
-                    of(&json!({"content": "x".repeat(extra) + &letter.repeat(MAX_TEXT + 1)}));
+                    render(&json!({"content": "x".repeat(extra) + &letter.repeat(MAX_TEXT + 1)}));
                 assert!(
-                    long.len() <= MAX_TEXT && long.contains("left out here"),
+                    long.len() <= MAX_TEXT && long.contains("omitted here"),
                     "{letter} {}",
                     long.len()
                 );
             }
         }
         assert_eq!(
-            of(&json!({"content": "a".repeat(MAX_TEXT)})).len(),
+            render(&json!({"content": "a".repeat(MAX_TEXT)})).len(),
             MAX_TEXT
         );
         for letter in ["a", "ü"] {
-            let long = of(&json!({"items": [letter.repeat(MAX_TEXT)]}));
+            let long = render(&json!({"items": [letter.repeat(MAX_TEXT)]}));
             assert!(
-                long.len() <= MAX_TEXT && long.ends_with(MORE),
+                long.len() <= MAX_TEXT && long.ends_with(TRUNCATED),
                 "{}",
                 long.len()
             );

@@ -1,320 +1,422 @@
-//! Jobs: given to a node, asked after, collected, acknowledged.
+//! Jobs: dispatched to a node, followed, collected, acknowledged.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
-use cynode_api::{ErrorCode, Job, JobError, JobState, NodeId, Retry};
-use cynode_client::WorkerClient;
-use cynode_service::ApiError;
+use cynode_api::{ErrorCode, Job, JobError, JobState, NodeId, Reporter, Retry};
+use cynode_client::SessionClient;
 use time::OffsetDateTime;
 
+use super::{Error, Lanes, Reconciler};
 use crate::{
-    Orchestrator, db::JobRow, fleet::Failed, placement::NodeRequirements, sessions::is_passing,
+    Config,
+    blobs::Blobs,
+    db::{Db, JobRow},
+    fleet::{CallError, Fleet, is_transient_refusal},
+    output,
+    placement::{self, NodeRequirements, Placement},
+    signal::EventSignal,
 };
 
-/// So many are taken at once.
+/// Jobs per lease statement.
 const BATCH: usize = 64;
-/// How soon a running job is looked at again. Its node says when something happens, so this is for words that were lost.
-const LOOK: f64 = 5.0;
-const SOON: f64 = 1.0;
-/// A node that is given up, or that says nothing, is not asked for each of its jobs again and again; its return wakes them.
-const LATER: f64 = 60.0;
-/// No node can take it now.
-const WAITING: f64 = 2.0;
-/// A job waits for others of its node.
-const IN_LINE: f64 = 1.0;
-/// No call of a step takes longer. A lease holds for longer than that.
-const CALL: Duration = Duration::from_secs(15);
-/// While its output is fetched.
-const COLLECTING: f64 = 60.0;
+/// Polls a running job. Its node reports changes, so this only covers lost reports.
+const POLL_INTERVAL: Duration = Duration::from_secs(5);
+const RETRY_DELAY: Duration = Duration::from_secs(1);
+/// For jobs of a lost or silent node; its return schedules them.
+const LOST_NODE_INTERVAL: Duration = Duration::from_secs(60);
+/// While no node can take the job.
+const CAPACITY_INTERVAL: Duration = Duration::from_secs(2);
+/// While other jobs occupy the node's lane.
+const LANE_INTERVAL: Duration = Duration::from_secs(1);
+/// Bounds each call of a step. A lease lasts longer.
+const CALL_TIMEOUT: Duration = Duration::from_secs(15);
+/// While the output is fetched.
+const COLLECT_LEASE: Duration = Duration::from_secs(60);
 
-pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
-    loop {
-        let room = orchestrator.job_lanes.free().min(BATCH);
-        if room == 0 {
-            return Ok(());
-        }
-        let jobs = orchestrator.db.lease_jobs(room).await?;
-        let full = jobs.len() == room;
-        for row in jobs {
-            let (id, node_id, leased) = (row.job_id, row.node_id, row.lease_until);
-            let Some(place) = orchestrator.job_lanes.enter(node_id) else {
-                let quiet = node_id.is_some_and(|id| orchestrator.fleet.is_quiet(id));
-                orchestrator
-                    .db
-                    .lease_until(id, leased, if quiet { LOOK } else { IN_LINE })
-                    .await?;
-                continue;
-            };
-            let orchestrator = orchestrator.clone();
-            tokio::spawn(async move {
-                let next = match Box::pin(step(&orchestrator, row)).await {
-                    Ok(next) => next,
-                    Err(error) => {
-                        tracing::debug!(job_id = %id, error = %error.0, "A job did not get further.");
-                        Some(SOON)
-                    }
+#[derive(Clone, Debug)]
+pub(crate) struct JobReconciler {
+    pub(crate) db: Db,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) blobs: Blobs,
+    pub(crate) config: Arc<Config>,
+    pub(crate) placement: Placement,
+    pub(crate) lanes: Lanes,
+    pub(crate) readers: EventSignal,
+}
+
+impl Reconciler for JobReconciler {
+    const NAME: &'static str = "jobs";
+    const INTERVAL: Duration = Duration::from_millis(500);
+
+    async fn round(&self) -> Result<(), Error> {
+        loop {
+            let room = self.lanes.free().min(BATCH);
+            if room == 0 {
+                return Ok(());
+            }
+            let jobs = self.db.lease_jobs(room).await?;
+            let full = jobs.len() == room;
+            for row in jobs {
+                let (id, node_id, lease) = (row.job_id, row.node_id, row.lease);
+                let Some(permit) = self.lanes.enter(node_id) else {
+                    let is_backed_off = node_id.is_some_and(|id| self.fleet.is_backed_off(id));
+                    let delay = if is_backed_off {
+                        POLL_INTERVAL
+                    } else {
+                        LANE_INTERVAL
+                    };
+                    self.db.extend_lease(id, lease, delay).await?;
+                    continue;
                 };
-                if let Some(seconds) = next {
-                    drop(orchestrator.db.lease_until(id, leased, seconds).await);
-                }
-                drop(place);
-            });
-        }
-        if !full {
-            return Ok(());
+                let reconciler = self.clone();
+                tokio::spawn(async move {
+                    let next = match Box::pin(reconciler.step(row)).await {
+                        Ok(next) => next,
+                        Err(error) => {
+                            tracing::debug!(job_id = %id, %error, "A step of a job failed.");
+                            Some(RETRY_DELAY)
+                        }
+                    };
+                    if let Some(delay) = next {
+                        drop(reconciler.db.extend_lease(id, lease, delay).await);
+                    }
+                    drop(permit);
+                });
+            }
+            if !full {
+                return Ok(());
+            }
         }
     }
 }
 
-/// One step. Says in how many seconds to look again; not at all when there is nothing left to do.
-async fn step(orchestrator: &Orchestrator, row: JobRow) -> Result<Option<f64>, ApiError> {
-    match (row.node_id, row.state.is_final()) {
-        (None, true) => {
-            orchestrator.db.acknowledge_job(row.job_id).await?;
-            Ok(None)
+impl JobReconciler {
+    /// Runs one step. Returns when to run the next one; `None` when nothing is left to do.
+    async fn step(&self, row: JobRow) -> Result<Option<Duration>, Error> {
+        match (row.node_id, row.state.is_final()) {
+            (None, true) => {
+                self.db.acknowledge_job(row.job_id).await?;
+                Ok(None)
+            }
+            (None, false) if row.stop_requested => {
+                let object = decided(&row, JobState::Canceled, None);
+                self.db
+                    .advance_job(row.job_id, None, &object, None, true)
+                    .await?;
+                Ok(None)
+            }
+            (None, false) => self.dispatch(&row).await,
+            (Some(node_id), false) => self.follow(&row, node_id).await,
+            (Some(node_id), true) => self.settle(&row, node_id).await,
         }
-        (None, false) if row.stop_requested => {
-            let object = decided(&row, JobState::Canceled, None);
-            orchestrator
-                .db
-                .advance_job(row.job_id, None, &object, None, true)
+    }
+
+    async fn dispatch(&self, row: &JobRow) -> Result<Option<Duration>, Error> {
+        let Some(version) = row.image_version_id else {
+            return Err(Error::NoImage);
+        };
+        let labels = row.node_labels()?;
+        // A node that stopped the job considers it ended.
+        let not = self.db.nodes_that_stopped(row.job_id).await?;
+        let wanted = NodeRequirements {
+            labels: &labels,
+            limits: row.request.sandbox.limits.unwrap_or_default(),
+        };
+        let node = match self.placement.choose_node(version, &wanted, &not).await {
+            Ok(node) => node,
+            // The job waits for capacity.
+            Err(placement::Error::NoNode(_)) => return Ok(Some(CAPACITY_INTERVAL)),
+            Err(error) => return Err(error.into()),
+        };
+        // A node that hangs delays only its own work; one that is backed off gets no new work.
+        let Some(_place) = self
+            .lanes
+            .enter(Some(node.id))
+            .filter(|_| !self.fleet.is_backed_off(node.id))
+        else {
+            return Ok(Some(RETRY_DELAY));
+        };
+        let client = self.fleet.client_for(&node)?;
+        // Durable before the node is called: after a crash, the next reconciler asks this node and
+        // no other.
+        if !self.db.assign_job(row.job_id, node.id).await? {
+            return Ok(Some(Duration::ZERO));
+        }
+        self.send(row, node.id, &client, true).await
+    }
+
+    /// Sends the job to its node, repeatedly if necessary: the node runs it once. Only on the first
+    /// attempt it is certain that no node has it.
+    async fn send(
+        &self,
+        row: &JobRow,
+        node_id: NodeId,
+        client: &SessionClient,
+        is_first: bool,
+    ) -> Result<Option<Duration>, Error> {
+        match self
+            .fleet
+            .call(node_id, CALL_TIMEOUT, client.run_job_async(&row.request))
+            .await
+        {
+            Ok(job) => self.note(row, node_id, client, job).await,
+            // No node has the job: another one may fit better.
+            Err(CallError::NotSent(_)) if is_first => {
+                self.db
+                    .unassign_job(row.job_id, node_id, Some(row.lease), RETRY_DELAY)
+                    .await?;
+                Ok(None)
+            }
+            Err(error)
+                if is_first && error.is_refusal(&[ErrorCode::NoCapacity, ErrorCode::NoSpace]) =>
+            {
+                self.db
+                    .unassign_job(row.job_id, node_id, Some(row.lease), RETRY_DELAY)
+                    .await?;
+                Ok(None)
+            }
+            Err(CallError::Refused(problem))
+                if !is_transient_refusal(&problem)
+                    && !problem.is(ErrorCode::NoCapacity)
+                    && !problem.is(ErrorCode::NoSpace) =>
+            {
+                let object = decided(
+                    row,
+                    JobState::Failed,
+                    Some(JobError {
+                        code: problem.code,
+                        detail: problem.detail,
+                    }),
+                );
+                self.db
+                    .advance_job(
+                        row.job_id,
+                        Some(node_id),
+                        &Job {
+                            node_id: Some(node_id),
+                            ..object
+                        },
+                        None,
+                        true,
+                    )
+                    .await?;
+                Ok(None)
+            }
+            Err(_) => Ok(Some(RETRY_DELAY)),
+        }
+    }
+
+    /// Asks the node for the state of the job.
+    async fn follow(&self, row: &JobRow, node_id: NodeId) -> Result<Option<Duration>, Error> {
+        let node = self.db.node(node_id).await?;
+        if node.is_lost {
+            return self.give_up(row, node_id).await;
+        }
+        if node.silent_for > self.config.unreachable_after() {
+            return Ok(Some(POLL_INTERVAL));
+        }
+        let client = self.fleet.client_for(&node)?;
+        if row.stop_requested {
+            // Even if the node does not know the job: it must not start it later.
+            if let Err(error) = self
+                .fleet
+                .call(
+                    node_id,
+                    CALL_TIMEOUT,
+                    client.stop_job(row.task_id, row.job_id),
+                )
+                .await
+                && error.is_refusal(&[ErrorCode::JobNotFound])
+            {
+                let object = decided(row, JobState::Canceled, None);
+                // Not acknowledged: a request in flight may still reach the node, and has to be
+                // stopped then.
+                self.db
+                    .advance_job(row.job_id, Some(node_id), &object, None, false)
+                    .await?;
+                return Ok(Some(POLL_INTERVAL));
+            }
+        }
+        match self
+            .fleet
+            .call(node_id, CALL_TIMEOUT, client.job(row.job_id))
+            .await
+        {
+            Ok(job) => self.note(row, node_id, &client, job).await,
+            // The job has started and must not run twice: a node that lost its disk does not get it
+            // again.
+            Err(error)
+                if error.is_refusal(&[ErrorCode::JobNotFound])
+                    && row.state == JobState::InProgress
+                    && row.retry == Retry::Never =>
+            {
+                self.fail_lost(row, node_id, "the node no longer knows the job")
+                    .await
+            }
+            Err(error) if error.is_refusal(&[ErrorCode::JobNotFound]) => {
+                self.send(row, node_id, &client, false).await
+            }
+            Err(_) => Ok(Some(RETRY_DELAY)),
+        }
+    }
+
+    /// Stores the node's report. A final report is stored with the output, and only then may the
+    /// node forget the job.
+    async fn note(
+        &self,
+        row: &JobRow,
+        node_id: NodeId,
+        client: &SessionClient,
+        job: Job,
+    ) -> Result<Option<Duration>, Error> {
+        let job = storable(of_row(row, node_id, job));
+        if !job.state.is_final() {
+            self.db
+                .advance_job(row.job_id, Some(node_id), &job, None, false)
                 .await?;
-            Ok(None)
+            return Ok(Some(POLL_INTERVAL));
         }
-        (None, false) => dispatch(orchestrator, &row).await,
-        (Some(node_id), false) => follow(orchestrator, &row, node_id).await,
-        (Some(node_id), true) => settle(orchestrator, &row, node_id).await,
+        if !self
+            .db
+            .extend_lease(row.job_id, row.lease, COLLECT_LEASE)
+            .await?
+        {
+            // Another reconciler has the job.
+            return Ok(None);
+        }
+        let output = match output::collect(&self.fleet, &self.blobs, node_id, client, row.job_id)
+            .await
+        {
+            Ok(output) => output,
+            // The output is too large to keep: only the excerpt in the object stays.
+            Err(error) if error.is_too_large() => None,
+            Err(error) => {
+                tracing::debug!(job_id = %row.job_id, %error, "The output of a job can't be fetched.");
+                self.db.wake_job(row.job_id, node_id, RETRY_DELAY).await?;
+                return Ok(None);
+            }
+        };
+        let output = output.as_ref().map(|staged| (staged, &self.blobs));
+        self.db
+            .advance_job(row.job_id, Some(node_id), &job, output, false)
+            .await?;
+        self.readers.notify();
+        let next = self.acknowledge(row, node_id, client).await?;
+        if let Some(delay) = next {
+            self.db.wake_job(row.job_id, node_id, delay).await?;
+        }
+        Ok(None)
+    }
+
+    async fn acknowledge(
+        &self,
+        row: &JobRow,
+        node_id: NodeId,
+        client: &SessionClient,
+    ) -> Result<Option<Duration>, Error> {
+        match self
+            .fleet
+            .call(node_id, CALL_TIMEOUT, client.ack_job(row.job_id))
+            .await
+        {
+            Ok(()) => {}
+            Err(error) if error.is_refusal(&[ErrorCode::JobNotFound]) => {}
+            Err(_) => return Ok(Some(POLL_INTERVAL)),
+        }
+        self.db.acknowledge_job(row.job_id).await?;
+        Ok(None)
+    }
+
+    /// The node is lost: the job's retry rule decides.
+    async fn give_up(&self, row: &JobRow, node_id: NodeId) -> Result<Option<Duration>, Error> {
+        if row.retry == Retry::OnNodeLoss && !row.stop_requested {
+            self.db.insert_orphan(row.job_id, node_id).await?;
+            self.db
+                .unassign_job(row.job_id, node_id, None, Duration::ZERO)
+                .await?;
+            return Ok(None);
+        }
+        self.fail_lost(row, node_id, "the node is lost: no heartbeat for too long")
+            .await
+    }
+
+    async fn fail_lost(
+        &self,
+        row: &JobRow,
+        node_id: NodeId,
+        detail: &str,
+    ) -> Result<Option<Duration>, Error> {
+        let error = JobError {
+            code: "node_lost".to_owned(),
+            detail: detail.to_owned(),
+        };
+        let object = decided(row, JobState::Failed, Some(error));
+        // Not acknowledged: if the node returns with a result, it is stored as a late result.
+        self.db
+            .advance_job(row.job_id, Some(node_id), &object, None, false)
+            .await?;
+        Ok(Some(LOST_NODE_INTERVAL))
+    }
+
+    /// The job has ended; its node may still have to learn of it, or to report a late result.
+    async fn settle(&self, row: &JobRow, node_id: NodeId) -> Result<Option<Duration>, Error> {
+        let node = self.db.node(node_id).await?;
+        if !node.is_responsive(self.config.unreachable_after()) {
+            return Ok(Some(LOST_NODE_INTERVAL));
+        }
+        let client = self.fleet.client_for(&node)?;
+        if row.object.reported_by == Reporter::Orchestrator {
+            match self
+                .fleet
+                .call(node_id, CALL_TIMEOUT, client.job(row.job_id))
+                .await
+            {
+                Ok(job) if job.acknowledged => {}
+                Ok(job) if job.state.is_final() => {
+                    self.db
+                        .insert_late_result(row.job_id, storable(job))
+                        .await?;
+                }
+                Ok(_) => {
+                    drop(
+                        self.fleet
+                            .call(
+                                node_id,
+                                CALL_TIMEOUT,
+                                client.stop_job(row.task_id, row.job_id),
+                            )
+                            .await,
+                    );
+                    return Ok(Some(RETRY_DELAY));
+                }
+                Err(error) if error.is_refusal(&[ErrorCode::JobNotFound]) => {}
+                Err(_) => return Ok(Some(POLL_INTERVAL)),
+            }
+        }
+        self.acknowledge(row, node_id, &client).await
     }
 }
 
-/// The job as the orchestrator itself says it ended.
+/// The job with an end that the orchestrator decided.
 fn decided(row: &JobRow, state: JobState, error: Option<JobError>) -> Job {
     Job {
         state,
         error,
         ended_at: Some(OffsetDateTime::now_utc()),
         node_id: row.node_id,
-        reported_by: "orchestrator".to_owned(),
+        reported_by: Reporter::Orchestrator,
         ..row.object.clone()
     }
 }
 
-async fn dispatch(orchestrator: &Orchestrator, row: &JobRow) -> Result<Option<f64>, ApiError> {
-    let Some(version) = row.image_version_id else {
-        return Err(ApiError::new(ErrorCode::Internal, "the job has no image"));
-    };
-    let labels = row.node_labels()?;
-    // Where it was stopped, it counts as ended.
-    let not = orchestrator.db.stopped_on(row.job_id).await?;
-    let wanted = NodeRequirements {
-        labels: &labels,
-        limits: row.request.sandbox.limits.unwrap_or_default(),
-    };
-    let node = match orchestrator.choose_node(version, &wanted, &not).await {
-        Ok(node) => node,
-        // It waits until there is room.
-        Err(error) if error.0.is(ErrorCode::NoCapacity) => return Ok(Some(WAITING)),
-        Err(error) => return Err(error),
-    };
-    // One that hangs holds up its own work only; one that does not answer is given nothing new.
-    let Some(_place) = orchestrator
-        .job_lanes
-        .enter(Some(node.id))
-        .filter(|_| !orchestrator.fleet.is_quiet(node.id))
-    else {
-        return Ok(Some(SOON));
-    };
-    let client = orchestrator.fleet.client_of(&node)?;
-    // Durable before the node hears of it: if we die now, whoever comes next asks this node and no other.
-    if !orchestrator.db.assign_job(row.job_id, node.id).await? {
-        return Ok(Some(0.0));
-    }
-    send(orchestrator, row, node.id, &client, true).await
-}
-
-/// Gives the job to its node, again if need be: the node runs it once. Only at the first try it is certain that nobody has it.
-async fn send(
-    orchestrator: &Orchestrator,
-    row: &JobRow,
-    node_id: NodeId,
-    client: &WorkerClient,
-    is_first: bool,
-) -> Result<Option<f64>, ApiError> {
-    match orchestrator
-        .fleet
-        .call(node_id, CALL, client.run_job_async(&row.request))
-        .await
-    {
-        Ok(job) => note(orchestrator, row, node_id, client, job).await,
-        // Nobody has it: another node may be better.
-        Err(Failed::NotSent(_)) if is_first => {
-            orchestrator
-                .db
-                .unassign_job(row.job_id, node_id, Some(row.lease_until), SOON)
-                .await?;
-            Ok(None)
-        }
-        Err(Failed::Refused(error))
-            if is_first
-                && (error.0.is(ErrorCode::NoCapacity) || error.0.is(ErrorCode::NoSpace)) =>
-        {
-            orchestrator
-                .db
-                .unassign_job(row.job_id, node_id, Some(row.lease_until), SOON)
-                .await?;
-            Ok(None)
-        }
-        Err(Failed::Refused(error))
-            if !is_passing(&error)
-                && !error.0.is(ErrorCode::NoCapacity)
-                && !error.0.is(ErrorCode::NoSpace) =>
-        {
-            let object = decided(
-                row,
-                JobState::Failed,
-                Some(JobError {
-                    code: error.0.code.clone(),
-                    detail: error.0.detail.clone(),
-                }),
-            );
-            orchestrator
-                .db
-                .advance_job(
-                    row.job_id,
-                    Some(node_id),
-                    &Job {
-                        node_id: Some(node_id),
-                        ..object
-                    },
-                    None,
-                    true,
-                )
-                .await?;
-            Ok(None)
-        }
-        Err(_) => Ok(Some(SOON)),
-    }
-}
-
-/// Asks the node how far it is.
-async fn follow(
-    orchestrator: &Orchestrator,
-    row: &JobRow,
-    node_id: NodeId,
-) -> Result<Option<f64>, ApiError> {
-    let node = orchestrator.db.node(node_id).await?;
-    if node.is_lost {
-        return give_up(orchestrator, row, node_id).await;
-    }
-    if node.silent_seconds > orchestrator.config.unreachable_after() {
-        return Ok(Some(LOOK));
-    }
-    let client = orchestrator.fleet.client_of(&node)?;
-    if row.stop_requested {
-        // Also one that the node does not know: it must not take it up later.
-        if let Err(Failed::Refused(error)) = orchestrator
-            .fleet
-            .call(node_id, CALL, client.stop_job(row.task_id, row.job_id))
-            .await
-            && error.0.is(ErrorCode::JobNotFound)
-        {
-            let object = decided(row, JobState::Canceled, None);
-            // Not acknowledged: a request that was on its way may still arrive there, and is then stopped.
-            orchestrator
-                .db
-                .advance_job(row.job_id, Some(node_id), &object, None, false)
-                .await?;
-            return Ok(Some(LOOK));
-        }
-    }
-    match orchestrator
-        .fleet
-        .call(node_id, CALL, client.job(row.job_id))
-        .await
-    {
-        Ok(job) => note(orchestrator, row, node_id, &client, job).await,
-        // It had begun, and may do so once: a node that lost its disk does not get it again.
-        Err(Failed::Refused(error))
-            if error.0.is(ErrorCode::JobNotFound)
-                && row.state == JobState::InProgress
-                && row.retry == Retry::Never =>
-        {
-            fail_lost(
-                orchestrator,
-                row,
-                node_id,
-                "its node does not know it any more",
-            )
-            .await
-        }
-        Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => {
-            send(orchestrator, row, node_id, &client, false).await
-        }
-        Err(_) => Ok(Some(SOON)),
-    }
-}
-
-/// Writes down what the node says. An end is written with its output, and only then may the node forget it.
-async fn note(
-    orchestrator: &Orchestrator,
-    row: &JobRow,
-    node_id: NodeId,
-    client: &WorkerClient,
-    job: Job,
-) -> Result<Option<f64>, ApiError> {
-    let job = storable(of_row(row, node_id, job));
-    if !job.state.is_final() {
-        orchestrator
-            .db
-            .advance_job(row.job_id, Some(node_id), &job, None, false)
-            .await?;
-        return Ok(Some(LOOK));
-    }
-    if !orchestrator
-        .db
-        .lease_until(row.job_id, row.lease_until, COLLECTING)
-        .await?
-    {
-        // Somebody else looks at it.
-        return Ok(None);
-    }
-    let output = match orchestrator
-        .collect_output(node_id, client, row.job_id)
-        .await
-    {
-        Ok(output) => output,
-        // More than is kept for anybody: what its object holds is what there is.
-        Err(error) if error.0.is(ErrorCode::TooLarge) => None,
-        Err(error) => {
-            tracing::debug!(job_id = %row.job_id, error = %error.0, "The output of a job can't be fetched.");
-            orchestrator.db.wake_job(row.job_id, node_id, SOON).await?;
-            return Ok(None);
-        }
-    };
-    let output = output.as_ref().map(|staged| (staged, &orchestrator.blobs));
-    orchestrator
-        .db
-        .advance_job(row.job_id, Some(node_id), &job, output, false)
-        .await?;
-    orchestrator.told();
-    let next = acknowledge(orchestrator, row, node_id, client).await?;
-    if let Some(seconds) = next {
-        orchestrator
-            .db
-            .wake_job(row.job_id, node_id, seconds)
-            .await?;
-    }
-    Ok(None)
-}
-
-/// What a node says of a job, as far as it has a say in it.
+/// A node's report, restricted to the fields that a node decides.
 fn of_row(row: &JobRow, node_id: NodeId, job: Job) -> Job {
     Job {
         job_id: row.job_id,
         task_id: row.task_id,
         node_id: Some(node_id),
         image_ref: row.object.image_ref.clone(),
-        reported_by: "worker".to_owned(),
+        reported_by: Reporter::Worker,
         late_result: None,
         created_by: None,
         acknowledged: false,
@@ -322,11 +424,12 @@ fn of_row(row: &JobRow, node_id: NodeId, job: Job) -> Job {
     }
 }
 
-/// The job as the database can hold it: it has no NUL in texts, so streams with one are kept as bytes.
+/// The job as PostgreSQL can store it: its texts can't contain NUL, so streams that do are stored
+/// as base64.
 pub(super) fn storable(mut job: Job) -> Job {
     use base64::Engine as _;
     let output = &mut job.output;
-    // What is kept here is decided here.
+    // The orchestrator decides what it keeps.
     output.truncated_by = None;
     if output.encoding == "utf-8" && (output.stdout.contains('\0') || output.stderr.contains('\0'))
     {
@@ -346,105 +449,4 @@ pub(super) fn storable(mut job: Job) -> Job {
         }
     }
     job
-}
-
-async fn acknowledge(
-    orchestrator: &Orchestrator,
-    row: &JobRow,
-    node_id: NodeId,
-    client: &WorkerClient,
-) -> Result<Option<f64>, ApiError> {
-    match orchestrator
-        .fleet
-        .call(node_id, CALL, client.ack_job(row.job_id))
-        .await
-    {
-        Ok(()) => {}
-        Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => {}
-        Err(_) => return Ok(Some(LOOK)),
-    }
-    orchestrator.db.acknowledge_job(row.job_id).await?;
-    Ok(None)
-}
-
-/// The node is gone. What becomes of the job is its own rule.
-async fn give_up(
-    orchestrator: &Orchestrator,
-    row: &JobRow,
-    node_id: NodeId,
-) -> Result<Option<f64>, ApiError> {
-    if row.retry == Retry::OnNodeLoss && !row.stop_requested {
-        orchestrator.db.leave_behind(row.job_id, node_id).await?;
-        orchestrator
-            .db
-            .unassign_job(row.job_id, node_id, None, 0.0)
-            .await?;
-        return Ok(None);
-    }
-    fail_lost(
-        orchestrator,
-        row,
-        node_id,
-        "its node was not heard of for too long",
-    )
-    .await
-}
-
-async fn fail_lost(
-    orchestrator: &Orchestrator,
-    row: &JobRow,
-    node_id: NodeId,
-    detail: &str,
-) -> Result<Option<f64>, ApiError> {
-    let error = JobError {
-        code: "node_lost".to_owned(),
-        detail: detail.to_owned(),
-    };
-    let object = decided(row, JobState::Failed, Some(error));
-    // Not acknowledged: should the node come back with a result, it is kept beside.
-    orchestrator
-        .db
-        .advance_job(row.job_id, Some(node_id), &object, None, false)
-        .await?;
-    Ok(Some(LATER))
-}
-
-/// The job has ended here; its node may still have to hear of it, or to say something late.
-async fn settle(
-    orchestrator: &Orchestrator,
-    row: &JobRow,
-    node_id: NodeId,
-) -> Result<Option<f64>, ApiError> {
-    let node = orchestrator.db.node(node_id).await?;
-    if node.is_lost || node.silent_seconds > orchestrator.config.unreachable_after() {
-        return Ok(Some(LATER));
-    }
-    let client = orchestrator.fleet.client_of(&node)?;
-    if row.object.reported_by == "orchestrator" {
-        match orchestrator
-            .fleet
-            .call(node_id, CALL, client.job(row.job_id))
-            .await
-        {
-            Ok(job) if job.acknowledged => {}
-            Ok(job) if job.state.is_final() => {
-                orchestrator
-                    .db
-                    .keep_late_result(row.job_id, storable(job))
-                    .await?
-            }
-            Ok(_) => {
-                drop(
-                    orchestrator
-                        .fleet
-                        .call(node_id, CALL, client.stop_job(row.task_id, row.job_id))
-                        .await,
-                );
-                return Ok(Some(SOON));
-            }
-            Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => {}
-            Err(_) => return Ok(Some(LOOK)),
-        }
-    }
-    acknowledge(orchestrator, row, node_id, &client).await
 }

@@ -1,4 +1,5 @@
-//! Room for work on nodes: so much in all and so much on each, so that a node that hangs holds up nobody else's work.
+//! Concurrency limits for work on nodes, in total and per node, so that a node that hangs delays
+//! only its own work.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -11,42 +12,42 @@ pub(crate) struct Lanes {
     all: Arc<Semaphore>,
     per_node: usize,
     nodes: Arc<Mutex<HashMap<NodeId, Arc<Semaphore>>>>,
-    /// Told when somebody has left, so that who found no room looks again.
-    left: Arc<Notify>,
+    /// Notified when a permit is released, so that a reconciler that found none tries again.
+    released: Arc<Notify>,
 }
 
-/// A place; it is free again when this goes.
+/// A permit for one unit of work; released on drop.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct LanePermit {
     all: Option<OwnedSemaphorePermit>,
     node: Option<OwnedSemaphorePermit>,
-    left: Arc<Notify>,
+    released: Arc<Notify>,
 }
 
-impl Drop for Place {
+impl Drop for LanePermit {
     fn drop(&mut self) {
         drop((self.all.take(), self.node.take()));
-        self.left.notify_one();
+        self.released.notify_one();
     }
 }
 
 impl Lanes {
-    pub(crate) fn new(all: usize, per_node: usize, left: Arc<Notify>) -> Self {
+    pub(crate) fn new(all: usize, per_node: usize, released: Arc<Notify>) -> Self {
         Self {
             all: Arc::new(Semaphore::new(all)),
             per_node,
             nodes: Arc::default(),
-            left,
+            released,
         }
     }
 
-    /// How many more can be taken, wherever they go.
+    /// The number of free permits over all nodes.
     pub(crate) fn free(&self) -> usize {
         self.all.available_permits()
     }
 
-    /// A place for work on a node, or for work that has none yet. `None` when there is no room.
-    pub(crate) fn enter(&self, node: Option<NodeId>) -> Option<Place> {
+    /// A permit for work on a node, or for work without a node yet. `None` when there is no room.
+    pub(crate) fn enter(&self, node: Option<NodeId>) -> Option<LanePermit> {
         let all = Arc::clone(&self.all).try_acquire_owned().ok()?;
         let node = match node {
             Some(id) => {
@@ -60,10 +61,10 @@ impl Lanes {
             }
             None => None,
         };
-        Some(Place {
+        Some(LanePermit {
             all: Some(all),
             node,
-            left: Arc::clone(&self.left),
+            released: Arc::clone(&self.released),
         })
     }
 }

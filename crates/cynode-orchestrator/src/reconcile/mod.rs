@@ -1,8 +1,10 @@
-//! Reconcilers: each looks at what the database says should be and brings it a step nearer, again and again.
+//! Reconcilers: each compares the actual state with the desired state in the database, and moves it
+//! one step closer, again and again.
 //!
-//! What must stay true of each: it is woken by a signal and by a timer, so that a lost signal costs time and nothing else; it
-//! takes no input but the database; doing it twice, or on two orchestrators at once, does no harm; it does not retry by
-//! itself, the next round does. A round waits for no node: what it begins goes on beside it, in lanes.
+//! Invariants of each: it is woken by a signal and by a timer, so that a lost signal costs only
+//! time; its only input is the database; repeating a round, or running it on two orchestrators at
+//! once, is harmless; it does not retry by itself, the next round does. A round waits for no node:
+//! the work that it starts runs concurrently, in lanes.
 
 mod execs;
 mod jobs;
@@ -13,137 +15,152 @@ mod sessions;
 
 use std::{sync::Arc, time::Duration};
 
-use cynode_service::ApiError;
-use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
-use tokio::{sync::Notify, task::JoinHandle};
+use futures_util::{StreamExt as _, stream};
+use tokio::{
+    sync::{Notify, watch},
+    task::JoinHandle,
+};
+use tokio_util::sync::CancellationToken;
 
-pub(crate) use execs::settle as settle_execs;
+pub(crate) use execs::ExecReconciler;
+pub(crate) use jobs::JobReconciler;
 pub(crate) use lanes::Lanes;
+pub(crate) use nodes::NodeReconciler;
+pub(crate) use retention::Retention;
+pub(crate) use sessions::SessionReconciler;
 
-use crate::Orchestrator;
+use crate::{
+    Config, audit, blobs,
+    db::{self, Db},
+    fleet::{self, CallError, Fleet},
+    placement,
+    shapes::ShapePolicies,
+    signal::EventSignal,
+};
 
-type Round<'a> = BoxFuture<'a, Result<(), ApiError>>;
-
-/// Starts them all. They end when the orchestrator stops.
-pub(crate) fn spawn(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
-    let (jobs_wait, sessions_wait) = (
-        Arc::clone(&orchestrator.jobs_wait),
-        Arc::clone(&orchestrator.sessions_wait),
-    );
-    vec![
-        every(
-            orchestrator,
-            "jobs",
-            Duration::from_millis(500),
-            jobs_wait,
-            |orchestrator| jobs::round(orchestrator).boxed(),
-        ),
-        every(
-            orchestrator,
-            "sessions",
-            Duration::from_secs(1),
-            sessions_wait,
-            |orchestrator| sessions::round(orchestrator).boxed(),
-        ),
-        every(
-            orchestrator,
-            "nodes",
-            Duration::from_secs(1),
-            Arc::default(),
-            |orchestrator| nodes::round(orchestrator).boxed(),
-        ),
-        every(
-            orchestrator,
-            "reach",
-            Duration::from_secs(2),
-            Arc::default(),
-            |orchestrator| reach(orchestrator).boxed(),
-        ),
-        every(
-            orchestrator,
-            "execs",
-            Duration::from_secs(1),
-            Arc::default(),
-            |orchestrator| execs::round(orchestrator).boxed(),
-        ),
-        every(
-            orchestrator,
-            "open calls",
-            Duration::from_secs(2),
-            Arc::default(),
-            |orchestrator| crate::audit::close_round(orchestrator).boxed(),
-        ),
-        every(
-            orchestrator,
-            "shapes",
-            Duration::from_secs(1),
-            Arc::default(),
-            |orchestrator| crate::shapes::round(orchestrator).boxed(),
-        ),
-        every(
-            orchestrator,
-            "retention",
-            Duration::from_secs(600),
-            Arc::default(),
-            |orchestrator| retention::round(orchestrator).boxed(),
-        ),
-        tokio::spawn(listen(orchestrator.clone())),
-        tokio::spawn(crate::policies::Policies::follow(orchestrator.clone())),
-    ]
+/// Why a round, or a step of one, failed. The next round retries.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(transparent)]
+    Db(#[from] db::Error),
+    #[error(transparent)]
+    Fleet(#[from] fleet::Error),
+    #[error(transparent)]
+    Call(#[from] CallError),
+    #[error(transparent)]
+    Session(#[from] crate::sessions::Error),
+    #[error(transparent)]
+    Placement(#[from] placement::Error),
+    #[error(transparent)]
+    Blob(#[from] blobs::Error),
+    #[error(transparent)]
+    Audit(#[from] audit::Error),
+    #[error("the job has no image")]
+    NoImage,
 }
 
-/// Runs rounds until the orchestrator stops.
-fn every(
-    orchestrator: &Orchestrator,
-    what: &'static str,
-    pause: Duration,
+/// One of the loops that move the system towards the state that the database asks for.
+pub(crate) trait Reconciler: Send + Sync + 'static {
+    const NAME: &'static str;
+    /// The longest pause between rounds.
+    const INTERVAL: Duration;
+
+    fn round(&self) -> impl Future<Output = Result<(), Error>> + Send;
+}
+
+/// Runs rounds until the orchestrator stops, also whenever `wake` is notified.
+pub(crate) fn spawn<R: Reconciler>(
+    reconciler: R,
     wake: Arc<Notify>,
-    round: for<'a> fn(&'a Orchestrator) -> Round<'a>,
+    stop: CancellationToken,
 ) -> JoinHandle<()> {
-    let orchestrator = orchestrator.clone();
     tokio::spawn(async move {
         loop {
-            if let Err(error) = round(&orchestrator).await {
-                tracing::debug!(what, error = %error.0, "A round of reconciling failed; the next one goes on.");
+            if let Err(error) = reconciler.round().await {
+                tracing::debug!(
+                    reconciler = R::NAME,
+                    %error,
+                    "A reconciler round failed; the next one continues."
+                );
             }
             tokio::select! {
-                () = orchestrator.stop.cancelled() => return,
+                () = stop.cancelled() => return,
                 () = wake.notified() => {}
-                () = tokio::time::sleep(pause) => {}
+                () = tokio::time::sleep(R::INTERVAL) => {}
             }
         }
     })
 }
 
-/// Which nodes can be called from here.
-async fn reach(orchestrator: &Orchestrator) -> Result<(), ApiError> {
-    let nodes = orchestrator.db.nodes().await?;
-    let heard = nodes.iter().filter(|node| {
-        !node.is_lost && node.silent_seconds <= orchestrator.config.unreachable_after()
-    });
-    stream::iter(heard)
-        .for_each_concurrent(None, |node| orchestrator.fleet.try_node(node))
-        .await;
-    Ok(())
+/// Checks which nodes are reachable from this orchestrator.
+#[derive(Debug)]
+pub(crate) struct Reachability {
+    pub(crate) db: Db,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) config: Arc<Config>,
 }
 
-/// Hears of events that other orchestrators wrote, so that readers here need not wait for their timer.
-async fn listen(orchestrator: Orchestrator) {
-    let heard = async {
+impl Reconciler for Reachability {
+    const NAME: &'static str = "reach";
+    const INTERVAL: Duration = Duration::from_secs(2);
+
+    async fn round(&self) -> Result<(), Error> {
+        let nodes = self.db.nodes().await?;
+        let responsive = nodes
+            .iter()
+            .filter(|node| node.is_responsive(self.config.unreachable_after()));
+        stream::iter(responsive)
+            .for_each_concurrent(None, |node| self.fleet.probe(node))
+            .await;
+        Ok(())
+    }
+}
+
+impl Reconciler for audit::CallCloser {
+    const NAME: &'static str = "open calls";
+    const INTERVAL: Duration = Duration::from_secs(2);
+
+    async fn round(&self) -> Result<(), Error> {
+        Ok(self.close_dead_streams().await?)
+    }
+}
+
+/// Follows changes of the settings for credential shapes that other orchestrators made.
+#[derive(Debug)]
+pub(crate) struct ShapeReconciler {
+    pub(crate) db: Db,
+    pub(crate) shapes: Arc<ShapePolicies>,
+}
+
+impl Reconciler for ShapeReconciler {
+    const NAME: &'static str = "shapes";
+    const INTERVAL: Duration = Duration::from_secs(1);
+
+    async fn round(&self) -> Result<(), Error> {
+        Ok(self.shapes.refresh(&self.db).await?)
+    }
+}
+
+/// Listens for events of other orchestrators, so that local readers need not wait for their timers.
+pub(crate) async fn listen(
+    db: Db,
+    readers: EventSignal,
+    policy_changes: watch::Sender<u64>,
+    stop: CancellationToken,
+) {
+    let listening = async {
         loop {
-            if let Ok(mut listener) = orchestrator.db.listener().await {
-                while let Ok(heard) = listener.recv().await {
-                    if heard.channel() == crate::db::POLICY_CHANNEL {
-                        orchestrator
-                            .policy_news
-                            .send_modify(|number| *number = number.wrapping_add(1));
+            if let Ok(mut listener) = db.listener().await {
+                while let Ok(notification) = listener.recv().await {
+                    if notification.channel() == db::POLICY_CHANNEL {
+                        policy_changes.send_modify(|number| *number = number.wrapping_add(1));
                     } else {
-                        orchestrator.told();
+                        readers.notify();
                     }
                 }
             }
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
     };
-    orchestrator.stop.run_until_cancelled(heard).await;
+    stop.run_until_cancelled(listening).await;
 }

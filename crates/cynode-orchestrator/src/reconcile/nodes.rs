@@ -1,91 +1,118 @@
-//! Nodes: those that are silent for too long are given up, and what they were left with is cleared when they are back.
+//! Nodes: silent ones are marked lost, and their orphaned jobs are stopped when they return.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use cynode_api::ErrorCode;
-use cynode_service::ApiError;
+use tokio::sync::Notify;
 
-use crate::{Orchestrator, db::LeftBehind, fleet::Failed};
+use super::{Error, Lanes, Reconciler};
+use crate::{
+    Config,
+    db::{Db, OrphanedJob},
+    fleet::Fleet,
+};
 
-/// No call takes longer.
-const CALL: Duration = Duration::from_secs(15);
+/// Bounds each call to a node.
+const CALL_TIMEOUT: Duration = Duration::from_secs(15);
 
-pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
-    let lost = orchestrator
-        .db
-        .give_up_silent_nodes(orchestrator.config.node_lost_after)
-        .await?;
-    for id in &lost {
-        tracing::warn!(node_id = %id, "A node was not heard of for too long; its work is given up.");
-    }
-    if !lost.is_empty() {
-        orchestrator.jobs_wait.notify_one();
-        orchestrator.sessions_wait.notify_one();
-    }
-    clear_leftovers(orchestrator).await
+#[derive(Clone, Debug)]
+pub(crate) struct NodeReconciler {
+    pub(crate) db: Db,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) config: Arc<Config>,
+    pub(crate) lanes: Lanes,
+    /// Wake the other reconcilers when a node is lost.
+    pub(crate) jobs_due: Arc<Notify>,
+    pub(crate) sessions_due: Arc<Notify>,
 }
 
-/// A node that comes back may still run what went elsewhere meanwhile.
-async fn clear_leftovers(orchestrator: &Orchestrator) -> Result<(), ApiError> {
-    for left in orchestrator
-        .db
-        .left_behind(orchestrator.config.unreachable_after())
-        .await?
-    {
-        let Some(place) = orchestrator.leftover_lanes.enter(Some(left.node_id)) else {
-            continue;
-        };
-        let orchestrator = orchestrator.clone();
-        tokio::spawn(async move {
-            if let Err(error) = clear(&orchestrator, &left).await {
-                tracing::debug!(job_id = %left.job_id, error = %error.0, "What a node was left with can't be cleared yet.");
+impl Reconciler for NodeReconciler {
+    const NAME: &'static str = "nodes";
+    const INTERVAL: Duration = Duration::from_secs(1);
+
+    async fn round(&self) -> Result<(), Error> {
+        let lost = self
+            .db
+            .mark_silent_nodes_lost(Duration::from_secs(self.config.node_lost_after))
+            .await?;
+        for id in &lost {
+            tracing::warn!(node_id = %id, "A node is lost: no heartbeat for too long.");
+        }
+        if !lost.is_empty() {
+            self.jobs_due.notify_one();
+            self.sessions_due.notify_one();
+        }
+        self.stop_orphans().await
+    }
+}
+
+impl NodeReconciler {
+    /// A node that returns may still run jobs that were rescheduled meanwhile.
+    async fn stop_orphans(&self) -> Result<(), Error> {
+        let orphans = self
+            .db
+            .orphaned_jobs(self.config.unreachable_after())
+            .await?;
+        for orphan in orphans {
+            let Some(permit) = self.lanes.enter(Some(orphan.node_id)) else {
+                continue;
+            };
+            let reconciler = self.clone();
+            tokio::spawn(async move {
+                if let Err(error) = reconciler.stop_orphan(&orphan).await {
+                    tracing::debug!(
+                        job_id = %orphan.job_id,
+                        %error,
+                        "An orphaned job can't be stopped yet."
+                    );
+                }
+                drop(permit);
+            });
+        }
+        Ok(())
+    }
+
+    async fn stop_orphan(&self, orphan: &OrphanedJob) -> Result<(), Error> {
+        let OrphanedJob {
+            job_id,
+            task_id,
+            node_id,
+        } = *orphan;
+        // The job was assigned to the same node again, which reports its end itself.
+        if self
+            .db
+            .any_job(job_id)
+            .await?
+            .is_some_and(|job| job.node_id == Some(node_id))
+        {
+            return Ok(self.db.delete_orphan(job_id, node_id).await?);
+        }
+        let client = self.fleet.client(&self.db, node_id).await?;
+        let stopped = self
+            .fleet
+            .call(node_id, CALL_TIMEOUT, client.stop_job(task_id, job_id))
+            .await;
+        match stopped {
+            Ok(job) if !job.state.is_final() => {}
+            // A node that did not have the job remembers it as stopped, so that it never runs
+            // there: that is not a result.
+            Ok(job) if job.acknowledged => self.db.mark_orphan_stopped(job_id, node_id).await?,
+            Ok(job) => {
+                self.db
+                    .insert_late_result(job_id, super::jobs::storable(job))
+                    .await?;
+                drop(
+                    self.fleet
+                        .call(node_id, CALL_TIMEOUT, client.ack_job(job_id))
+                        .await,
+                );
+                self.db.mark_orphan_stopped(job_id, node_id).await?;
             }
-            drop(place);
-        });
-    }
-    Ok(())
-}
-
-async fn clear(orchestrator: &Orchestrator, left: &LeftBehind) -> Result<(), ApiError> {
-    let LeftBehind {
-        job_id,
-        task_id,
-        node_id,
-    } = *left;
-    // It was given to that node again, which knew it, and has told its end.
-    if orchestrator
-        .db
-        .any_job(job_id)
-        .await?
-        .is_some_and(|job| job.node_id == Some(node_id))
-    {
-        return orchestrator.db.forget_left_behind(job_id, node_id).await;
-    }
-    let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
-    match orchestrator
-        .fleet
-        .call(node_id, CALL, client.stop_job(task_id, job_id))
-        .await
-    {
-        Ok(job) if !job.state.is_final() => Ok(()),
-        // One that it did not have it remembers now, so that it never runs there: that is no result.
-        Ok(job) if job.acknowledged => orchestrator.db.note_stopped_on(job_id, node_id).await,
-        Ok(job) => {
-            orchestrator
-                .db
-                .keep_late_result(job_id, super::jobs::storable(job))
-                .await?;
-            drop(
-                orchestrator
-                    .fleet
-                    .call(node_id, CALL, client.ack_job(job_id))
-                    .await,
-            );
-            orchestrator.db.note_stopped_on(job_id, node_id).await
+            Err(error) if error.is_refusal(&[ErrorCode::JobNotFound]) => {
+                self.db.delete_orphan(job_id, node_id).await?;
+            }
+            Err(error) => return Err(error.into()),
         }
-        Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => {
-            orchestrator.db.forget_left_behind(job_id, node_id).await
-        }
-        Err(failed) => Err(failed.problem()),
+        Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Which shapes are refused, flagged or ignored, by the channel on which they reach a sandbox.
+//! The action for credential shapes (refuse, flag or ignore), by the channel into the sandbox.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -7,37 +7,39 @@ use serde::{
     de::{MapAccess, Visitor},
 };
 
-/// How content reaches a sandbox.
+/// A way for content to reach a sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Channel {
-    /// Variables of a session, a job or a command.
+    /// Environment variables of a session, a job or a command.
     Env,
-    /// Words of a command, and every other text of a call that is no content: names, labels, paths.
+    /// Arguments of a command, and all other text of a call that is not content: names, labels,
+    /// paths.
     Argv,
     /// Standard input.
     Stdin,
-    /// A file that is written.
+    /// A written file.
     Files,
-    /// A tar archive that is unpacked.
+    /// An unpacked tar archive.
     Archives,
     /// A unified diff.
     Patches,
-    /// An artifact: a workspace can begin with it.
+    /// An artifact: it can seed a workspace.
     Seeds,
 }
 
-/// What happens to content with the shape of a well-known credential, from lax to strict.
+/// The action for content with the shape of a well-known credential, from lax to strict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ShapeAction {
     Off,
-    /// The content is let in and reported. In files, archives, patches and seeds, paths where live credentials are kept are refused.
+    /// Accepts and reports the content, but refuses it in files, archives, patches and seeds at
+    /// paths where programs keep live credentials.
     Flag,
     Refuse,
 }
 
-/// As an operator or a project writes it: `true`, `false`, or an action for some channels.
+/// The setting of an operator or a project: `true`, `false`, or an action for some channels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ShapeSetting {
     /// `true`: the default action of every channel. `false`: off everywhere.
@@ -87,7 +89,8 @@ impl ShapePolicy {
         *self == Self::OFF
     }
 
-    /// The stricter action of each channel: a project can tighten the system's setting, never loosen it.
+    /// The stricter action of each channel: a project can tighten the system's setting, never
+    /// loosen it.
     #[must_use]
     pub fn tightened(mut self, by: &ShapeSetting) -> Self {
         for channel in Channel::ALL {
@@ -105,7 +108,7 @@ impl ShapePolicy {
     }
 }
 
-/// The setting of a whole system: channels that it does not name have their default action.
+/// The system's setting: channels that it doesn't name get their default action.
 impl From<&ShapeSetting> for ShapePolicy {
     fn from(setting: &ShapeSetting) -> Self {
         match setting {
@@ -127,16 +130,19 @@ impl Default for ShapeSetting {
     }
 }
 
-/// An untagged enum would not say which key or value is wrong.
+/// Hand-written because an untagged enum doesn't report which key or value is wrong.
 impl<'de> Deserialize<'de> for ShapeSetting {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Setting;
+        struct SettingVisitor;
 
-        impl<'de> Visitor<'de> for Setting {
+        impl<'de> Visitor<'de> for SettingVisitor {
             type Value = ShapeSetting;
 
             fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("true, false, or an action (refuse, flag, off) for some of env, argv, stdin, files, archives, patches, seeds")
+                formatter.write_str(
+                    "true, false, or an action (refuse, flag, off) for some of \
+                     env, argv, stdin, files, archives, patches, seeds",
+                )
             }
 
             fn visit_bool<E>(self, value: bool) -> Result<ShapeSetting, E> {
@@ -155,7 +161,7 @@ impl<'de> Deserialize<'de> for ShapeSetting {
             }
         }
 
-        deserializer.deserialize_any(Setting)
+        deserializer.deserialize_any(SettingVisitor)
     }
 }
 

@@ -1,41 +1,42 @@
-//! The content of one file, looked through for shapes as its place demands.
+//! Scans the content of one file for shapes, as strictly as its path demands.
 
 use super::{
-    BEFORE, PIECE, Scanner, ShapeAction,
-    places::{Place, place},
+    SCAN_CHUNK_BYTES, Scanner, ShapeAction, WORD_CONTEXT_BYTES,
+    paths::{PathClass, classify},
     shapes::PRIVATE_KEY,
 };
 
-/// A configuration of git's is looked at for credentials in URLs as far as this. Longer ones are looked at for shapes.
-const MAX_GIT_CONFIG: usize = 1024 * 1024;
+/// A git configuration is scanned for credentials in URLs up to this size. The rest is scanned for
+/// shapes only.
+const MAX_GIT_CONFIG_BYTES: usize = 1024 * 1024;
 const URL_PASSWORD: &str = "a password in a URL";
 
-/// Looks for shapes in the content of a file that comes in pieces.
+/// Scans the content of a file for shapes, chunk by chunk.
 pub struct ContentScan {
     scanner: Scanner,
     action: ShapeAction,
-    place: Place,
-    /// The end of what has come, as much as a shape that is not yet whole can need.
+    path_class: PathClass,
+    /// The tail of the content so far, long enough for an incomplete shape.
     recent: Vec<u8>,
     is_cut: bool,
-    /// Each once.
+    /// Distinct shapes.
     found: Vec<&'static str>,
     git_config: Vec<u8>,
 }
 
 impl Scanner {
-    /// Starts on the content of the file at `path`.
+    /// Starts a scan of the file at `path`.
     #[must_use]
     pub fn content(&self, path: &str, action: ShapeAction) -> ContentScan {
-        let place = if action == ShapeAction::Off {
-            Place::Anywhere
+        let path_class = if action == ShapeAction::Off {
+            PathClass::Anywhere
         } else {
-            place(path)
+            classify(path)
         };
         ContentScan {
             scanner: self.clone(),
             action,
-            place,
+            path_class,
             recent: Vec::new(),
             is_cut: false,
             found: Vec::new(),
@@ -49,15 +50,15 @@ impl ContentScan {
         if self.action == ShapeAction::Off {
             return;
         }
-        if self.place == Place::GitConfig {
-            let room = MAX_GIT_CONFIG - self.git_config.len();
+        if self.path_class == PathClass::GitConfig {
+            let room = MAX_GIT_CONFIG_BYTES - self.git_config.len();
             self.git_config
                 .extend_from_slice(&bytes[..bytes.len().min(room)]);
         }
-        for piece in bytes.chunks(PIECE) {
+        for piece in bytes.chunks(SCAN_CHUNK_BYTES) {
             self.recent.extend_from_slice(piece);
-            self.look(false);
-            let keep = BEFORE + self.scanner.0.shapes.longest();
+            self.scan_recent(false);
+            let keep = WORD_CONTEXT_BYTES + self.scanner.0.shapes.longest();
             if self.recent.len() > keep {
                 self.recent.drain(..self.recent.len() - keep);
                 self.is_cut = true;
@@ -65,29 +66,29 @@ impl ContentScan {
         }
     }
 
-    /// The shapes that are let in and reported, or the one for which the file is refused.
+    /// The shapes to report, or the shape for which the file is refused.
     pub fn finish(mut self) -> Result<Vec<&'static str>, &'static str> {
         if self.action == ShapeAction::Off {
             return Ok(Vec::new());
         }
-        self.look(true);
+        self.scan_recent(true);
         if let Some(shape) = url_credential(&self.git_config, &self.scanner) {
             return Err(shape);
         }
-        let refused = match (self.action, self.place) {
-            (ShapeAction::Refuse, _) | (_, Place::Credentials) => self.found.first(),
-            (_, Place::KeyInHome) => self.found.iter().find(|shape| **shape == PRIVATE_KEY),
-            (_, Place::GitConfig | Place::Anywhere) => None,
+        let refused = match (self.action, self.path_class) {
+            (ShapeAction::Refuse, _) | (_, PathClass::Credentials) => self.found.first(),
+            (_, PathClass::KeyInHome) => self.found.iter().find(|shape| **shape == PRIVATE_KEY),
+            (_, PathClass::GitConfig | PathClass::Anywhere) => None,
         };
         refused.map_or(Ok(()), |shape| Err(*shape))?;
         Ok(self.found)
     }
 
-    fn look(&mut self, is_end: bool) {
+    fn scan_recent(&mut self, is_end: bool) {
         let (scanner, found) = (&self.scanner, &mut self.found);
         scanner.0.shapes.each(
             &self.recent,
-            if self.is_cut { BEFORE } else { 0 },
+            if self.is_cut { WORD_CONTEXT_BYTES } else { 0 },
             is_end,
             |shape| {
                 if !shape.is_ours && !found.contains(&shape.what) {
@@ -99,27 +100,31 @@ impl ContentScan {
     }
 }
 
-/// Without the bytes, which may be of a secret.
+/// Omits the bytes: they may belong to a secret.
 impl std::fmt::Debug for ContentScan {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
             .debug_struct("ContentScan")
-            .field("place", &self.place)
+            .field("path_class", &self.path_class)
             .field("action", &self.action)
             .finish_non_exhaustive()
     }
 }
 
-/// A credential in the authority of a URL: `https://user:password@host`, or a token in place of the user.
+/// A credential in the authority of a URL: `https://user:password@host`, or a token in place of the
+/// user.
 fn url_credential(text: &[u8], scanner: &Scanner) -> Option<&'static str> {
-    const MARK: &[u8] = b"://";
+    const SCHEME_END: &[u8] = b"://";
     let ends = |byte: &u8| {
         byte.is_ascii_whitespace()
             || matches!(byte, b'/' | b'"' | b'\'' | b'<' | b'>' | b'?' | b'#')
     };
     let mut rest = text;
-    while let Some(at) = rest.windows(MARK.len()).position(|window| window == MARK) {
-        rest = &rest[at + MARK.len()..];
+    while let Some(at) = rest
+        .windows(SCHEME_END.len())
+        .position(|window| window == SCHEME_END)
+    {
+        rest = &rest[at + SCHEME_END.len()..];
         let authority = &rest[..rest.iter().position(ends).unwrap_or(rest.len())];
         let Some(end) = authority.iter().rposition(|byte| *byte == b'@') else {
             continue;
@@ -141,7 +146,7 @@ fn url_credential(text: &[u8], scanner: &Scanner) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::Held, *};
+    use super::{super::HeldSecrets, *};
 
     fn token() -> String {
         ["gh", "p_", &"A7q3Zx9LmK2vRt5YwB8n".repeat(2)[..36]].concat()
@@ -164,7 +169,7 @@ mod tests {
         action: ShapeAction,
         piece: usize,
     ) -> Result<Vec<&'static str>, &'static str> {
-        let scanner = Scanner::new(Held::new([7; 32]), true);
+        let scanner = Scanner::new(HeldSecrets::new([7; 32]), true);
         let mut scan = scanner.content(path, action);
         content
             .as_bytes()
@@ -207,15 +212,16 @@ mod tests {
                     piece
                 ),
                 Ok(vec![PRIVATE_KEY, "a GitHub token"]),
-                "each once"
+                "distinct"
             );
         }
         assert_eq!(scan(".env", "KEY=\n", flag, 3), Ok(vec![]));
     }
 
     #[test]
-    fn what_a_border_of_two_pieces_cuts_is_no_token() {
-        // One letter too many for a token; a reader that takes the end of a piece for the end of the file sees one.
+    fn a_chunk_border_does_not_end_a_token() {
+        // One letter too long for a token: a scan that takes the end of a chunk for the end of the
+        // file would report one.
         let text = format!("{}A\n", token());
         for piece in 1..text.len() {
             assert_eq!(
@@ -227,12 +233,12 @@ mod tests {
         assert_eq!(
             scan("a", &token(), ShapeAction::Flag, 5),
             Ok(vec!["a GitHub token"]),
-            "the end of the file is one"
+            "the end of the file ends a token"
         );
     }
 
     #[test]
-    fn a_configuration_of_git_holds_no_credential_in_its_urls() {
+    fn credentials_in_urls_of_a_git_configuration_are_refused() {
         let config = |url: &str| {
             format!(
                 "[core]\n\tbare = false\n[remote \"origin\"]\n\turl = {url}\n\tfetch = +refs/heads/*\n"
@@ -268,7 +274,7 @@ mod tests {
                 11
             ),
             Ok(vec![]),
-            "only in git's"
+            "only in a git configuration"
         );
         assert_eq!(
             scan(
@@ -283,12 +289,18 @@ mod tests {
 
     #[test]
     fn a_scan_keeps_no_more_of_a_file_than_a_shape_can_need() {
-        let scanner = Scanner::new(Held::new([7; 32]), true);
+        let scanner = Scanner::new(HeldSecrets::new([7; 32]), true);
         let mut scan = scanner.content(".git/config", ShapeAction::Flag);
-        for size in [1, 999, PIECE, 3 * PIECE, 2 * MAX_GIT_CONFIG] {
+        for size in [
+            1,
+            999,
+            SCAN_CHUNK_BYTES,
+            3 * SCAN_CHUNK_BYTES,
+            2 * MAX_GIT_CONFIG_BYTES,
+        ] {
             scan.feed(&vec![b'.'; size]);
             assert!(
-                scan.recent.len() < 500 && scan.git_config.len() <= MAX_GIT_CONFIG,
+                scan.recent.len() < 500 && scan.git_config.len() <= MAX_GIT_CONFIG_BYTES,
                 "{}",
                 scan.recent.len()
             );

@@ -1,11 +1,11 @@
-//! Text inside base64.
+//! Secrets inside base64.
 
 use base64::{
     Engine as _, alphabet,
     engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig},
 };
 
-/// Others may be lenient, so this is: padding or none, and whatever the last bits are.
+/// As lenient as other decoders: accepts missing padding and any trailing bits.
 const LENIENT: GeneralPurposeConfig = GeneralPurposeConfig::new()
     .with_encode_padding(false)
     .with_decode_padding_mode(DecodePaddingMode::Indifferent)
@@ -13,11 +13,12 @@ const LENIENT: GeneralPurposeConfig = GeneralPurposeConfig::new()
 pub(super) const STANDARD: GeneralPurpose = GeneralPurpose::new(&alphabet::STANDARD, LENIENT);
 const URL_SAFE: GeneralPurpose = GeneralPurpose::new(&alphabet::URL_SAFE, LENIENT);
 
-/// Which letter of base64 is the first that holds nothing but the text, when so many bytes come before it.
+/// The first base64 letter that belongs to the text alone, by the number of bytes before it (modulo
+/// 3).
 pub(super) const FIRST_LETTER: [usize; 3] = [0, 2, 3];
 
-/// How bytes look inside base64 after 0, 1 and 2 other bytes: the letters that are theirs alone. What comes before and after shares
-/// the letters at both ends, so these are left out.
+/// The base64 letters of some bytes after 0, 1 and 2 other bytes. Excludes letters at both ends
+/// that share bits with neighbouring bytes.
 pub(super) fn encodings(bytes: &[u8], engine: &GeneralPurpose) -> [Vec<u8>; 3] {
     [0, 1, 2].map(|shift| {
         let mut shifted = vec![0; shift];
@@ -27,7 +28,7 @@ pub(super) fn encodings(bytes: &[u8], engine: &GeneralPurpose) -> [Vec<u8>; 3] {
     })
 }
 
-/// The same in both alphabets; often they do not differ.
+/// The same for both alphabets, without duplicates.
 pub(super) fn all_encodings(bytes: &[u8]) -> Vec<Vec<u8>> {
     let mut all: Vec<Vec<u8>> = [STANDARD, URL_SAFE]
         .iter()
@@ -38,7 +39,7 @@ pub(super) fn all_encodings(bytes: &[u8]) -> Vec<Vec<u8>> {
     all
 }
 
-/// What the base64 at the start of these bytes says, whichever alphabet it uses, as far as whole bytes go.
+/// Decodes the base64 at the start of these bytes, in either alphabet, up to the last whole byte.
 pub(super) fn decode_start(bytes: &[u8]) -> Vec<u8> {
     let letters = bytes.iter().map_while(|byte| match byte {
         b'+' => Some(b'-'),
@@ -48,13 +49,13 @@ pub(super) fn decode_start(bytes: &[u8]) -> Vec<u8> {
     });
     let mut letters: Vec<u8> = letters.collect();
     if letters.len() % 4 == 1 {
-        // Six bits are no byte.
+        // Six bits don't make a byte.
         letters.pop();
     }
     URL_SAFE.decode(letters).unwrap_or_default()
 }
 
-/// A whole text, in either alphabet, with or without padding.
+/// Decodes a whole text, in either alphabet, with or without padding.
 pub(super) fn decode(text: &str) -> Option<Vec<u8>> {
     let text = text.trim_ascii();
     STANDARD

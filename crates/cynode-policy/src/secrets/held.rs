@@ -1,7 +1,8 @@
-//! Secrets that the system holds, known by keyed hashes alone.
+//! Detects secrets that the system holds, by keyed hashes only.
 //!
-//! A fingerprint that rolls over the bytes finds the places where a secret could be; only there is the whole hashed. The key is the
-//! process's own: what is in memory here helps nobody to find a secret, or to make bytes that take long to look at.
+//! A rolling fingerprint finds candidate positions; only there is the whole secret hashed. The key
+//! is private to the process, so its memory reveals no secret, and nobody can craft input that is
+//! slow to scan.
 
 use std::fmt;
 
@@ -9,19 +10,19 @@ use aws_lc_rs::hmac;
 
 use super::encoded;
 
-/// How many bytes of a secret its fingerprint is of. What is shorter is too likely to be an ordinary word.
-const WINDOW: usize = 12;
-/// How often a byte has been rotated when it leaves the window: once for each byte that came after it.
+/// The length of a fingerprint's window. Shorter secrets are too likely to be ordinary words.
+const WINDOW_BYTES: usize = 12;
+/// A byte's rotations by the time it leaves the window: one for each byte after it.
 const ROTATIONS: u32 = 12;
-/// A place is looked at more closely when this many bits of its fingerprint are those of a secret's.
+/// The number of fingerprint bits that the filter compares.
 const FILTER_BITS: u32 = 16;
 
-/// The secrets to look for, in whatever they stand in: any place counts, and so does base64.
-pub struct Held {
+/// The secrets to detect, at any offset, in plain text and in base64.
+pub struct HeldSecrets {
     key: hmac::Key,
-    /// What each byte adds to a fingerprint when it comes into the window.
+    /// The value that a byte adds to a fingerprint when it enters the window.
     enters: Box<[u64; 256]>,
-    /// What is taken away again when it leaves.
+    /// The value to remove when it leaves.
     leaves: Box<[u64; 256]>,
     /// Sorted by fingerprint.
     secrets: Vec<Secret>,
@@ -32,20 +33,20 @@ pub struct Held {
 struct Secret {
     what: &'static str,
     fingerprint: u64,
-    /// Where in the secret the window of its fingerprint is.
+    /// The offset of the fingerprint's window in the secret.
     offset: usize,
     length: usize,
     tag: hmac::Tag,
 }
 
-impl Held {
-    /// The key should be random and live no longer than the process.
+impl HeldSecrets {
+    /// The key must be random and must not outlive the process.
     #[must_use]
     pub fn new(key: [u8; 32]) -> Self {
         let key = hmac::Key::new(hmac::HMAC_SHA256, &key);
         let mut enters = Box::new([0; 256]);
         for (number, value) in (0_u64..).zip(enters.iter_mut()) {
-            // Eight bytes are never a secret: these are longer.
+            // Can't collide with a secret's tag: secrets are longer than eight bytes.
             let tag = hmac::sign(&key, &number.to_be_bytes());
             *value = tag
                 .as_ref()
@@ -64,12 +65,12 @@ impl Held {
         }
     }
 
-    /// Holds a secret, without the blanks around it, and how it looks inside base64. False when it is shorter than 12 bytes: then it
-    /// is not held, because it would be found everywhere.
-    #[must_use = "a secret that is too short is not looked for"]
+    /// Adds a secret, without surrounding whitespace, and its base64 forms. Returns false for a
+    /// secret shorter than 12 bytes: it is not added, because it would match everywhere.
+    #[must_use = "a secret that is too short is not detected"]
     pub fn add(&mut self, what: &'static str, secret: &[u8]) -> bool {
         let secret = secret.trim_ascii();
-        if secret.len() < WINDOW {
+        if secret.len() < WINDOW_BYTES {
             return false;
         }
         self.add_form(what, secret);
@@ -80,11 +81,11 @@ impl Held {
         true
     }
 
-    /// The window lies in the middle: how a secret begins is often the same for all of its kind, and then known to everybody.
+    /// The window is in the middle: secrets of one kind often share a well-known prefix.
     fn add_form(&mut self, what: &'static str, form: &[u8]) {
-        let offset = (form.len() - WINDOW) / 2;
-        let fingerprint = self.fingerprint(&form[offset..offset + WINDOW]);
-        let (word, bit) = filter_place(fingerprint);
+        let offset = (form.len() - WINDOW_BYTES) / 2;
+        let fingerprint = self.fingerprint(&form[offset..offset + WINDOW_BYTES]);
+        let (word, bit) = filter_position(fingerprint);
         self.filter[word] |= bit;
         self.longest = self.longest.max(form.len());
         self.secrets.push(Secret {
@@ -96,20 +97,20 @@ impl Held {
         });
     }
 
-    /// The longest form of a secret.
+    /// The length of the longest form of a secret.
     pub(super) fn longest(&self) -> usize {
         self.longest
     }
 
     pub(super) fn find(&self, bytes: &[u8]) -> Option<&'static str> {
-        if self.secrets.is_empty() || bytes.len() < WINDOW {
+        if self.secrets.is_empty() || bytes.len() < WINDOW_BYTES {
             return None;
         }
-        let (first, rest) = bytes.split_at(WINDOW);
+        let (first, rest) = bytes.split_at(WINDOW_BYTES);
         let mut fingerprint = self.fingerprint(first);
         for (start, (leaving, entering)) in bytes.iter().zip(rest).enumerate() {
             if self.is_likely(fingerprint)
-                && let Some(what) = self.whole_at(bytes, start, fingerprint)
+                && let Some(what) = self.match_at(bytes, start, fingerprint)
             {
                 return Some(what);
             }
@@ -117,16 +118,16 @@ impl Held {
                 ^ self.enters[usize::from(*entering)]
                 ^ self.leaves[usize::from(*leaving)];
         }
-        self.whole_at(bytes, rest.len(), fingerprint)
+        self.match_at(bytes, rest.len(), fingerprint)
     }
 
     fn is_likely(&self, fingerprint: u64) -> bool {
-        let (word, bit) = filter_place(fingerprint);
+        let (word, bit) = filter_position(fingerprint);
         self.filter[word] & bit != 0
     }
 
-    /// The secret whose window starts here, when all of it is there.
-    fn whole_at(&self, bytes: &[u8], window: usize, fingerprint: u64) -> Option<&'static str> {
+    /// The secret whose window starts here, if all of its bytes match.
+    fn match_at(&self, bytes: &[u8], window: usize, fingerprint: u64) -> Option<&'static str> {
         let first = self
             .secrets
             .partition_point(|secret| secret.fingerprint < fingerprint);
@@ -152,17 +153,17 @@ impl Held {
     }
 }
 
-/// Without the key.
-impl fmt::Debug for Held {
+/// Omits the key.
+impl fmt::Debug for HeldSecrets {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
-            .debug_struct("Held")
+            .debug_struct("HeldSecrets")
             .field("forms", &self.secrets.len())
             .finish_non_exhaustive()
     }
 }
 
-fn filter_place(fingerprint: u64) -> (usize, u64) {
+fn filter_position(fingerprint: u64) -> (usize, u64) {
     let place = fingerprint >> (u64::BITS - FILTER_BITS);
     (
         usize::try_from(place >> 6).unwrap_or_default(),
@@ -174,10 +175,10 @@ fn filter_place(fingerprint: u64) -> (usize, u64) {
 mod tests {
     use super::*;
 
-    /// What is quick about it: nearly every place is passed over by one look at the filter.
+    /// Scanning is fast because the filter rejects nearly every position.
     #[test]
-    fn few_places_are_looked_at_closely() {
-        let mut held = Held::new([7; 32]);
+    fn the_filter_rejects_nearly_every_position() {
+        let mut held = HeldSecrets::new([7; 32]);
         assert!(held.add("a secret", b"of no particular kind"));
         assert!(
             held.secrets
@@ -186,7 +187,7 @@ mod tests {
         );
         let text: Vec<u8> = (0_u32..20_000).flat_map(u32::to_be_bytes).collect();
         let likely = text
-            .windows(WINDOW)
+            .windows(WINDOW_BYTES)
             .filter(|window| held.is_likely(held.fingerprint(window)))
             .count();
         assert!(likely < 100, "{likely} of {}", text.len());

@@ -1,17 +1,20 @@
-//! What must not enter a sandbox: the system's own secrets, its tokens, and what looks like somebody's key.
+//! Detects secrets on their way into a sandbox: the system's own secrets and tokens, and text with
+//! the shape of a well-known credential.
 //!
-//! What must stay true: no secret is kept here, only keyed hashes of it; nothing that is answered holds any part of what was found;
-//! a secret is found wherever it stands, however the bytes come in pieces. This keeps accidents out. Whoever means to carry a secret
-//! in can always write it in a way that nobody looks for.
+//! Invariants: this module keeps keyed hashes of secrets, never the secrets; results contain no
+//! part of a detected secret; detection doesn't depend on offsets or on how input is split into
+//! chunks. It prevents accidents only: a determined caller can always encode a secret beyond
+//! recognition.
 //!
-//! Secrets that the system holds and its own tokens are refused everywhere. Tokens of others are known by their shape alone, and
-//! samples of them stand in the tests of many a repository: `channels.rs` says where they are refused, flagged or ignored.
+//! Held secrets and the system's own tokens are refused everywhere. Third-party tokens are
+//! recognized by shape alone, and samples of them occur in the tests of many repositories:
+//! `channels.rs` defines where they are refused, flagged or ignored.
 
 mod channels;
 mod content;
 mod encoded;
 mod held;
-mod places;
+mod paths;
 mod shapes;
 
 use std::{fmt, sync::Arc};
@@ -20,55 +23,56 @@ use serde_json::Value;
 
 pub use channels::{Channel, ShapeAction, ShapePolicy, ShapeSetting};
 pub use content::ContentScan;
-pub use held::Held;
+pub use held::HeldSecrets;
 use shapes::Shapes;
 
-/// What was found. It says what it is, never what it says.
+/// A detected secret, without its value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hit {
-    /// As in "a GitHub token": it is for a sentence that tells the caller.
+    /// A noun phrase for messages, as in "a GitHub token".
     pub what: &'static str,
 }
 
-/// Looks for secrets. Cheap to clone.
+/// Scans for secrets. Cheap to clone.
 #[derive(Clone)]
-pub struct Scanner(Arc<Looked>);
+pub struct Scanner(Arc<ScannerInner>);
 
-struct Looked {
-    held: Arc<Held>,
+struct ScannerInner {
+    held: Arc<HeldSecrets>,
     shapes: Shapes,
 }
 
-/// Looks for secrets in a stream.
+/// Scans a stream for secrets.
 pub struct Watch {
     scanner: Scanner,
-    /// The end of what has come, as much as a secret that is not yet whole can need.
+    /// The tail of the stream so far, long enough for an incomplete secret.
     recent: Vec<u8>,
-    /// Whether something came before `recent`.
+    /// Whether bytes before `recent` were dropped.
     is_cut: bool,
 }
 
-/// How many bytes before a token tell whether a word begins there.
-const BEFORE: usize = 6;
-/// How much of a stream is looked at in one go: large enough to be quick, small enough to stay near the processor.
-const PIECE: usize = 65_536;
-/// How much of a member's name stands in a path.
-const NAME: usize = 64;
+/// The number of bytes before a token that determine whether a word begins there.
+const WORD_CONTEXT_BYTES: usize = 6;
+/// The chunk size of a scan: large enough to be fast, small enough for the CPU cache.
+const SCAN_CHUNK_BYTES: usize = 65_536;
+/// The length of a member's name in a reported path.
+const MAX_NAME_CHARS: usize = 64;
 
 impl Scanner {
-    /// Tokens of this system are always looked for; with `shapes` those of well-known others, too.
+    /// Always scans for tokens of this system; with `shapes`, also for those of well-known
+    /// services.
     #[must_use]
-    pub fn new(held: Held, shapes: bool) -> Self {
-        Self(Arc::new(Looked {
+    pub fn new(held: HeldSecrets, shapes: bool) -> Self {
+        Self(Arc::new(ScannerInner {
             held: Arc::new(held),
             shapes: Shapes::new(shapes),
         }))
     }
 
-    /// Looks for secrets that the system holds and for its own tokens, not for shapes of others.
+    /// A scanner for held secrets and the system's own tokens only.
     #[must_use]
-    pub fn of_the_system(&self) -> Self {
-        Self(Arc::new(Looked {
+    pub fn system_only(&self) -> Self {
+        Self(Arc::new(ScannerInner {
             held: Arc::clone(&self.0.held),
             shapes: Shapes::new(false),
         }))
@@ -79,15 +83,17 @@ impl Scanner {
         self.find_from(bytes, 0, true)
     }
 
-    /// Looks through a request's body; what is found comes with its place, as in `env.TOKEN` or `argv[2]`. A name that holds a secret
-    /// is itself not named: its place is `env.(name)`. Members whose names end in `_b64` are looked at decoded as well.
+    /// Scans a request's body. Returns the path of the hit, as in `env.TOKEN` or `argv[2]`. The
+    /// path does not repeat a member's name that contains a secret: it is `env.(name)`. Members
+    /// whose names end in `_b64` are also scanned decoded.
     #[must_use]
     pub fn find_in_json(&self, value: &Value) -> Option<(String, Hit)> {
         self.find_in_value(value, false)
             .map(|(place, hit)| (place.strip_prefix('.').unwrap_or(&place).to_owned(), hit))
     }
 
-    /// Every place in a member of a request's body with the shape of somebody else's token. Names and `_b64` count as in `find_in_json`.
+    /// Reports every path in a member of a request's body with the shape of a third-party token.
+    /// Treats names and `_b64` like `find_in_json`.
     pub fn each_shape_in_member(
         &self,
         name: &str,
@@ -95,7 +101,7 @@ impl Scanner {
         found: &mut dyn FnMut(&str, &'static str),
     ) {
         self.each_shape_in_named(name, value, "", &mut |place, shape| {
-            found(place.strip_prefix('.').unwrap_or(place), shape)
+            found(place.strip_prefix('.').unwrap_or(place), shape);
         });
     }
 
@@ -108,8 +114,8 @@ impl Scanner {
         }
     }
 
-    /// Shapes are looked for from an offset; what is before it only tells where words begin. `is_end`: what stands at the end of the
-    /// bytes ends there.
+    /// Scans for shapes from an offset; earlier bytes only determine where words begin. With
+    /// `is_end`, the end of the bytes ends a token.
     fn find_from(&self, bytes: &[u8], from: usize, is_end: bool) -> Option<Hit> {
         let what = self
             .0
@@ -150,7 +156,7 @@ impl Scanner {
             }
             Value::Array(values) => {
                 for (index, value) in values.iter().enumerate() {
-                    // The place of a long list is made only for what can hold something.
+                    // Formats paths only for items that can have a hit: lists can be long.
                     if !matches!(value, Value::String(text) if self.find_shape(text, is_base64).is_none())
                     {
                         self.each_shape_in(value, is_base64, &format!("{place}[{index}]"), found);
@@ -172,15 +178,15 @@ impl Scanner {
         place: &str,
         found: &mut dyn FnMut(&str, &'static str),
     ) {
-        let mut holds_one = false;
+        let mut name_has_shape = false;
         self.each_shape(name.as_bytes(), &mut |shape| {
-            holds_one = true;
+            name_has_shape = true;
             found(&format!("{place}.(name)"), shape);
         });
-        let shown = if holds_one {
+        let shown = if name_has_shape {
             "(name)".to_owned()
         } else {
-            name.chars().take(NAME).collect()
+            name.chars().take(MAX_NAME_CHARS).collect()
         };
         self.each_shape_in(
             value,
@@ -215,7 +221,7 @@ impl Scanner {
                 Some((String::new(), hit))
             }
             Value::Array(values) => values.iter().enumerate().find_map(|(index, value)| {
-                Some(under(
+                Some(with_parent(
                     &format!("[{index}]"),
                     self.find_in_value(value, is_base64)?,
                 ))
@@ -225,8 +231,8 @@ impl Scanner {
                     return Some((".(name)".to_owned(), hit));
                 }
                 let found = self.find_in_value(value, name.ends_with("_b64"))?;
-                Some(under(
-                    &format!(".{}", name.chars().take(NAME).collect::<String>()),
+                Some(with_parent(
+                    &format!(".{}", name.chars().take(MAX_NAME_CHARS).collect::<String>()),
                     found,
                 ))
             }),
@@ -235,17 +241,18 @@ impl Scanner {
 }
 
 impl Watch {
-    /// Looks at the next bytes together with those before them. Nobody can know here whether more will follow, so that a token which
-    /// is whole at the end of these bytes counts, although the next ones could make it too long for one.
+    /// Scans the next bytes together with the ones before. The end of the stream is unknown here,
+    /// so a token that is complete at the end of these bytes is a hit, although the next bytes
+    /// could make it too long for one.
     pub fn feed(&mut self, bytes: &[u8]) -> Option<Hit> {
-        let mut pieces = bytes.chunks(PIECE).peekable();
+        let mut pieces = bytes.chunks(SCAN_CHUNK_BYTES).peekable();
         while let Some(piece) = pieces.next() {
             self.recent.extend_from_slice(piece);
-            let from = if self.is_cut { BEFORE } else { 0 };
+            let from = if self.is_cut { WORD_CONTEXT_BYTES } else { 0 };
             let hit = self
                 .scanner
                 .find_from(&self.recent, from, pieces.peek().is_none());
-            let keep = BEFORE
+            let keep = WORD_CONTEXT_BYTES
                 + self
                     .scanner
                     .0
@@ -273,7 +280,7 @@ impl fmt::Debug for Scanner {
     }
 }
 
-/// Without the bytes, which may be of a secret.
+/// Omits the bytes: they may belong to a secret.
 impl fmt::Debug for Watch {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
@@ -283,7 +290,7 @@ impl fmt::Debug for Watch {
     }
 }
 
-fn under(parent: &str, (place, hit): (String, Hit)) -> (String, Hit) {
+fn with_parent(parent: &str, (place, hit): (String, Hit)) -> (String, Hit) {
     (format!("{parent}{place}"), hit)
 }
 
@@ -291,22 +298,36 @@ fn under(parent: &str, (place, hit): (String, Hit)) -> (String, Hit) {
 mod tests {
     use super::*;
 
-    /// A stream can be long, and there can be many of them.
+    /// Streams can be long and numerous.
     #[test]
     fn a_watch_keeps_no_more_of_a_stream_than_a_secret_can_need() {
-        let mut held = Held::new([7; 32]);
+        let mut held = HeldSecrets::new([7; 32]);
         assert!(held.add("a secret", &[b'x'; 1_000]));
         let scanner = Scanner::new(held, true);
         let mut watch = scanner.watch();
-        for size in [1, 999, 5_000, PIECE, PIECE + 1, 3 * PIECE, 1] {
+        for size in [
+            1,
+            999,
+            5_000,
+            SCAN_CHUNK_BYTES,
+            SCAN_CHUNK_BYTES + 1,
+            3 * SCAN_CHUNK_BYTES,
+            1,
+        ] {
             assert_eq!(watch.feed(&vec![b'.'; size]), None);
-            // Base64 of a thousand bytes is the longest form.
+            // The base64 form of a thousand bytes is the longest.
             assert!(
-                watch.recent.len() <= BEFORE + 1_334,
+                watch.recent.len() <= WORD_CONTEXT_BYTES + 1_334,
                 "{}",
                 watch.recent.len()
             );
         }
-        assert!(Scanner::new(Held::new([7; 32]), true).0.shapes.longest() < 400);
+        assert!(
+            Scanner::new(HeldSecrets::new([7; 32]), true)
+                .0
+                .shapes
+                .longest()
+                < 400
+        );
     }
 }

@@ -1,37 +1,37 @@
-//! Tokens that are known by their looks.
+//! Tokens recognized by their shape.
 //!
-//! What must stay true: a shape is exact enough that ordinary text, code and data do not have it. A token begins where a word begins
-//! and ends where its letters end. How far a candidate is looked at is bounded.
+//! Invariants: a shape is specific enough that ordinary text, code and data don't match. A token
+//! starts at a word boundary and ends with its last letter. The lookahead per candidate is bounded.
 
 use aho_corasick::{AhoCorasick, Input, MatchKind};
 
-use super::{BEFORE, encoded};
+use super::{WORD_CONTEXT_BYTES, encoded};
 
-/// How every token of this system begins, and how many letters follow at least.
-const OURS: &str = "cyn_";
-const OURS_LETTERS: usize = 43;
+/// The prefix of this system's tokens, and the minimum number of letters after it.
+const TOKEN_PREFIX: &str = "cyn_";
+const MIN_TOKEN_LETTERS: usize = 43;
 
 pub(super) struct Shape {
     pub(super) what: &'static str,
     /// A token of this system.
     pub(super) is_ours: bool,
-    begins: Vec<u8>,
-    then: Then,
+    prefix: Vec<u8>,
+    suffix: Suffix,
 }
 
-/// What follows the beginning.
+/// The text after the prefix.
 #[derive(Clone, Copy)]
-enum Then {
-    /// So many letters, one of these numbers, and no more.
+enum Suffix {
+    /// Exactly one of these numbers of letters.
     Exactly(Letters, &'static [usize]),
-    /// So many letters or more.
+    /// At least this many letters.
     AtLeast(Letters, usize),
-    /// A digit, and then so many letters or more.
+    /// A digit, then at least this many letters.
     Digit(Letters, usize),
-    /// The rest of a PEM label, and key material soon after it.
+    /// The rest of a PEM label, with key material shortly after it.
     PrivateKey,
-    /// One of our tokens in base64, after so many other bytes.
-    OursEncoded(usize),
+    /// A token of this system in base64, after this many other bytes.
+    EncodedToken(usize),
 }
 
 type Letters = fn(u8) -> bool;
@@ -46,120 +46,152 @@ const BASE64: Letters = |byte| byte.is_ascii_alphanumeric() || byte == b'+' || b
 
 pub(super) const PRIVATE_KEY: &str = "a private key";
 
-/// Where several begin alike, the longer beginning comes first.
-const WELL_KNOWN: &[(&str, &str, Then)] = &[
-    ("a GitHub token", "ghp_", Then::Exactly(ALPHANUMERIC, &[36])),
-    ("a GitHub token", "gho_", Then::Exactly(ALPHANUMERIC, &[36])),
-    ("a GitHub token", "ghu_", Then::Exactly(ALPHANUMERIC, &[36])),
-    ("a GitHub token", "ghs_", Then::Exactly(ALPHANUMERIC, &[36])),
+/// Of several prefixes with a common start, the longer comes first.
+const WELL_KNOWN: &[(&str, &str, Suffix)] = &[
+    (
+        "a GitHub token",
+        "ghp_",
+        Suffix::Exactly(ALPHANUMERIC, &[36]),
+    ),
+    (
+        "a GitHub token",
+        "gho_",
+        Suffix::Exactly(ALPHANUMERIC, &[36]),
+    ),
+    (
+        "a GitHub token",
+        "ghu_",
+        Suffix::Exactly(ALPHANUMERIC, &[36]),
+    ),
+    (
+        "a GitHub token",
+        "ghs_",
+        Suffix::Exactly(ALPHANUMERIC, &[36]),
+    ),
     (
         "a GitHub token",
         "ghr_",
-        Then::Exactly(ALPHANUMERIC, &[36, 76]),
+        Suffix::Exactly(ALPHANUMERIC, &[36, 76]),
     ),
-    ("a GitHub token", "github_pat_", Then::Exactly(WORD, &[82])),
-    ("a GitLab token", "glpat-", Then::AtLeast(URL_SAFE, 20)),
-    ("an AWS access key", "AKIA", Then::Exactly(UPPER, &[16])),
-    ("an AWS access key", "ASIA", Then::Exactly(UPPER, &[16])),
-    ("a Slack token", "xoxa-", Then::Digit(DASHED, 20)),
-    ("a Slack token", "xoxb-", Then::Digit(DASHED, 20)),
-    ("a Slack token", "xoxp-", Then::Digit(DASHED, 20)),
-    ("a Slack token", "xoxr-", Then::Digit(DASHED, 20)),
-    ("a Slack token", "xoxs-", Then::Digit(DASHED, 20)),
-    ("a Google API key", "AIza", Then::Exactly(URL_SAFE, &[35])),
+    (
+        "a GitHub token",
+        "github_pat_",
+        Suffix::Exactly(WORD, &[82]),
+    ),
+    ("a GitLab token", "glpat-", Suffix::AtLeast(URL_SAFE, 20)),
+    ("an AWS access key", "AKIA", Suffix::Exactly(UPPER, &[16])),
+    ("an AWS access key", "ASIA", Suffix::Exactly(UPPER, &[16])),
+    ("a Slack token", "xoxa-", Suffix::Digit(DASHED, 20)),
+    ("a Slack token", "xoxb-", Suffix::Digit(DASHED, 20)),
+    ("a Slack token", "xoxp-", Suffix::Digit(DASHED, 20)),
+    ("a Slack token", "xoxr-", Suffix::Digit(DASHED, 20)),
+    ("a Slack token", "xoxs-", Suffix::Digit(DASHED, 20)),
+    ("a Google API key", "AIza", Suffix::Exactly(URL_SAFE, &[35])),
     (
         "an Anthropic API key",
         "sk-ant-",
-        Then::AtLeast(URL_SAFE, 40),
+        Suffix::AtLeast(URL_SAFE, 40),
     ),
-    ("an OpenAI API key", "sk-proj-", Then::AtLeast(URL_SAFE, 40)),
+    (
+        "an OpenAI API key",
+        "sk-proj-",
+        Suffix::AtLeast(URL_SAFE, 40),
+    ),
     (
         "an OpenAI API key",
         "sk-svcacct-",
-        Then::AtLeast(URL_SAFE, 40),
+        Suffix::AtLeast(URL_SAFE, 40),
     ),
     (
         "an OpenAI API key",
         "sk-admin-",
-        Then::AtLeast(URL_SAFE, 40),
+        Suffix::AtLeast(URL_SAFE, 40),
     ),
     (
         "an OpenAI API key",
         "sk-",
-        Then::Exactly(ALPHANUMERIC, &[48]),
+        Suffix::Exactly(ALPHANUMERIC, &[48]),
     ),
-    ("a Stripe key", "sk_live_", Then::AtLeast(ALPHANUMERIC, 24)),
-    ("a Stripe key", "rk_live_", Then::AtLeast(ALPHANUMERIC, 24)),
-    ("an npm token", "npm_", Then::Exactly(ALPHANUMERIC, &[36])),
-    ("a PyPI token", "pypi-AgEI", Then::AtLeast(URL_SAFE, 50)),
+    (
+        "a Stripe key",
+        "sk_live_",
+        Suffix::AtLeast(ALPHANUMERIC, 24),
+    ),
+    (
+        "a Stripe key",
+        "rk_live_",
+        Suffix::AtLeast(ALPHANUMERIC, 24),
+    ),
+    ("an npm token", "npm_", Suffix::Exactly(ALPHANUMERIC, &[36])),
+    ("a PyPI token", "pypi-AgEI", Suffix::AtLeast(URL_SAFE, 50)),
     (
         "a Hugging Face token",
         "hf_",
-        Then::Exactly(ALPHANUMERIC, &[34]),
+        Suffix::Exactly(ALPHANUMERIC, &[34]),
     ),
-    (PRIVATE_KEY, "-----BEGIN ", Then::PrivateKey),
+    (PRIVATE_KEY, "-----BEGIN ", Suffix::PrivateKey),
     (
         "an age secret key",
         "AGE-SECRET-KEY-1",
-        Then::Exactly(BECH32, &[58]),
+        Suffix::Exactly(BECH32, &[58]),
     ),
 ];
 
 /// The longest label of a private key, as in `ENCRYPTED PRIVATE KEY`.
-const LABEL: usize = 32;
-/// How soon after its label key material must begin, and how much of it in one line. The label alone stands in many a program that
-/// reads or writes keys.
-const MATERIAL_WITHIN: usize = 256;
-const MATERIAL: usize = 32;
+const MAX_LABEL_BYTES: usize = 32;
+/// The distance from a label within which key material must follow, and the length of its first
+/// line. The label alone occurs in many programs that read or write keys.
+const MAX_MATERIAL_DISTANCE: usize = 256;
+const MIN_MATERIAL_LETTERS: usize = 32;
 
 pub(super) struct Shapes {
-    beginnings: AhoCorasick,
-    /// One for each beginning.
+    prefixes: AhoCorasick,
+    /// One for each prefix.
     shapes: Vec<Shape>,
     longest: usize,
 }
 
 impl Shapes {
-    /// Our own, and with `well_known` those of others.
+    /// The system's own shapes, with `well_known` also third-party ones.
     pub(super) fn new(well_known: bool) -> Self {
         let ours = Shape {
             what: "a CyNode token",
             is_ours: true,
-            begins: OURS.into(),
-            then: Then::AtLeast(URL_SAFE, OURS_LETTERS),
+            prefix: TOKEN_PREFIX.into(),
+            suffix: Suffix::AtLeast(URL_SAFE, MIN_TOKEN_LETTERS),
         };
-        let encodings = encoded::encodings(OURS.as_bytes(), &encoded::STANDARD);
+        let encodings = encoded::encodings(TOKEN_PREFIX.as_bytes(), &encoded::STANDARD);
         let encoded = encodings
             .into_iter()
             .enumerate()
-            .map(|(shift, begins)| Shape {
-                begins,
-                then: Then::OursEncoded(shift),
+            .map(|(shift, prefix)| Shape {
+                prefix,
+                suffix: Suffix::EncodedToken(shift),
                 ..ours
             });
         let mut shapes: Vec<Shape> = encoded.collect();
         shapes.push(ours);
         if well_known {
-            shapes.extend(WELL_KNOWN.iter().map(|(what, begins, then)| Shape {
+            shapes.extend(WELL_KNOWN.iter().map(|(what, prefix, suffix)| Shape {
                 what,
                 is_ours: false,
-                begins: (*begins).into(),
-                then: *then,
+                prefix: (*prefix).into(),
+                suffix: *suffix,
             }));
         }
-        let beginnings = AhoCorasick::builder()
+        let prefixes = AhoCorasick::builder()
             .match_kind(MatchKind::LeftmostFirst)
-            .build(shapes.iter().map(|shape| &shape.begins))
-            .expect("a few short beginnings fit any automaton");
+            .build(shapes.iter().map(|shape| &shape.prefix))
+            .expect("a few short prefixes fit any automaton");
         let longest = shapes.iter().map(Shape::longest).max().unwrap_or_default();
         Self {
-            beginnings,
+            prefixes,
             shapes,
             longest,
         }
     }
 
-    /// How many bytes the longest candidate can need.
+    /// The number of bytes that the longest candidate can need.
     pub(super) fn longest(&self) -> usize {
         self.longest
     }
@@ -173,20 +205,20 @@ impl Shapes {
         first
     }
 
-    /// Visits the shapes in some bytes from an offset on, until the visitor has seen enough.
+    /// Visits the shapes from an offset on, until `visit` returns false.
     pub(super) fn each(
         &self,
         bytes: &[u8],
         mut from: usize,
         is_end: bool,
-        mut goes_on: impl FnMut(&Shape) -> bool,
+        mut visit: impl FnMut(&Shape) -> bool,
     ) {
         while from < bytes.len() {
-            let Some(found) = self.beginnings.find(Input::new(bytes).range(from..)) else {
+            let Some(found) = self.prefixes.find(Input::new(bytes).range(from..)) else {
                 return;
             };
             let shape = &self.shapes[found.pattern().as_usize()];
-            if shape.is_at(bytes, found.start(), is_end) && !goes_on(shape) {
+            if shape.is_at(bytes, found.start(), is_end) && !visit(shape) {
                 return;
             }
             from = found.start() + 1;
@@ -196,22 +228,22 @@ impl Shapes {
 
 impl Shape {
     fn is_at(&self, bytes: &[u8], start: usize, is_end: bool) -> bool {
-        let rest = &bytes[start + self.begins.len()..];
-        let begins_word = || begins_word(&bytes[start.saturating_sub(BEFORE)..start]);
-        match self.then {
-            Then::Exactly(letters, counts) => {
-                let most = counts.iter().copied().max().unwrap_or_default();
-                let count = run(rest, letters, most + 1);
+        let rest = &bytes[start + self.prefix.len()..];
+        let begins_word = || begins_word(&bytes[start.saturating_sub(WORD_CONTEXT_BYTES)..start]);
+        match self.suffix {
+            Suffix::Exactly(letters, counts) => {
+                let limit = counts.iter().copied().max().unwrap_or_default();
+                let count = run(rest, letters, limit + 1);
                 counts.contains(&count) && (is_end || count < rest.len()) && begins_word()
             }
-            Then::AtLeast(letters, count) => run(rest, letters, count) == count && begins_word(),
-            Then::Digit(letters, count) => {
+            Suffix::AtLeast(letters, count) => run(rest, letters, count) == count && begins_word(),
+            Suffix::Digit(letters, count) => {
                 rest.first().is_some_and(u8::is_ascii_digit)
                     && run(rest, letters, count) == count
                     && begins_word()
             }
-            Then::PrivateKey => is_private_key(rest),
-            Then::OursEncoded(shift) => {
+            Suffix::PrivateKey => is_private_key(rest),
+            Suffix::EncodedToken(shift) => {
                 let Some(group) = start.checked_sub(encoded::FIRST_LETTER[shift]) else {
                     return false;
                 };
@@ -219,58 +251,62 @@ impl Shape {
                 let decoded = encoded::decode_start(&bytes[group..end]);
                 let ours = decoded
                     .get(shift..)
-                    .and_then(|decoded| decoded.strip_prefix(OURS.as_bytes()));
-                ours.is_some_and(|letters| run(letters, URL_SAFE, OURS_LETTERS) == OURS_LETTERS)
+                    .and_then(|decoded| decoded.strip_prefix(TOKEN_PREFIX.as_bytes()));
+                ours.is_some_and(|letters| {
+                    run(letters, URL_SAFE, MIN_TOKEN_LETTERS) == MIN_TOKEN_LETTERS
+                })
             }
         }
     }
 
-    /// How many bytes decide whether it is one, that after its last included.
+    /// The number of bytes that decide a match, including the one after the token.
     fn longest(&self) -> usize {
-        let rest = match self.then {
-            Then::Exactly(_, counts) => counts.iter().copied().max().unwrap_or_default() + 1,
-            Then::AtLeast(_, count) | Then::Digit(_, count) => count,
-            Then::PrivateKey => LABEL + 5 + MATERIAL_WITHIN,
-            Then::OursEncoded(_) => encoded_length(),
+        let rest = match self.suffix {
+            Suffix::Exactly(_, counts) => counts.iter().copied().max().unwrap_or_default() + 1,
+            Suffix::AtLeast(_, count) | Suffix::Digit(_, count) => count,
+            Suffix::PrivateKey => MAX_LABEL_BYTES + 5 + MAX_MATERIAL_DISTANCE,
+            Suffix::EncodedToken(_) => encoded_length(),
         };
-        self.begins.len() + rest
+        self.prefix.len() + rest
     }
 }
 
-/// As many letters as are surely a whole token, in groups of four, whatever comes before it in its first group.
+/// The number of letters that surely hold a whole token, in groups of four, whatever precedes it in
+/// its first group.
 fn encoded_length() -> usize {
-    (2 + OURS.len() + OURS_LETTERS).div_ceil(3) * 4
+    (2 + TOKEN_PREFIX.len() + MIN_TOKEN_LETTERS).div_ceil(3) * 4
 }
 
-/// How many letters there are at the start; counting ends at `most`.
-fn run(bytes: &[u8], letters: Letters, most: usize) -> usize {
+/// The number of letters at the start, up to `limit`.
+fn run(bytes: &[u8], letters: Letters, limit: usize) -> usize {
     bytes
         .iter()
-        .take(most)
+        .take(limit)
         .take_while(|byte| letters(**byte))
         .count()
 }
 
-/// What follows `-----BEGIN `: the label of a private key, and then, not far, a line of it.
+/// Whether the text after `-----BEGIN ` is the label of a private key with key material close by.
 fn is_private_key(rest: &[u8]) -> bool {
     let label = run(
         rest,
         |byte| byte.is_ascii_uppercase() || byte == b' ',
-        LABEL,
+        MAX_LABEL_BYTES,
     );
     let (label, rest) = rest.split_at(label);
     let is_label = label.ends_with(b"PRIVATE KEY") || label.ends_with(b"PRIVATE KEY BLOCK");
     let Some(rest) = rest.strip_prefix(b"-----") else {
         return false;
     };
-    let near = &rest[..rest.len().min(MATERIAL_WITHIN)];
+    let near = &rest[..rest.len().min(MAX_MATERIAL_DISTANCE)];
     is_label
         && near
             .split(|byte| !BASE64(*byte))
-            .any(|line| line.len() >= MATERIAL)
+            .any(|line| line.len() >= MIN_MATERIAL_LETTERS)
 }
 
-/// Whether a word begins after these bytes. What an escape ends with is no part of a word: `\nTOKEN`, `%3DTOKEN`, `\u003dTOKEN`.
+/// Whether a word begins after these bytes. The end of an escape sequence is not part of a word:
+/// `\nTOKEN`, `%3DTOKEN`, `\u003dTOKEN`.
 fn begins_word(before: &[u8]) -> bool {
     let escape = |mark: &[u8], digits: usize| {
         let Some((head, digits)) = before

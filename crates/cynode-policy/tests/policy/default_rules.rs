@@ -1,4 +1,4 @@
-//! The default rules, as a table that a person can read, and that no rule in them is idle.
+//! The default rules as a readable table, and a proof that each of them is needed.
 
 use std::sync::LazyLock;
 
@@ -16,7 +16,7 @@ pub(crate) fn defaults() -> &'static Policies {
     &READ_ONCE
 }
 
-/// One line for every action and what it is about, one column for every caller.
+/// One line for every action and resource, one column for every caller.
 fn table(policies: &Policies) -> String {
     let everybody = everybody();
     let heads = everybody
@@ -43,11 +43,12 @@ fn table(policies: &Policies) -> String {
 }
 
 #[test]
+// invariant: fail-closed
 fn the_default_rules_decide_as_this_table_says() {
     insta::assert_snapshot!(table(defaults()));
 }
 
-/// The rules as texts of their own, to take one out or to turn it around.
+/// The rules as separate texts, so that one can be removed or inverted.
 fn rules_of_defaults() -> Vec<String> {
     let rules: Vec<String> = DEFAULTS
         .split_inclusive(";\n")
@@ -59,6 +60,7 @@ fn rules_of_defaults() -> Vec<String> {
 }
 
 #[test]
+// invariant: policies
 fn no_default_rule_can_be_left_out() {
     let whole = table(defaults());
     let rules = rules_of_defaults();
@@ -81,6 +83,7 @@ fn no_default_rule_can_be_left_out() {
 }
 
 #[test]
+// invariant: policies
 fn no_default_rule_can_be_turned_around() {
     let whole = table(defaults());
     let rules = rules_of_defaults();
@@ -116,7 +119,7 @@ fn every_action_that_a_default_rule_names_matters() {
             + DEFAULTS[start..]
                 .find([',', ']'])
                 .expect("an action stands in a list or before a comma");
-        // Alone before its comma it is the rule's only one, and the rule is none without it.
+        // The only action of its rule, which can't do without it.
         if !DEFAULTS[..start].trim_end().ends_with([',', '[']) {
             continue;
         }
@@ -154,7 +157,7 @@ fn what_is_administrative_is_denied_to_all_but_administrators() {
             let allowed = policies
                 .decide(&principal, action, &resource, &Call::default())
                 .allowed;
-            // A manager's only way to it is a tool that a setting of the system switches.
+            // A manager reaches this only through a tool that a system setting enables.
             let by_tool = action == Action::ImageAdd && caller.starts_with("manager");
             assert_eq!(
                 allowed,

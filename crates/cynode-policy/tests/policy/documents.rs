@@ -1,4 +1,4 @@
-//! What can be kept as a policy, and how what can't is told.
+//! Which documents are accepted as policies, and how flaws are reported.
 
 use cynode_policy::{Action, Call, Flaw, Policies};
 use proptest::prelude::*;
@@ -44,14 +44,14 @@ fn two_rules_of_one_name_are_a_flaw_in_one_document_only() {
     let rule = "@id(\"mine\") permit (principal, action, resource);";
     assert_eq!(
         one_flaw(&rule.repeat(2)),
-        "there are two rules of the name 'mine'"
+        "there are two rules named 'mine'"
     );
     assert_eq!(
         one_flaw(&format!(
             "@id(\"2\") {0} {0}",
             "permit (principal, action, resource);"
         )),
-        "there are two rules of the name '2'"
+        "there are two rules named '2'"
     );
     assert!(Policies::parse([("one", rule), ("other", rule)]).is_ok());
 }
@@ -64,7 +64,7 @@ fn rules_that_decisions_would_name_alike_are_a_flaw() {
         flaws,
         [Flaw {
             policy: "a".to_owned(),
-            message: "there are two rules of the name 'b/c'".to_owned()
+            message: "there are two rules named 'b/c'".to_owned()
         }]
     );
 }
@@ -99,7 +99,7 @@ fn two_documents_of_one_name_are_a_flaw() {
     let flaws = flaws(&[("site", ""), ("site", "")]);
     assert_eq!(
         flaws[0].to_string(),
-        "policy 'site': there are two documents of this name"
+        "policy 'site': there are two documents with this name"
     );
 }
 
@@ -197,7 +197,7 @@ fn flaws_of_all_documents_are_told_at_once() {
     );
 }
 
-/// Ways to write something that nests, or applies to itself, as often as one likes.
+/// Expressions that nest, or chain an operator, `count` times.
 fn nested(count: usize) -> Vec<String> {
     let between =
         |open: &str, close: &str| format!("{}true{}", open.repeat(count), close.repeat(count));
@@ -223,7 +223,7 @@ fn nested(count: usize) -> Vec<String> {
     ]
 }
 
-/// The stack of a thread is what it is in every test, and deeper texts use it up: this test then ends its process.
+/// Deeper texts would overflow the stack of the test's thread and end the process.
 #[test]
 fn a_text_that_nests_without_end_is_told_before_cedar_reads_it() {
     for condition in nested(700).into_iter().chain(nested(10_000)) {
@@ -240,7 +240,8 @@ fn a_text_that_nests_without_end_is_told_before_cedar_reads_it() {
     }
 }
 
-/// Neither the parser nor the validator nor the evaluator runs out of stack below the bound, in either direction.
+/// Below the bound, neither the parser nor the validator nor the evaluator overflows the stack,
+/// however the expression nests.
 #[test]
 fn what_is_not_too_deep_is_read_checked_and_decided() {
     for count in [
@@ -292,7 +293,7 @@ fn a_document_that_is_too_long_is_a_flaw() {
     assert!(Policies::parse([("site", fitting.as_str())]).is_ok());
     assert_eq!(
         one_flaw(&format!("{fitting} ")),
-        "longer than 65536 bytes; make more documents of it"
+        "longer than 65536 bytes; split it into several documents"
     );
 }
 
@@ -303,15 +304,28 @@ proptest! {
     fn any_text_is_rules_or_flaws(text in any::<String>(), id in any::<String>()) {
         match Policies::parse([(id.as_str(), text.as_str())]) {
             Ok(policies) => prop_assert!(policies.rules().is_empty()),
-            Err(flaws) => prop_assert!(flaws.iter().all(|flaw| flaw.policy == id && !flaw.message.is_empty())),
+            Err(flaws) => prop_assert!(
+                flaws
+                    .iter()
+                    .all(|flaw| flaw.policy == id && !flaw.message.is_empty())
+            ),
         }
     }
 
     #[test]
-    fn a_broken_rule_is_rules_or_flaws(cut in 0_usize..2_000, put in "[(){};\"\\\\a-z:=!&|. \n]{0,4}") {
+    fn a_broken_rule_is_rules_or_flaws(
+        cut in 0_usize..2_000,
+        put in "[(){};\"\\\\a-z:=!&|. \n]{0,4}",
+    ) {
         let text = cynode_policy::DEFAULTS;
-        let cut = (cut..text.len()).find(|cut| text.is_char_boundary(*cut)).unwrap_or(0);
-        let broken = format!("{}{put}{}", &text[..cut], text[cut..].chars().skip(1).collect::<String>());
+        let cut = (cut..text.len())
+            .find(|cut| text.is_char_boundary(*cut))
+            .unwrap_or(0);
+        let broken = format!(
+            "{}{put}{}",
+            &text[..cut],
+            text[cut..].chars().skip(1).collect::<String>()
+        );
         if let Err(flaws) = Policies::parse([("site", broken.as_str())]) {
             prop_assert!(!flaws.is_empty());
         }

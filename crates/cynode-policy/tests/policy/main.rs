@@ -1,4 +1,4 @@
-//! What callers of this crate rely on.
+//! Tests of the crate's public contract.
 
 mod default_rules;
 mod documents;

@@ -1,4 +1,4 @@
-//! Paths as rules see them.
+//! Path normalization for rules.
 
 use cynode_policy::within_workspace;
 use proptest::prelude::*;
@@ -46,7 +46,13 @@ proptest! {
     fn it_is_absolute_and_nothing_in_it_is_left_to_resolve(path in any_path()) {
         let seen = within_workspace(&path);
         prop_assert!(seen.starts_with('/'));
-        prop_assert!(seen == "/" || seen[1..].split('/').all(|word| !["", ".", ".."].contains(&word)), "{seen}");
+        prop_assert!(
+            seen == "/"
+                || seen[1..]
+                    .split('/')
+                    .all(|word| !["", ".", ".."].contains(&word)),
+            "{seen}"
+        );
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Those who call, and the things that they call for, in every test.
+//! Callers and resources for all tests.
 
 use cynode_policy::{Action, Place, Principal, Resource, Role};
 use uuid::Uuid;
@@ -30,7 +30,7 @@ pub(crate) fn administrator() -> Principal {
     }
 }
 
-/// An agent that its owner gave a token, so that what it may not do is not for lack of a good family.
+/// An agent whose token the owner created, so that a denial is never due to the user behind it.
 pub(crate) fn agent(role: Role, project: Option<Uuid>, tasks: &[Uuid]) -> Principal {
     Principal::Agent {
         token: Uuid::from_u128(30),
@@ -114,7 +114,7 @@ fn preference(scope: &str, key: &str, place: Place) -> Resource {
     }
 }
 
-/// Something of every type, with what its row in the table says of it.
+/// A resource of every type, with its label in the table.
 pub(crate) fn everything() -> Vec<(&'static str, Resource)> {
     let of_owner = || Place {
         owners: vec![OWNER],
@@ -251,7 +251,7 @@ pub(crate) fn everything() -> Vec<(&'static str, Resource)> {
     ]
 }
 
-/// Every action with everything that it applies to.
+/// Every action with every resource that it applies to.
 pub(crate) fn every_question() -> Vec<(Action, &'static str, Resource)> {
     let types = crate::rules::types_by_action();
     let everything = everything();

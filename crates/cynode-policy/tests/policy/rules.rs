@@ -1,4 +1,4 @@
-//! How rules come together to a decision, whatever they say.
+//! How rules combine to a decision, whatever they contain.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,7 +21,7 @@ fn schema() -> Schema {
         .0
 }
 
-/// The types that the schema lets each action be about.
+/// The resource types of each action in the schema.
 pub(crate) fn types_by_action() -> BTreeMap<String, BTreeSet<String>> {
     let schema = schema();
     let types = |action| {
@@ -39,6 +39,7 @@ pub(crate) fn types_by_action() -> BTreeMap<String, BTreeSet<String>> {
 }
 
 #[test]
+// invariant: api-boundaries
 fn the_schema_and_the_code_know_the_same_actions_in_the_same_groups() {
     let entities = schema().action_entities().expect("actions are entities");
     let mut of_schema: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
@@ -153,7 +154,8 @@ fn a_rule_sees_the_caller_the_thing_and_the_call() {
     let of_network = r#"permit (principal, action, resource) when { context has network && context.network == "none" };"#;
     let of_terminal = r"permit (principal, action, resource) when { context.pty };";
     let of_limits = "permit (principal, action, resource) when { context has memory_bytes && context.memory_bytes <= 1000
-        && context has millicpus && context.millicpus <= 1500 && context has pids && context.pids <= 10 };";
+        && context has millicpus && context.millicpus <= 1500 && context has pids && context.pids <= 10
+        && context has disk_bytes && context.disk_bytes <= 5000 && context has nofile && context.nofile <= 64 };";
     let of_task = r#"permit (principal, action, resource in CyNode::Task::"00000000-0000-0000-0000-00000000000b");"#;
     let of_project = r#"permit (principal, action, resource in CyNode::Project::"00000000-0000-0000-0000-00000000000a");"#;
     let call = Call {
@@ -167,6 +169,8 @@ fn a_rule_sees_the_caller_the_thing_and_the_call() {
             memory_bytes: 1_000,
             millicpus: 1_500,
             pids: 10,
+            disk_bytes: 5_000,
+            nofile: 64,
         }),
     };
     let nobody = Principal::User {
@@ -263,14 +267,18 @@ fn a_rule_bounds_what_a_sandbox_may_ask_for() {
     let text = "permit (principal, action, resource);
         forbid (principal, action, resource) when { context has memory_bytes && context.memory_bytes > 1000 };
         forbid (principal, action, resource) when { context has millicpus && context.millicpus > 1500 };
-        forbid (principal, action, resource) when { context has pids && context.pids > 10 };";
+        forbid (principal, action, resource) when { context has pids && context.pids > 10 };
+        forbid (principal, action, resource) when { context has disk_bytes && context.disk_bytes > 5000 };
+        forbid (principal, action, resource) when { context has nofile && context.nofile > 64 };";
     let policies = Policies::parse([("one", text)]).expect("rules without flaw");
-    let allowed = |memory_bytes, millicpus, pids| {
+    let allowed = |memory_bytes, millicpus, pids, disk_bytes, nofile| {
         let call = Call {
             limits: Some(CallLimits {
                 memory_bytes,
                 millicpus,
                 pids,
+                disk_bytes,
+                nofile,
             }),
             ..Call::default()
         };
@@ -283,8 +291,10 @@ fn a_rule_bounds_what_a_sandbox_may_ask_for() {
             )
             .allowed
     };
-    assert!(allowed(1_000, 1_500, 10));
-    assert!(!allowed(1_001, 1_500, 10) && !allowed(1_000, 1_501, 10) && !allowed(1_000, 1_500, 11));
+    assert!(allowed(1_000, 1_500, 10, 5_000, 64));
+    assert!(!allowed(1_001, 1_500, 10, 5_000, 64) && !allowed(1_000, 1_501, 10, 5_000, 64));
+    assert!(!allowed(1_000, 1_500, 11, 5_000, 64));
+    assert!(!allowed(1_000, 1_500, 10, 5_001, 64) && !allowed(1_000, 1_500, 10, 5_000, 65));
 }
 
 #[test]
@@ -377,7 +387,8 @@ fn a_user_who_asks_about_themselves_is_known_as_the_caller() {
     );
 }
 
-/// Fails for everybody, because the sum does not fit; the condition keeps Cedar from finding that out beforehand.
+/// Fails for every caller, because the sum overflows; the condition keeps Cedar from detecting that
+/// at validation.
 const FAILING: &str = "when { 9223372036854775807 + (if context.pty then 1 else 2) > 0 };";
 
 #[test]
@@ -388,7 +399,7 @@ fn a_rule_that_fails_denies_whatever_others_permit() {
             ("all", "permit (principal, action, resource);"),
             ("site", &failing),
         ])
-        .expect("Cedar does not add up beforehand");
+        .expect("Cedar does not evaluate sums at validation");
         let decision = policies.decide(
             &user(OWNER),
             Action::SessionExec,
@@ -415,8 +426,8 @@ fn a_denial_by_rule_and_by_failure_names_both() {
     let failing = format!(
         "forbid (principal, action, resource); permit (principal, action, resource) {FAILING}"
     );
-    let policies =
-        Policies::parse([("site", failing.as_str())]).expect("Cedar does not add up beforehand");
+    let policies = Policies::parse([("site", failing.as_str())])
+        .expect("Cedar does not evaluate sums at validation");
     assert_eq!(
         policies
             .decide(
@@ -498,71 +509,145 @@ fn parsed(documents: &[(&str, &str)]) -> Policies {
 }
 
 proptest! {
-    // Each case reads and checks whole documents.
+    // Each case parses and validates whole documents.
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
+    // invariant: fail-closed
     fn without_rules_everything_is_denied((principal, action, resource, call) in any_question()) {
-        for documents in [&[][..], &[("empty", "")], &[("comment", "// permit (principal, action, resource);")]] {
+        for documents in [
+            &[][..],
+            &[("empty", "")],
+            &[("comment", "// permit (principal, action, resource);")],
+        ] {
             let decision = parsed(documents).decide(&principal, action, &resource, &call);
-            prop_assert!(!decision.allowed && decision.rules.is_empty() && decision.errors.is_empty());
+            prop_assert!(
+                !decision.allowed && decision.rules.is_empty() && decision.errors.is_empty()
+            );
         }
     }
 
     #[test]
-    fn a_rule_that_forbids_wins_whatever_others_permit((principal, action, resource, call) in any_question(), document in any_document()) {
-        let policies = parsed(&[("site", &document), ("stop", "forbid (principal, action, resource);"), ("all", "permit (principal, action, resource);")]);
+    // invariant: fail-closed
+    fn a_rule_that_forbids_wins_whatever_others_permit(
+        (principal, action, resource, call) in any_question(),
+        document in any_document(),
+    ) {
+        let policies = parsed(&[
+            ("site", &document),
+            ("stop", "forbid (principal, action, resource);"),
+            ("all", "permit (principal, action, resource);"),
+        ]);
         let decision = policies.decide(&principal, action, &resource, &call);
         prop_assert!(!decision.allowed);
         prop_assert!(decision.rules.contains(&"stop/1".to_owned()));
     }
 
     #[test]
-    fn the_order_of_documents_does_not_matter((principal, action, resource, call) in any_question(), one in any_document(), other in any_document()) {
+    fn the_order_of_documents_does_not_matter(
+        (principal, action, resource, call) in any_question(),
+        one in any_document(),
+        other in any_document(),
+    ) {
         let forth = parsed(&[("defaults", DEFAULTS), ("one", &one), ("other", &other)]);
         let back = parsed(&[("other", &other), ("one", &one), ("defaults", DEFAULTS)]);
-        prop_assert_eq!(forth.decide(&principal, action, &resource, &call), back.decide(&principal, action, &resource, &call));
+        prop_assert_eq!(
+            forth.decide(&principal, action, &resource, &call),
+            back.decide(&principal, action, &resource, &call)
+        );
         prop_assert_eq!(forth.rules(), back.rules());
     }
 
     #[test]
-    fn one_more_permit_takes_nothing_away((principal, action, resource, call) in any_question(), document in any_document(), more in any_rule("permit")) {
+    fn one_more_permit_takes_nothing_away(
+        (principal, action, resource, call) in any_question(),
+        document in any_document(),
+        more in any_rule("permit"),
+    ) {
         let before = parsed(&[("site", &document)]).decide(&principal, action, &resource, &call);
-        let after = parsed(&[("site", &document), ("more", &more)]).decide(&principal, action, &resource, &call);
+        let after = parsed(&[("site", &document), ("more", &more)])
+            .decide(&principal, action, &resource, &call);
         prop_assert!(after.allowed || !before.allowed);
     }
 
     #[test]
-    fn one_more_forbid_allows_nothing_new((principal, action, resource, call) in any_question(), document in any_document(), more in any_rule("forbid")) {
+    fn one_more_forbid_allows_nothing_new(
+        (principal, action, resource, call) in any_question(),
+        document in any_document(),
+        more in any_rule("forbid"),
+    ) {
         let before = parsed(&[("site", &document)]).decide(&principal, action, &resource, &call);
-        let after = parsed(&[("site", &document), ("more", &more)]).decide(&principal, action, &resource, &call);
+        let after = parsed(&[("site", &document), ("more", &more)])
+            .decide(&principal, action, &resource, &call);
         prop_assert!(before.allowed || !after.allowed);
     }
 
     #[test]
-    fn a_failure_never_allows((principal, action, resource, call) in any_question(), document in any_document(), head in any_head(), permit in any::<bool>()) {
-        let failing = format!("{} {head} {FAILING}", if permit { "permit" } else { "forbid" });
+    // invariant: fail-closed
+    fn a_failure_never_allows(
+        (principal, action, resource, call) in any_question(),
+        document in any_document(),
+        head in any_head(),
+        permit in any::<bool>(),
+    ) {
+        let failing = format!(
+            "{} {head} {FAILING}",
+            if permit { "permit" } else { "forbid" }
+        );
         let before = parsed(&[("site", &document)]).decide(&principal, action, &resource, &call);
-        let after = parsed(&[("site", &document), ("broken", &failing)]).decide(&principal, action, &resource, &call);
+        let after = parsed(&[("site", &document), ("broken", &failing)])
+            .decide(&principal, action, &resource, &call);
         prop_assert_eq!(after.allowed, before.allowed && after.errors.is_empty());
     }
 
-    /// The same text is in a rule, well quoted, and in what is asked: it matches itself and nothing else.
+    /// The same text, quoted in a rule and passed in the request, matches itself and nothing else.
     #[test]
+    // invariant: policies
     fn no_name_is_more_than_a_name(name in hostile_name(), other in hostile_name()) {
         prop_assume!(name != other);
-        let quoted = format!("\"{}\"", name.chars().map(|letter| letter.escape_unicode().to_string()).collect::<Vec<String>>().concat());
+        let quoted = format!(
+            "\"{}\"",
+            name.chars()
+                .map(|letter| letter.escape_unicode().to_string())
+                .collect::<Vec<String>>()
+                .concat()
+        );
         let text = format!(
             "permit (principal in CyNode::Group::{quoted}, action, resource == CyNode::Node::{quoted});
              permit (principal, action, resource is CyNode::Image) when {{ resource.reference == {quoted} && context has path && context.path == {quoted} }};"
         );
         let policies = parsed(&[("site", &text)]);
-        let member = |group: &str| Principal::User { id: OWNER, name: group.to_owned(), admin: false, groups: vec![group.to_owned()] };
+        let member = |group: &str| Principal::User {
+            id: OWNER,
+            name: group.to_owned(),
+            admin: false,
+            groups: vec![group.to_owned()],
+        };
         let node = |id: &str| Resource::Node { id: id.to_owned() };
-        let image = |reference: &str| Resource::Image { reference: reference.to_owned(), agent_compatible: false, pinned: false };
-        let call = |path: &str| Call { path: Some(path.to_owned()), ..Call::default() };
-        let node_allowed = |group: &str, id: &str| policies.decide(&member(group), Action::NodeShow, &node(id), &call(id)).allowed;
-        let image_allowed = |reference: &str, path: &str| policies.decide(&member(""), Action::ImageShow, &image(reference), &call(path)).allowed;
+        let image = |reference: &str| Resource::Image {
+            reference: reference.to_owned(),
+            agent_compatible: false,
+            pinned: false,
+        };
+        let call = |path: &str| Call {
+            path: Some(path.to_owned()),
+            ..Call::default()
+        };
+        let node_allowed = |group: &str, id: &str| {
+            policies
+                .decide(&member(group), Action::NodeShow, &node(id), &call(id))
+                .allowed
+        };
+        let image_allowed = |reference: &str, path: &str| {
+            policies
+                .decide(
+                    &member(""),
+                    Action::ImageShow,
+                    &image(reference),
+                    &call(path),
+                )
+                .allowed
+        };
         prop_assert!(node_allowed(&name, &name) && image_allowed(&name, &name));
         prop_assert!(!node_allowed(&other, &name) && !node_allowed(&name, &other));
         prop_assert!(!image_allowed(&other, &name) && !image_allowed(&name, &other));
@@ -571,25 +656,72 @@ proptest! {
     #[test]
     fn no_name_of_a_thing_opens_what_the_default_rules_close(name in hostile_name()) {
         let policies = defaults();
-        let caller = Principal::User { id: STRANGER, name: name.clone(), admin: false, groups: vec![name.clone(), "admin".to_owned(), "administrators".to_owned()] };
+        let caller = Principal::User {
+            id: STRANGER,
+            name: name.clone(),
+            admin: false,
+            groups: vec![
+                name.clone(),
+                "admin".to_owned(),
+                "administrators".to_owned(),
+            ],
+        };
         let place = Place::default();
         for (action, resource) in [
-            (Action::ArtifactGet, Resource::Artifact { id: name.clone(), place: place.clone() }),
-            (Action::TokenRevoke, Resource::Token { id: name.clone(), user: OWNER, kind: name.clone() }),
+            (
+                Action::ArtifactGet,
+                Resource::Artifact {
+                    id: name.clone(),
+                    place: place.clone(),
+                },
+            ),
+            (
+                Action::TokenRevoke,
+                Resource::Token {
+                    id: name.clone(),
+                    user: OWNER,
+                    kind: name.clone(),
+                },
+            ),
             (Action::SettingPut, Resource::Setting { key: name.clone() }),
-            (Action::PreferencePut, Resource::Preference { scope: name.clone(), key: name.clone(), place }),
+            (
+                Action::PreferencePut,
+                Resource::Preference {
+                    scope: name.clone(),
+                    key: name.clone(),
+                    place,
+                },
+            ),
             (Action::PolicyPut, Resource::Policy { id: name.clone() }),
             (Action::NodeDrain, Resource::Node { id: name.clone() }),
-            (Action::ImageUpdate, Resource::Image { reference: name.clone(), agent_compatible: true, pinned: true }),
+            (
+                Action::ImageUpdate,
+                Resource::Image {
+                    reference: name.clone(),
+                    agent_compatible: true,
+                    pinned: true,
+                },
+            ),
         ] {
-            let call = Call { path: Some(name.clone()), program: Some(name.clone()), image: Some(name.clone()), token_kind: Some(name.clone()), network: Some(name.clone()), pty: true, limits: None };
+            let call = Call {
+                path: Some(name.clone()),
+                program: Some(name.clone()),
+                image: Some(name.clone()),
+                token_kind: Some(name.clone()),
+                network: Some(name.clone()),
+                pty: true,
+                limits: None,
+            };
             let decision = policies.decide(&caller, action, &resource, &call);
-            prop_assert!(!decision.allowed && decision.errors.is_empty(), "{decision:?}");
+            prop_assert!(
+                !decision.allowed && decision.errors.is_empty(),
+                "{decision:?}"
+            );
         }
     }
 }
 
-/// Names that would be something else if they were ever read as Cedar.
+/// Names that would change their meaning if they were ever parsed as Cedar.
 fn hostile_name() -> impl Strategy<Value = String> {
     let written = vec![
         "\"",

@@ -1,23 +1,23 @@
-//! Secrets that the system holds, in bytes, in JSON and in streams.
+//! Detection of held secrets in bytes, in JSON and in streams.
 
 use base64::{
     Engine as _,
     engine::general_purpose::{STANDARD, STANDARD_NO_PAD, URL_SAFE, URL_SAFE_NO_PAD},
 };
-use cynode_policy::{Held, Hit, Scanner, Watch};
+use cynode_policy::{HeldSecrets, Hit, Scanner, Watch};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use crate::shapes::{ALPHANUMERIC, letters, our_token};
 
-/// With letters that the two alphabets of base64 write differently, wherever it stands.
+/// Contains bytes that the two base64 alphabets encode differently at every offset.
 const PASSWORD: &str = "correct/horse+battery~~~???>>>staple";
 const PASSWORD_HIT: Hit = Hit {
     what: "the database's password",
 };
 
 fn holding(secrets: &[(&'static str, &[u8])]) -> Scanner {
-    let mut held = Held::new([7; 32]);
+    let mut held = HeldSecrets::new([7; 32]);
     for (what, secret) in secrets {
         assert!(held.add(what, secret));
     }
@@ -71,7 +71,7 @@ fn what_is_only_like_a_held_secret_is_let_through() {
 
 #[test]
 fn a_secret_shorter_than_twelve_bytes_is_not_held() {
-    let mut held = Held::new([7; 32]);
+    let mut held = HeldSecrets::new([7; 32]);
     assert!(!held.add("a word", b"hello world"));
     assert!(!held.add("nothing", b""));
     assert!(!held.add("a padded word", b"  hello world \n"));
@@ -158,7 +158,7 @@ fn a_held_secret_is_found_in_base64_at_each_alignment() {
 #[test]
 fn the_key_decides_nothing_about_what_is_found() {
     for key in [[0; 32], [255; 32], [1; 32]] {
-        let mut held = Held::new(key);
+        let mut held = HeldSecrets::new(key);
         assert!(held.add(PASSWORD_HIT.what, PASSWORD.as_bytes()));
         let scanner = Scanner::new(held, false);
         assert_eq!(
@@ -174,10 +174,13 @@ fn nothing_that_is_printed_holds_a_secret() {
     let scanner = scanner();
     let mut watch = scanner.watch();
     let hit = watch.feed(PASSWORD.as_bytes()).expect("it is a secret");
-    let printed = format!("{scanner:?} {watch:?} {hit:?} {:?}", Held::new([7; 32]));
+    let printed = format!(
+        "{scanner:?} {watch:?} {hit:?} {:?}",
+        HeldSecrets::new([7; 32])
+    );
     assert_eq!(
         printed,
-        "Scanner { held: Held { forms: 11, .. }, .. } Watch { scanner: Scanner { held: Held { forms: 11, .. }, .. }, .. } Hit { what: \"the database's password\" } Held { forms: 0, .. }"
+        "Scanner { held: HeldSecrets { forms: 11, .. }, .. } Watch { scanner: Scanner { held: HeldSecrets { forms: 11, .. }, .. }, .. } Hit { what: \"the database's password\" } HeldSecrets { forms: 0, .. }"
     );
 }
 
@@ -223,6 +226,7 @@ fn a_place_in_a_body_is_told_as_a_caller_writes_it() {
 }
 
 #[test]
+// invariant: no-secrets-inside
 fn a_name_that_holds_a_secret_is_found_and_not_repeated() {
     for name in [our_token(), PASSWORD.to_owned(), format!("A{PASSWORD}")] {
         let (place, _) = scanner()
@@ -378,7 +382,7 @@ fn feed_all(watch: &mut Watch, bytes: &[u8], sizes: &[usize]) -> Option<Hit> {
     None
 }
 
-/// A value that holds another somewhere.
+/// A value that contains another one somewhere.
 fn around(inner: Value) -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
@@ -409,7 +413,7 @@ fn around(inner: Value) -> impl Strategy<Value = Value> {
     })
 }
 
-/// Follows a place back to what is there.
+/// The value at a reported path.
 fn at<'a>(value: &'a Value, place: &str) -> &'a Value {
     place
         .split(['.', '['])
@@ -422,6 +426,7 @@ fn at<'a>(value: &'a Value, place: &str) -> &'a Value {
 
 proptest! {
     #[test]
+    // invariant: no-secrets-inside
     fn a_secret_is_found_at_any_offset_and_in_any_split(
         secret in prop_oneof![prop::collection::vec(any::<u8>(), 12..200), prop::collection::vec(any::<u8>(), 1_000..3_000)],
         before in prop::collection::vec(any::<u8>(), 0..300),
@@ -437,7 +442,11 @@ proptest! {
     }
 
     #[test]
-    fn a_secret_with_one_byte_changed_is_none(secret in "[!-~]{12,60}", at in any::<prop::sample::Index>(), bit in 0_u8..7) {
+    fn a_secret_with_one_byte_changed_is_none(
+        secret in "[!-~]{12,60}",
+        at in any::<prop::sample::Index>(),
+        bit in 0_u8..7,
+    ) {
         let scanner = holding(&[("a secret", secret.as_bytes())]);
         let mut other = secret.clone().into_bytes();
         let at = at.index(other.len());
@@ -446,12 +455,16 @@ proptest! {
     }
 
     #[test]
-    fn bytes_without_a_secret_are_let_through(bytes in prop::collection::vec(any::<u8>(), 0..2_000), sizes in prop::collection::vec(1_usize..150, 1..8)) {
+    fn bytes_without_a_secret_are_let_through(
+        bytes in prop::collection::vec(any::<u8>(), 0..2_000),
+        sizes in prop::collection::vec(1_usize..150, 1..8),
+    ) {
         prop_assert_eq!(scanner().find(&bytes), None);
         prop_assert_eq!(feed_all(&mut scanner().watch(), &bytes, &sizes), None);
     }
 
     #[test]
+    // invariant: no-secrets-inside
     fn a_secret_is_found_in_any_nesting(body in around(json!(format!("a {PASSWORD} b")))) {
         let (place, hit) = scanner().find_in_json(&body).expect("a secret is in it");
         prop_assert_eq!(hit, PASSWORD_HIT);

@@ -1,17 +1,18 @@
-//! Tokens that are known by their looks. No sample stands here as it is: other scanners look at this repository.
+//! Tokens recognized by their shape. Samples are assembled at run time: other scanners scan this
+//! repository.
 
 use base64::{
     Engine as _,
     engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD},
 };
-use cynode_policy::{Held, Hit, Scanner};
+use cynode_policy::{HeldSecrets, Hit, Scanner};
 use proptest::prelude::*;
 
 pub(crate) const ALPHANUMERIC: &str = "0aZ9bY8cX7dW6eV5fU4gT3hS2iR1jQ";
 const URL_SAFE: &str = "0aZ9-Y8cX_dW6eV5-U4gT3_S2iR1jQ";
 const UPPER: &str = "0AZ9BY8CX7DW6EV5FU4GT3HS2JR7KQ";
 
-/// So many letters of an alphabet.
+/// `count` letters of an alphabet.
 pub(crate) fn letters(alphabet: &str, count: usize) -> String {
     alphabet.chars().cycle().take(count).collect()
 }
@@ -21,10 +22,10 @@ pub(crate) fn our_token() -> String {
 }
 
 fn scanner() -> Scanner {
-    Scanner::new(Held::new([7; 32]), true)
+    Scanner::new(HeldSecrets::new([7; 32]), true)
 }
 
-/// What is found in a text whole, and in the same text by pieces of every size.
+/// The hit in a text, which must be the same for chunks of every size.
 fn found(text: &str) -> Option<&'static str> {
     let scanner = scanner();
     let whole = scanner.find(text.as_bytes()).map(|hit| hit.what);
@@ -43,7 +44,7 @@ fn found(text: &str) -> Option<&'static str> {
     whole
 }
 
-/// Each with how it begins, what its letters are and how many, and whether there may be more.
+/// Each with its prefix, its letters and their number, and whether more may follow.
 fn tokens() -> Vec<(&'static str, [&'static str; 2], &'static str, usize, bool)> {
     vec![
         ("a CyNode token", ["cyn", "_"], URL_SAFE, 43, true),
@@ -191,7 +192,7 @@ fn an_escape_before_a_token_is_no_part_of_its_word() {
 
 #[test]
 fn other_shapes_are_looked_for_only_where_asked() {
-    let ours_alone = Scanner::new(Held::new([7; 32]), false);
+    let ours_alone = Scanner::new(HeldSecrets::new([7; 32]), false);
     let others = format!("gh{}{}", "p_", letters(ALPHANUMERIC, 36));
     assert_eq!(ours_alone.find(others.as_bytes()), None);
     assert_eq!(
@@ -256,7 +257,7 @@ fn a_private_key_is_found_by_its_label_and_what_follows() {
     );
 }
 
-/// The most that a candidate can need, one byte at a time.
+/// The longest possible candidate, fed byte by byte.
 #[test]
 fn a_private_key_is_found_as_late_as_it_may_begin() {
     let label = format!("{} PRIVATE {}", "A".repeat(20), "KEY");
@@ -348,7 +349,7 @@ fn whatever_is_around_our_token_in_base64_it_is_found() {
             "{before:?}"
         );
     }
-    // Letters after it that belong to nothing.
+    // Trailing letters that belong to no token.
     for after in ["A", "AB", "ABC", "ABCD"] {
         assert_eq!(
             found(&format!("{}{after}", URL_SAFE_NO_PAD.encode(&token))),
@@ -388,7 +389,7 @@ proptest! {
         prop_assert_eq!(scanner().find(&bytes), None);
     }
 
-    /// Not UTF-8 either way.
+    /// Surrounded by bytes that are not UTF-8.
     #[test]
     fn a_token_is_found_wherever_it_stands(
         before in prop::collection::vec(any::<u8>(), 0..500),

@@ -1,7 +1,8 @@
-//! Exporting a directory as a tar archive.
+//! Exports a directory as a tar archive.
 //!
-//! What must stay true: an archive that ended well is well-formed, even when files grew or shrank while they were packed
-//! (they are cut or filled with zeros); what is a regular file, a directory or a link is in it, or the export fails.
+//! Invariants: a complete archive is well-formed, even if files grew or shrank during the export
+//! (they are truncated or padded with zeros); it contains every regular file, directory and link,
+//! or the export fails.
 
 use std::os::fd::OwnedFd;
 
@@ -17,38 +18,38 @@ use rustix::{
 use tar::{EntryType, Header};
 
 use super::{
-    digest::for_each_piece,
-    error::{Doing, Failure, Outcome},
+    digest::for_each_chunk,
+    error::{Failure, FailureContext, Outcome},
     path::{self, Files},
     walk::{AtLimit, Entry, Step, walk},
 };
 use crate::peer::Peer;
 
 pub(super) const BLOCK: usize = 512;
-/// Longest name that a header holds by itself.
-const MAX_SHORT: usize = 100;
+/// Longest name that fits into a plain header.
+const MAX_SHORT_NAME_BYTES: usize = 100;
 
 impl Files {
     pub(super) fn export_tar(&self, path: &[u8], peer: &mut Peer) -> Outcome<()> {
-        let place = self.locate(path)?;
+        let full_path = self.locate(path)?;
         let top: OwnedFd = openat(
             CWD,
-            &place,
+            &full_path,
             OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
             Mode::empty(),
         )
-        .doing("exporting", path::bytes(&place))?;
-        // Once the archive has begun, a refusal can only break it off. So what can be refused is looked for before.
-        let again = openat(
+        .doing("exporting", path::bytes(&full_path))?;
+        // Once the archive has started, an error can only abort it, so check for errors first.
+        let for_check = openat(
             &top,
             ".",
             OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
             Mode::empty(),
         )
-        .doing("exporting", path::bytes(&place))?;
-        walk(again, None, AtLimit::Fail, can_be_packed)?;
+        .doing("exporting", path::bytes(&full_path))?;
+        walk(for_check, None, AtLimit::Fail, can_be_packed)?;
         peer.reply(&Reply::Body).map_err(Failure::Connection)?;
-        let mut archive = Archive {
+        let mut archive = TarWriter {
             peer,
             buffer: Vec::with_capacity(MAX_DATA),
         };
@@ -59,7 +60,7 @@ impl Files {
     }
 }
 
-/// Whether an entry can go into an archive, as far as that shows without reading it.
+/// Checks whether an entry can be packed, as far as that is known without reading it.
 fn can_be_packed(entry: &Entry<'_>) -> Outcome<Step> {
     match entry.kind {
         Kind::Directory => match entry.open_directory() {
@@ -80,12 +81,12 @@ fn can_be_packed(entry: &Entry<'_>) -> Outcome<Step> {
     }
 }
 
-struct Archive<'a> {
+struct TarWriter<'a> {
     peer: &'a mut Peer,
     buffer: Vec<u8>,
 }
 
-impl Archive<'_> {
+impl TarWriter<'_> {
     fn add(&mut self, entry: &Entry<'_>) -> Outcome<Step> {
         let stat = match statat(entry.directory, entry.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => stat,
@@ -106,7 +107,7 @@ impl Archive<'_> {
             Kind::Symlink => {
                 match readlinkat(entry.directory, entry.name, Vec::new()) {
                     Ok(target) => {
-                        self.header(EntryType::Symlink, entry.path, &stat, 0, target.as_bytes())?
+                        self.header(EntryType::Symlink, entry.path, &stat, 0, target.as_bytes())?;
                     }
                     Err(Errno::NOENT | Errno::INVAL) => {}
                     Err(errno) => return Err(Failure::system(errno, "exporting", entry.path)),
@@ -114,7 +115,7 @@ impl Archive<'_> {
                 Ok(Step::Over)
             }
             Kind::RegularFile => self.file(entry).map(|()| Step::Over),
-            // Sockets, FIFOs and devices mean nothing elsewhere.
+            // Sockets, FIFOs and devices are meaningless elsewhere.
             _ => Ok(Step::Over),
         }
     }
@@ -134,15 +135,15 @@ impl Archive<'_> {
         let size = path::size(&stat);
         self.header(EntryType::Regular, entry.path, &stat, size, b"")?;
         let mut left = size;
-        let mut broken = None;
-        let read = for_each_piece(&file, 0, size, |piece| {
+        let mut send_failure = None;
+        let read = for_each_chunk(&file, 0, size, |piece| {
             left -= piece.len() as u64;
             self.write(piece).map_err(|failure| {
-                broken = Some(failure);
-                std::io::Error::other("the worker is gone")
+                send_failure = Some(failure);
+                std::io::Error::other("the worker disconnected")
             })
         });
-        if let Some(failure) = broken {
+        if let Some(failure) = send_failure {
             return Err(failure);
         }
         read.doing("exporting", entry.path)?;
@@ -168,8 +169,8 @@ impl Archive<'_> {
             (EntryType::GNULongLink, link),
             (EntryType::GNULongName, name),
         ] {
-            if value.len() > MAX_SHORT {
-                self.long(kind, value)?;
+            if value.len() > MAX_SHORT_NAME_BYTES {
+                self.gnu_long_name(kind, value)?;
             }
         }
         let mut header = Header::new_gnu();
@@ -186,8 +187,8 @@ impl Archive<'_> {
         self.write(header.as_bytes())
     }
 
-    /// A name that does not fit into a header, in GNU's way.
-    fn long(&mut self, kind: EntryType, value: &[u8]) -> Outcome<()> {
+    /// Writes a name that doesn't fit into a header, as a GNU extension.
+    fn gnu_long_name(&mut self, kind: EntryType, value: &[u8]) -> Outcome<()> {
         let mut header = Header::new_gnu();
         header.set_entry_type(kind);
         header.set_mode(0);
@@ -222,8 +223,8 @@ impl Archive<'_> {
     }
 }
 
-fn fill(field: &mut [u8; MAX_SHORT], value: &[u8]) {
-    let count = value.len().min(MAX_SHORT);
+fn fill(field: &mut [u8; MAX_SHORT_NAME_BYTES], value: &[u8]) {
+    let count = value.len().min(MAX_SHORT_NAME_BYTES);
     field[..count].copy_from_slice(&value[..count]);
 }
 
@@ -300,8 +301,8 @@ mod tests {
     #[test]
     fn an_export_comes_back_through_an_import() {
         let sandbox = Sandbox::new();
-        let long = format!("top/{}/{}", "d".repeat(120), "f".repeat(200));
-        sandbox.put(&long, "long");
+        let long_path = format!("top/{}/{}", "d".repeat(120), "f".repeat(200));
+        sandbox.put(&long_path, "long");
         sandbox.put("top/new\nline", "n");
         sandbox.put("top/empty", "");
         sandbox.put("top/large", vec![7; 200_000]);
@@ -321,7 +322,7 @@ mod tests {
             Reply::Ok { changed: Some(_) }
         ));
         assert_eq!(sandbox.names("copy"), sandbox.names("top"));
-        assert_eq!(sandbox.get(&long.replace("top", "copy")), b"long");
+        assert_eq!(sandbox.get(&long_path.replace("top", "copy")), b"long");
         assert_eq!(sandbox.get("copy/large"), vec![7; 200_000]);
         assert_eq!(
             std::fs::read_link(sandbox.path("copy/link")).expect("link"),
@@ -338,7 +339,7 @@ mod tests {
         sandbox.put("top/a", vec![7; 200_000]);
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let mut directory = openat(CWD, sandbox.path("top"), flags, Mode::empty()).expect("opened");
-        // Deeper than any path: more than 4,096 bytes of names, and more than we walk.
+        // Deeper than the longest path (4,096 bytes of names) and the depth limit.
         for _ in 0..300 {
             rustix::fs::mkdirat(&directory, "deeper-and-deeper", Mode::RWXU).expect("made");
             directory =

@@ -1,7 +1,7 @@
-//! A directory that paths can't leave: what patches and imports work in.
+//! A directory that paths can't escape, for patches and imports.
 //!
-//! What must stay true: a path given here has no `..` and is not absolute; links on its way are followed only while they
-//! stay below the root; where the kernel can't promise that (`openat2`), no link is followed at all.
+//! Invariants: a path has no `..` and is not absolute; links on it are followed only while they
+//! stay below the root; where the kernel can't guarantee that (no `openat2`), no link is followed.
 
 use std::{
     ffi::OsStr,
@@ -20,44 +20,45 @@ use rustix::{
     io::Errno,
 };
 
-const FLAGS: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
-/// How often a lookup that raced with a rename is tried again.
-const MAX_TRIES: usize = 8;
+const DIRECTORY_FLAGS: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+/// The number of attempts at a lookup that races with renames.
+const MAX_LOOKUP_ATTEMPTS: usize = 8;
 
 #[derive(Debug)]
-pub(super) struct Confined {
+pub(super) struct ConfinedRoot {
     root: OwnedFd,
-    /// For tests of the way without `openat2`.
+    /// For tests of the fallback.
     pub(super) without_openat2: bool,
 }
 
-impl Confined {
+impl ConfinedRoot {
     pub(super) fn open(path: &Path) -> Result<Self, Errno> {
         Ok(Self {
-            root: openat(CWD, path, FLAGS, Mode::empty())?,
+            root: openat(CWD, path, DIRECTORY_FLAGS, Mode::empty())?,
             without_openat2: false,
         })
     }
 
-    /// Opens a directory below the root, for use as the base of other calls. `EXDEV` says that the way leads outside.
+    /// Opens a directory below the root, as the base of other calls. `EXDEV` means that the path
+    /// leads outside.
     pub(super) fn directory(&self, parts: &[&[u8]]) -> Result<OwnedFd, Errno> {
         if parts.is_empty() {
-            return openat(&self.root, ".", FLAGS, Mode::empty());
+            return openat(&self.root, ".", DIRECTORY_FLAGS, Mode::empty());
         }
         let path = parts.join(&b'/');
         if self.without_openat2 {
             return self.real_directory(parts);
         }
-        for _ in 0..MAX_TRIES {
+        for _ in 0..MAX_LOOKUP_ATTEMPTS {
             match openat2(
                 &self.root,
                 path.as_slice(),
-                FLAGS,
+                DIRECTORY_FLAGS,
                 Mode::empty(),
                 ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS,
             ) {
                 Err(Errno::AGAIN) => {}
-                // Some seccomp filters answer EPERM for calls that they don't know.
+                // Some seccomp filters return EPERM for unknown calls.
                 Err(Errno::NOSYS | Errno::PERM) => return self.real_directory(parts),
                 result => return result,
             }
@@ -65,11 +66,17 @@ impl Confined {
         Err(Errno::AGAIN)
     }
 
-    /// As [`Confined::directory`], without following any link: `EXDEV` says that one is on the way.
+    /// Like [`ConfinedRoot::directory`], but follows no links: `EXDEV` means that the path contains
+    /// one.
     pub(super) fn real_directory(&self, parts: &[&[u8]]) -> Result<OwnedFd, Errno> {
-        let mut at = openat(&self.root, ".", FLAGS, Mode::empty())?;
+        let mut at = openat(&self.root, ".", DIRECTORY_FLAGS, Mode::empty())?;
         for part in parts {
-            at = match openat(&at, *part, FLAGS | OFlags::NOFOLLOW, Mode::empty()) {
+            at = match openat(
+                &at,
+                *part,
+                DIRECTORY_FLAGS | OFlags::NOFOLLOW,
+                Mode::empty(),
+            ) {
                 Err(Errno::NOTDIR | Errno::LOOP) => {
                     let stat = statat(&at, *part, AtFlags::SYMLINK_NOFOLLOW)?;
                     return Err(if Kind::from_raw_mode(stat.st_mode) == Kind::Symlink {
@@ -84,7 +91,8 @@ impl Confined {
         Ok(at)
     }
 
-    /// As [`Confined::directory`], making what is missing. `made` gets the number of leading parts of each new directory.
+    /// Like [`ConfinedRoot::directory`], but creates missing directories. `made` gets the number of
+    /// leading parts of each new directory.
     pub(super) fn make_directory(
         &self,
         parts: &[&[u8]],
@@ -94,7 +102,7 @@ impl Confined {
         self.make_with(parts, mode, made, Self::directory)
     }
 
-    /// As [`Confined::real_directory`], making what is missing.
+    /// Like [`ConfinedRoot::real_directory`], but creates missing directories.
     pub(super) fn make_real_directory(
         &self,
         parts: &[&[u8]],
@@ -127,7 +135,8 @@ impl Confined {
         Ok(at)
     }
 
-    /// Where an open directory really is, in parts from the root; `None` when the system does not tell.
+    /// The real location of an open directory, in parts from the root; `None` if the system doesn't
+    /// tell.
     pub(super) fn real_parts(&self, directory: &OwnedFd) -> Option<Vec<Vec<u8>>> {
         let path = |fd: &OwnedFd| {
             readlinkat(CWD, format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new()).ok()
@@ -139,7 +148,7 @@ impl Confined {
     }
 }
 
-/// The parts of a relative path, or why it is none that stays below its root. `.` parts are dropped.
+/// The parts of a relative path without `.`, or the reason why it may leave its root.
 pub(super) fn parts(path: &[u8]) -> Result<Vec<&[u8]>, &'static str> {
     if path.starts_with(b"/") {
         return Err("the path is absolute");
@@ -173,7 +182,7 @@ mod tests {
 
     use super::*;
 
-    fn tree() -> (tempfile::TempDir, Confined) {
+    fn tree() -> (tempfile::TempDir, ConfinedRoot) {
         let temp = tempfile::tempdir().expect("temp dir");
         let root = temp.path().join("root");
         std::fs::create_dir_all(root.join("a/b")).expect("made");
@@ -183,7 +192,7 @@ mod tests {
         symlink(temp.path().join("outside"), root.join("absolute")).expect("link");
         symlink("gone", root.join("dangling")).expect("link");
         std::fs::write(root.join("file"), "").expect("written");
-        let confined = Confined::open(&root).expect("opened");
+        let confined = ConfinedRoot::open(&root).expect("opened");
         (temp, confined)
     }
 
@@ -192,8 +201,8 @@ mod tests {
         let (_temp, mut confined) = tree();
         assert!(confined.directory(&[b"a", b"b"]).is_ok());
         assert!(confined.directory(&[b"inside", b"b"]).is_ok());
-        for by_steps in [false, true] {
-            confined.without_openat2 = by_steps;
+        for without_openat2 in [false, true] {
+            confined.without_openat2 = without_openat2;
             assert!(confined.directory(&[b"a", b"b"]).is_ok());
             assert_eq!(confined.directory(&[b"up"]).err(), Some(Errno::XDEV));
             assert_eq!(confined.directory(&[b"absolute"]).err(), Some(Errno::XDEV));
@@ -206,10 +215,10 @@ mod tests {
     }
 
     #[test]
-    fn missing_directories_are_made_and_told() {
+    fn missing_directories_are_made_and_reported() {
         let (temp, mut confined) = tree();
-        for (by_steps, top) in [(false, &b"new"[..]), (true, b"other")] {
-            confined.without_openat2 = by_steps;
+        for (without_openat2, top) in [(false, &b"new"[..]), (true, b"other")] {
+            confined.without_openat2 = without_openat2;
             let mut made = Vec::new();
             confined
                 .make_directory(&[b"a", top, b"deep"], Mode::RWXU, |count| made.push(count))
@@ -235,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn the_real_place_of_a_directory_is_known_behind_links() {
+    fn the_real_location_of_a_directory_behind_links_is_known() {
         let (_temp, confined) = tree();
         let directory = confined.directory(&[b"inside", b"b"]).expect("opened");
         assert_eq!(
@@ -263,11 +272,22 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_accepted_has_only_plain_names(path in proptest::collection::vec(prop_oneof![Just(b'.'), Just(b'/'), Just(b'a'), any::<u8>()], 0..40)) {
+        fn what_is_accepted_has_only_plain_names(
+            path in proptest::collection::vec(
+                prop_oneof![Just(b'.'), Just(b'/'), Just(b'a'), any::<u8>()],
+                0..40,
+            ),
+        ) {
             if let Ok(parts) = parts(&path) {
                 prop_assert!(!parts.is_empty());
                 for part in parts {
-                    prop_assert!(!part.is_empty() && part != b"." && part != b".." && !part.contains(&b'/') && !part.contains(&0));
+                    prop_assert!(
+                        !part.is_empty()
+                            && part != b"."
+                            && part != b".."
+                            && !part.contains(&b'/')
+                            && !part.contains(&0)
+                    );
                 }
             }
         }

@@ -1,7 +1,6 @@
-//! SHA-256 of contents, in lowercase hex.
+//! SHA-256 digests in lowercase hex.
 
 use std::{
-    fmt::Write as _,
     fs::File,
     io,
     os::{fd::AsFd, unix::fs::FileExt},
@@ -26,28 +25,22 @@ impl Hasher {
     }
 
     pub(super) fn hex(self) -> String {
-        self.0
-            .finalize()
-            .iter()
-            .fold(String::with_capacity(64), |mut hex, byte| {
-                // Writing to a string can't fail.
-                let _written = write!(hex, "{byte:02x}");
-                hex
-            })
+        hex::encode(self.0.finalize())
     }
 }
 
-pub(super) fn of(bytes: &[u8]) -> String {
+pub(super) fn of_bytes(bytes: &[u8]) -> String {
     let mut hasher = Hasher::default();
     hasher.update(bytes);
     hasher.hex()
 }
 
-/// Hash and length of the first `limit` bytes, or of all when there are fewer. The file's position stays.
+/// Hash and length of the first `limit` bytes, or of the whole file if it is shorter. Keeps the
+/// file's position.
 pub(super) fn of_file(file: &File, limit: u64) -> io::Result<(String, u64)> {
     let mut hasher = Hasher::default();
     let mut count = 0;
-    for_each_piece(file, 0, limit, |piece| {
+    for_each_chunk(file, 0, limit, |piece| {
         hasher.update(piece);
         count += piece.len() as u64;
         Ok::<_, io::Error>(())
@@ -55,21 +48,23 @@ pub(super) fn of_file(file: &File, limit: u64) -> io::Result<(String, u64)> {
     Ok((hasher.hex(), count))
 }
 
-/// Hash of a whole file for the record of a change; `None` when it can't be read or is larger than what can be written.
+/// The hash of a file for a change report; `None` if it can't be read or exceeds the limit of a
+/// write.
 ///
-/// What runs in the sandbox can change a file between this and the change itself, which nothing here can prevent.
+/// Processes in the sandbox can change the file between this and the change itself; that can't be
+/// prevented here.
 pub(super) fn for_record(file: &File) -> Option<String> {
     if path::size(&fstat(file).ok()?) > MAX_PUT_BYTES {
         return None;
     }
-    // One more, to see that it has grown meanwhile.
+    // One byte more, to detect that it grew meanwhile.
     of_file(file, MAX_PUT_BYTES + 1)
         .ok()
         .filter(|(_, count)| *count <= MAX_PUT_BYTES)
         .map(|(sha256, _)| sha256)
 }
 
-/// As [`for_record`], of the regular file that has this name; a link is not followed.
+/// Like [`for_record`], for the regular file with this name; doesn't follow a link.
 pub(super) fn of_entry(directory: impl AsFd, name: impl Arg) -> Option<String> {
     let flags =
         OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
@@ -80,8 +75,8 @@ pub(super) fn of_entry(directory: impl AsFd, name: impl Arg) -> Option<String> {
         .flatten()
 }
 
-/// Reads from `start` up to `end`, or to the end of the file when it comes first.
-pub(super) fn for_each_piece<E: From<io::Error>>(
+/// Reads from `start` up to `end` or the end of the file, whichever comes first.
+pub(super) fn for_each_chunk<E: From<io::Error>>(
     file: &File,
     start: u64,
     end: u64,

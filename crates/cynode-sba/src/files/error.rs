@@ -1,7 +1,7 @@
-//! What a file operation fails with, and how the system's errors become the API's codes.
+//! Errors of file operations, and the mapping of system errors to the API's codes.
 //!
-//! What must stay true: a message names the operation and the path, and both are safe to print (control characters and
-//! bytes that are not UTF-8 are shown escaped); the loss of the connection is never answered, only returned.
+//! Invariants: a message names the operation and the path, both safe to print (control characters
+//! and bytes that are not UTF-8 are escaped); a lost connection is returned, never replied to.
 
 use std::io;
 
@@ -10,12 +10,12 @@ pub(super) use cynode_patch::escaped;
 use cynode_sba_proto::AgentError;
 use rustix::io::Errno;
 
-/// Why an operation ended without success.
+/// The reason why an operation failed.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// Answered with `Reply::Error`.
+    /// Reported with `Reply::Error`.
     Refused(AgentError),
-    /// The connection broke, so nobody is left to answer.
+    /// The connection broke, so no reply is possible.
     Connection(io::Error),
 }
 
@@ -36,7 +36,7 @@ impl Failure {
         Self::Refused(error)
     }
 
-    /// The system refused `doing` (such as "opening") on `path`.
+    /// A system error of the operation `doing` (such as "opening") on `path`.
     pub(super) fn system(errno: Errno, doing: &str, path: &[u8]) -> Self {
         let name = errno_name(errno);
         let mut error = AgentError::new(
@@ -47,7 +47,7 @@ impl Failure {
         Self::Refused(error)
     }
 
-    /// As [`Failure::system`], for errors that passed through `std::io`.
+    /// Like [`Failure::system`], for errors from `std::io`.
     pub(super) fn io(error: &io::Error, doing: &str, path: &[u8]) -> Self {
         match Errno::from_io_error(error) {
             Some(errno) => Self::system(errno, doing, path),
@@ -59,20 +59,20 @@ impl Failure {
     }
 }
 
-/// Adds what was being done to a bare error of the system.
-pub(super) trait Doing<T> {
-    fn doing(self, what: &str, path: &[u8]) -> Outcome<T>;
+/// Adds operation and path to a system error.
+pub(super) trait FailureContext<T> {
+    fn doing(self, operation: &str, path: &[u8]) -> Outcome<T>;
 }
 
-impl<T> Doing<T> for Result<T, Errno> {
-    fn doing(self, what: &str, path: &[u8]) -> Outcome<T> {
-        self.map_err(|errno| Failure::system(errno, what, path))
+impl<T> FailureContext<T> for Result<T, Errno> {
+    fn doing(self, operation: &str, path: &[u8]) -> Outcome<T> {
+        self.map_err(|errno| Failure::system(errno, operation, path))
     }
 }
 
-impl<T> Doing<T> for io::Result<T> {
-    fn doing(self, what: &str, path: &[u8]) -> Outcome<T> {
-        self.map_err(|error| Failure::io(&error, what, path))
+impl<T> FailureContext<T> for io::Result<T> {
+    fn doing(self, operation: &str, path: &[u8]) -> Outcome<T> {
+        self.map_err(|error| Failure::io(&error, operation, path))
     }
 }
 
@@ -83,7 +83,7 @@ fn code_of(errno: Errno) -> ErrorCode {
             ErrorCode::PermissionDenied
         }
         Errno::NOTDIR => ErrorCode::NotADirectory,
-        // ENXIO: a socket, or a device without a driver, was opened.
+        // ENXIO: a socket, or a device without a driver.
         Errno::ISDIR | Errno::NXIO => ErrorCode::NotAFile,
         Errno::NOTEMPTY => ErrorCode::NotEmpty,
         Errno::EXIST => ErrorCode::AlreadyExists,
@@ -108,7 +108,7 @@ macro_rules! errnos {
         fn meaning(errno: Errno) -> &'static str {
             match errno {
                 $(Errno::$constant => $meaning,)*
-                _ => "the system refused",
+                _ => "system error",
             }
         }
     };
@@ -127,31 +127,35 @@ errnos! {
     NOTEMPTY = "ENOTEMPTY", "the directory is not empty";
     EXIST = "EEXIST", "already exists";
     NOSPC = "ENOSPC", "no space left";
-    DQUOT = "EDQUOT", "the disk quota is used up";
+    DQUOT = "EDQUOT", "the disk quota is exceeded";
     FBIG = "EFBIG", "the file would be too large";
     NAMETOOLONG = "ENAMETOOLONG", "the name is too long";
     LOOP = "ELOOP", "too many symbolic links";
-    INVAL = "EINVAL", "not valid here";
+    INVAL = "EINVAL", "invalid argument";
     XDEV = "EXDEV", "crosses file systems";
-    ILSEQ = "EILSEQ", "the file system does not take such a name";
+    ILSEQ = "EILSEQ", "the file system does not support the name";
     NOMEM = "ENOMEM", "out of memory";
     MFILE = "EMFILE", "too many open files";
     NFILE = "ENFILE", "too many open files in the system";
     MLINK = "EMLINK", "too many links";
     IO = "EIO", "input or output error";
     AGAIN = "EAGAIN", "try again";
-    NOSYS = "ENOSYS", "the kernel does not offer this";
-    OPNOTSUPP = "EOPNOTSUPP", "the file system does not offer this";
+    NOSYS = "ENOSYS", "not supported by the kernel";
+    OPNOTSUPP = "EOPNOTSUPP", "not supported by the file system";
     STALE = "ESTALE", "the file is gone";
 }
 
-/// Longest piece of a path that a message carries.
-const SHOWN: usize = 512;
+/// The longest path in a message.
+const SHOWN_PATH_BYTES: usize = 512;
 
-/// A path for people: quoted, control characters and undecodable bytes escaped, the middle of a very long one left out.
+/// Quotes a path for messages: escapes control characters and undecodable bytes, and truncates the
+/// middle of a very long path.
 pub(super) fn shown(path: &[u8]) -> String {
-    if path.len() > SHOWN {
-        let (head, tail) = (&path[..SHOWN / 2], &path[path.len() - SHOWN / 2..]);
+    if path.len() > SHOWN_PATH_BYTES {
+        let (head, tail) = (
+            &path[..SHOWN_PATH_BYTES / 2],
+            &path[path.len() - SHOWN_PATH_BYTES / 2..],
+        );
         return format!("'{}…{}'", escaped(head), escaped(tail));
     }
     format!("'{}'", escaped(path))
@@ -210,10 +214,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_shown_is_short_and_has_no_control_characters(path in proptest::collection::vec(any::<u8>(), 0..6_000)) {
+        fn what_is_shown_is_short_and_has_no_control_characters(
+            path in proptest::collection::vec(any::<u8>(), 0..6_000),
+        ) {
             let text = shown(&path);
             prop_assert!(!text.chars().any(char::is_control));
-            prop_assert!(text.len() <= SHOWN * 8 + 8);
+            prop_assert!(text.len() <= SHOWN_PATH_BYTES * 8 + 8);
         }
     }
 }

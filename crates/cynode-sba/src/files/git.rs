@@ -1,8 +1,9 @@
-//! Exporting the workspace's changes as git's diff.
+//! Exports the workspace's changes as a git diff.
 //!
-//! git runs inside the sandbox with its rights, so the repository's configuration is no danger that the sandbox's code is
-//! not already; it only must not spoil the result. What must stay true: the user's own index and objects are not touched
-//! (a private copy of the index takes the untracked files, without their contents), and nothing asks or waits for a person.
+//! git runs inside the sandbox with its rights, so the repository's configuration adds no danger
+//! beyond that of the sandbox's code; it must not corrupt the result, though. Invariants: the
+//! user's own index and objects stay untouched (a private copy of the index takes the untracked
+//! files, without their contents), and git never prompts or waits for input.
 
 use std::{
     fs::File,
@@ -17,14 +18,14 @@ use cynode_sba_proto::{AgentError, MAX_DATA, Reply};
 use rustix::fs::{CWD, Mode, OFlags, mkdirat, openat};
 
 use super::{
-    error::{Doing, Failure, Outcome, escaped},
+    error::{Failure, FailureContext, Outcome, escaped},
     path::{self, Files},
     staged::with_hidden_name,
     tree::remove_tree,
 };
 use crate::peer::Peer;
 
-/// Settings that could hang git, run something, or change the form of the diff.
+/// Overrides settings that could hang git, run programs, or change the diff's format.
 const SETTINGS: &[&str] = &[
     "core.fsmonitor=false",
     "core.hooksPath=/dev/null",
@@ -48,15 +49,15 @@ const DIFF: &[&str] = &[
     "--src-prefix=a/",
     "--dst-prefix=b/",
 ];
-/// What is kept of git's complaints.
-const MAX_STDERR: usize = 2_048;
-const MAX_BASE: usize = 1_024;
+/// The part of git's error output that is reported.
+const MAX_STDERR_BYTES: usize = 2_048;
+const MAX_BASE_BYTES: usize = 1_024;
 
 impl Files {
     pub(super) fn export_patch(&self, base: Option<&str>, peer: &mut Peer) -> Outcome<()> {
         if let Some(base) = base
             && (base.is_empty()
-                || base.len() > MAX_BASE
+                || base.len() > MAX_BASE_BYTES
                 || base.starts_with('-')
                 || base.chars().any(char::is_control))
         {
@@ -67,7 +68,7 @@ impl Files {
         }
         let git = Git {
             root: &self.root,
-            scratch: Scratch::new()?,
+            scratch: ScratchDirectory::new()?,
         };
         if git
             .line(&["rev-parse", "--is-inside-work-tree"])?
@@ -83,7 +84,7 @@ impl Files {
         }
         let base = git.base(base)?;
         git.copy_index()?;
-        // Only the names of untracked files go into the private index; the diff reads them where they are.
+        // The private index gets only the names of untracked files; the diff reads them in place.
         git.add_untracked()?;
         git.diff(&base, peer)
     }
@@ -91,7 +92,7 @@ impl Files {
 
 struct Git<'a> {
     root: &'a Path,
-    scratch: Scratch,
+    scratch: ScratchDirectory,
 }
 
 impl Git<'_> {
@@ -121,8 +122,8 @@ impl Git<'_> {
             .env("GIT_ATTR_NOSYSTEM", "1")
             .env("GIT_NO_LAZY_FETCH", "1")
             .env("GIT_INDEX_FILE", self.scratch.path.join("index"));
-        if let Some(above) = self.root.parent() {
-            command.env("GIT_CEILING_DIRECTORIES", above);
+        if let Some(parent_directory) = self.root.parent() {
+            command.env("GIT_CEILING_DIRECTORIES", parent_directory);
         }
         for setting in SETTINGS {
             command.args(["-c", setting]);
@@ -150,9 +151,9 @@ impl Git<'_> {
             })
     }
 
-    /// What git said when it failed.
-    fn complaint(&self, doing: &str, status: ExitStatus) -> Failure {
-        let mut text = vec![0; MAX_STDERR];
+    /// An error with git's output.
+    fn git_failure(&self, doing: &str, status: ExitStatus) -> Failure {
+        let mut text = vec![0; MAX_STDERR_BYTES];
         let read = self
             .scratch
             .open("stderr")
@@ -167,7 +168,7 @@ impl Git<'_> {
         )
     }
 
-    /// The first line of what a command prints; `None` when it fails.
+    /// The output of a command without its trailing newline; `None` if the command fails.
     fn line(&self, arguments: &[&str]) -> Outcome<Option<String>> {
         let mut child = self.spawn(arguments)?;
         let mut output = Vec::new();
@@ -183,15 +184,15 @@ impl Git<'_> {
             .then(|| String::from_utf8_lossy(&output).trim_end().to_owned()))
     }
 
-    /// Puts the names of untracked files into the private index.
+    /// Adds the names of untracked files to the private index.
     fn add_untracked(&self) -> Outcome<()> {
         let mut command = self.command(&["add", "--intent-to-add", "--", "."]);
-        // git stores the empty content that stands for them; not in the user's repository.
+        // git stores an empty blob for them: keep it out of the user's repository.
         if let Some(objects) = self.line(&["rev-parse", "--git-path", "objects"])? {
-            let own = self.scratch.path.join("objects");
-            path::make_directories(&own)?;
+            let objects_directory = self.scratch.path.join("objects");
+            path::make_directories(&objects_directory)?;
             command
-                .env("GIT_OBJECT_DIRECTORY", own)
+                .env("GIT_OBJECT_DIRECTORY", objects_directory)
                 .env("GIT_ALTERNATE_OBJECT_DIRECTORIES", self.root.join(objects));
         }
         let mut child = self.start(command.stdout(Stdio::null()))?;
@@ -199,11 +200,11 @@ impl Git<'_> {
         if status.success() {
             Ok(())
         } else {
-            Err(self.complaint("add", status))
+            Err(self.git_failure("add", status))
         }
     }
 
-    /// The tree to compare with, as a hash.
+    /// The hash of the tree to compare with.
     fn base(&self, base: Option<&str>) -> Outcome<String> {
         let name = base.unwrap_or("HEAD");
         if let Some(tree) = self.line(&[
@@ -249,13 +250,13 @@ impl Git<'_> {
             None => Ok(()),
         };
         if sent.is_err() {
-            // It may be gone already.
+            // It may have exited already.
             let _killed = child.kill();
         }
         let status = child.wait().doing("waiting for", b"git")?;
         sent?;
         if !status.success() {
-            return Err(self.complaint("diff", status));
+            return Err(self.git_failure("diff", status));
         }
         peer.end().map_err(Failure::Connection)
     }
@@ -274,14 +275,14 @@ fn send(mut stdout: impl io::Read, peer: &mut Peer) -> Outcome<()> {
     }
 }
 
-/// A private directory for the index and git's complaints.
-struct Scratch {
+/// A private directory for the index and git's error output.
+struct ScratchDirectory {
     path: PathBuf,
 }
 
-impl Scratch {
+impl ScratchDirectory {
     fn new() -> Outcome<Self> {
-        // Not in the work tree, where the diff would find it.
+        // Outside the work tree, where the diff would include it.
         let mut last = None;
         for parent in [
             Path::new("/tmp"),
@@ -300,7 +301,7 @@ impl Scratch {
         let (errno, parent) = last.unwrap_or((rustix::io::Errno::NOENT, Path::new("/tmp")));
         Err(Failure::system(
             errno,
-            "making a temporary directory in",
+            "creating a temporary directory in",
             parent.as_os_str().as_bytes(),
         ))
     }
@@ -310,7 +311,7 @@ impl Scratch {
             OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let path = self.path.join(name);
         Ok(openat(CWD, &path, flags, Mode::RUSR | Mode::WUSR)
-            .doing("making", path::bytes(&path))?
+            .doing("creating", path::bytes(&path))?
             .into())
     }
 
@@ -319,7 +320,7 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for ScratchDirectory {
     fn drop(&mut self) {
         let Ok((parent, name)) = path::split(&self.path) else {
             return;
@@ -330,7 +331,7 @@ impl Drop for Scratch {
             OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
             Mode::empty(),
         ) {
-            // What remains is a temporary file too many.
+            // A leftover temporary file is harmless.
             let _gone = remove_tree(parent, name, &self.path);
         }
     }
@@ -503,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_without_a_repository_is_told_so() {
+    fn a_directory_without_a_repository_is_refused() {
         let sandbox = Sandbox::new();
         assert_eq!(ask(&sandbox, None).error().code, ErrorCode::NotARepository);
         let outer = repository();

@@ -1,7 +1,8 @@
-//! Unpacking a tar archive into a directory.
+//! Unpacks a tar archive into a directory.
 //!
-//! What must stay true: nothing is written outside of the directory, whatever names and links the archive holds; no
-//! device, no setuid bit and no owner comes out of an archive; its headers can't make memory grow.
+//! Invariants: nothing is written outside the directory, whatever names and links the archive
+//! contains; no device, setuid bit or owner is taken from an archive; its headers can't exhaust
+//! memory.
 
 use std::{
     ffi::OsStr,
@@ -18,34 +19,35 @@ use rustix::{
 };
 
 use super::{
-    confined::{self, Confined},
+    confined::{self, ConfinedRoot},
     digest,
-    error::{Doing, Failure, Outcome, shown},
+    error::{Failure, FailureContext, Outcome, shown},
     path::{self, Files},
-    staged::Staged,
+    staged::StagedFile,
     tree::times,
     write::Body,
 };
 
-/// Directories whose permissions and times are set at the end, in bytes of their names.
+/// Total length of the names of directories whose permissions and times are set at the end.
 const MAX_DIRECTORY_BYTES: usize = 16 * 1024 * 1024;
 
 impl Files {
     pub(super) fn import(&self, path: &[u8], body: Body<'_>) -> Outcome<FileChanges> {
-        let place = self.locate(path)?;
-        let mut archive = Archive::new(Source {
+        let full_path = self.locate(path)?;
+        let mut archive = Archive::new(ArchiveBody {
             body,
             piece: Vec::new(),
             at: 0,
             ended: false,
         });
-        // Nothing is made for what is no archive. One that only says that it ends is one of an empty directory.
+        // Input that is not an archive creates nothing. An end marker alone is an archive of an
+        // empty directory.
         let first = archive.next_entry()?;
         if first.is_none() && !archive.has_end_marker() {
-            return Err(broken("it is empty"));
+            return Err(invalid_archive("it is empty"));
         }
-        path::make_directories(&place)?;
-        let root = Confined::open(&place).doing("opening", path::bytes(&place))?;
+        path::make_directories(&full_path)?;
+        let root = ConfinedRoot::open(&full_path).doing("opening", path::bytes(&full_path))?;
         let mut import = Import {
             root,
             prefix: path::printed_prefix(path),
@@ -53,9 +55,9 @@ impl Files {
             directory_bytes: 0,
             changes: FileChanges::default(),
         };
-        match import.all(first, &mut archive) {
+        match import.unpack(first, &mut archive) {
             Ok(()) => Ok(import.finish()),
-            // What came before the fault stays, and is told.
+            // Entries before the error stay, and are reported.
             Err(Failure::Refused(error)) => Err(Failure::Refused(AgentError {
                 changed: Some(import.changes),
                 ..error
@@ -65,13 +67,13 @@ impl Files {
     }
 }
 
-fn broken(what: &str) -> Failure {
-    Failure::invalid(format!("the archive can't be unpacked: {what}"))
+fn invalid_archive(problem: &str) -> Failure {
+    Failure::invalid(format!("the archive can't be unpacked: {problem}"))
 }
 
-fn refuse(name: &[u8], what: &str) -> Failure {
+fn invalid_entry(name: &[u8], problem: &str) -> Failure {
     Failure::invalid(format!(
-        "the archive's entry {} can't be unpacked: {what}; what came before it stays",
+        "the archive's entry {} can't be unpacked: {problem}; earlier entries stay",
         shown(name)
     ))
 }
@@ -79,23 +81,23 @@ fn refuse(name: &[u8], what: &str) -> Failure {
 impl From<cynode_archive::Error> for Failure {
     fn from(error: cynode_archive::Error) -> Self {
         match error {
-            cynode_archive::Error::Archive(problem) => broken(&format!("it {problem}")),
+            cynode_archive::Error::Archive(problem) => invalid_archive(&format!("it {problem}")),
             cynode_archive::Error::Entry { path, problem } => {
-                refuse(&path, &format!("it {problem}"))
+                invalid_entry(&path, &format!("it {problem}"))
             }
         }
     }
 }
 
-/// The archive as it arrives.
-struct Source<'a> {
+/// The archive's bytes as they arrive.
+struct ArchiveBody<'a> {
     body: Body<'a>,
     piece: Vec<u8>,
     at: usize,
     ended: bool,
 }
 
-impl Input for Source<'_> {
+impl Input for ArchiveBody<'_> {
     type Error = Failure;
 
     fn take(&mut self, limit: usize) -> Outcome<&[u8]> {
@@ -113,17 +115,22 @@ impl Input for Source<'_> {
 }
 
 struct Import {
-    root: Confined,
-    /// How the call names the directory.
+    root: ConfinedRoot,
+    /// The directory as the request names it.
     prefix: Vec<u8>,
-    /// Permissions and time of each directory: they would be in the way, or change, before all is unpacked.
+    /// Permissions and time of each directory, set at the end: before, they could prevent
+    /// unpacking, and unpacking would change the time.
     directories: Vec<(Vec<u8>, u32, i64)>,
     directory_bytes: usize,
     changes: FileChanges,
 }
 
 impl Import {
-    fn all(&mut self, first: Option<Entry>, archive: &mut Archive<Source<'_>>) -> Outcome<()> {
+    fn unpack(
+        &mut self,
+        first: Option<Entry>,
+        archive: &mut Archive<ArchiveBody<'_>>,
+    ) -> Outcome<()> {
         let mut next = first;
         while let Some(entry) = next {
             self.entry(&entry, archive)?;
@@ -132,14 +139,14 @@ impl Import {
         Ok(())
     }
 
-    /// Says what became of an entry, as far as there is room to say it.
-    fn tell(&mut self, parts: &[&[u8]], change: impl FnOnce(FileChange) -> FileChange) {
+    /// Reports the change of an entry, within the limit of the report.
+    fn report(&mut self, parts: &[&[u8]], change: impl FnOnce(FileChange) -> FileChange) {
         let mut path = self.prefix.clone();
         path::join(&mut path, &parts.join(&b'/'));
         self.changes.add(change(FileChange::new(&path)));
     }
 
-    /// Hash of the regular file that has this name, when there is room to say it.
+    /// The hash of the regular file with this name, if the report still has room.
     fn hash(&self, directory: &OwnedFd, name: &[u8]) -> Option<String> {
         if self.changes.has_room() {
             digest::of_entry(directory, name)
@@ -148,25 +155,25 @@ impl Import {
         }
     }
 
-    fn entry(&mut self, entry: &Entry, archive: &mut Archive<Source<'_>>) -> Outcome<()> {
+    fn entry(&mut self, entry: &Entry, archive: &mut Archive<ArchiveBody<'_>>) -> Outcome<()> {
         if entry.is_root() {
             return Ok(());
         }
         let name = &entry.path;
-        let parts = confined::parts(name).map_err(|reason| refuse(name, reason))?;
+        let parts = confined::parts(name).map_err(|reason| invalid_entry(name, reason))?;
         match entry.kind {
             Kind::Directory => self.directory(name, &parts, entry.mode, entry.mtime),
             Kind::File => self.file(entry, &parts, archive),
             Kind::Symlink => self.symlink(name, &parts, &entry.link, entry.mtime),
             Kind::HardLink => self.hard_link(name, &parts, &entry.link),
-            Kind::Special => Err(refuse(name, "it is a device or a FIFO")),
+            Kind::Special => Err(invalid_entry(name, "it is a device or a FIFO")),
         }
     }
 
-    /// The directory that an entry goes into, and the entry's own name.
+    /// The parent directory of an entry, and the entry's name.
     fn parent<'a>(&self, name: &[u8], parts: &[&'a [u8]]) -> Outcome<(OwnedFd, &'a [u8])> {
         let Some((last, parents)) = parts.split_last() else {
-            return Err(refuse(name, "the path is empty"));
+            return Err(invalid_entry(name, "the path is empty"));
         };
         Ok((self.make(name, parents)?, last))
     }
@@ -175,28 +182,33 @@ impl Import {
         self.make_with(name, parts, |_| {})
     }
 
-    fn make_with(&self, name: &[u8], parts: &[&[u8]], made: impl FnMut(usize)) -> Outcome<OwnedFd> {
+    fn make_with(
+        &self,
+        name: &[u8],
+        parts: &[&[u8]],
+        created: impl FnMut(usize),
+    ) -> Outcome<OwnedFd> {
         match self
             .root
-            .make_directory(parts, Mode::from_raw_mode(0o755), made)
+            .make_directory(parts, Mode::from_raw_mode(0o755), created)
         {
             Ok(directory) => Ok(directory),
-            Err(Errno::XDEV) => Err(refuse(
+            Err(Errno::XDEV) => Err(invalid_entry(
                 name,
                 "its path passes through a symbolic link that leads outside",
             )),
-            Err(Errno::NOTDIR) => Err(refuse(name, "a part of its path is not a directory")),
+            Err(Errno::NOTDIR) => Err(invalid_entry(name, "a part of its path is not a directory")),
             Err(errno) => Err(Failure::system(errno, "unpacking", name)),
         }
     }
 
     fn directory(&mut self, name: &[u8], parts: &[&[u8]], mode: u32, mtime: i64) -> Outcome<()> {
-        let mut made = false;
-        self.make_with(name, parts, |count| made |= count == parts.len())?;
-        if made {
-            self.tell(parts, |change| change.of_kind(FileType::Dir));
+        let mut created = false;
+        self.make_with(name, parts, |count| created |= count == parts.len())?;
+        if created {
+            self.report(parts, |change| change.of_kind(FileType::Dir));
         }
-        // One that was closed before must let its entries in.
+        // An existing directory without permissions must accept its entries.
         let (above, last) = self.parent(name, parts)?;
         if statat(&above, last, AtFlags::SYMLINK_NOFOLLOW)
             .is_ok_and(|stat| path::kind(&stat) == FileType::Dir && stat.st_mode & 0o700 != 0o700)
@@ -210,19 +222,20 @@ impl Import {
         Ok(())
     }
 
-    /// The content waits out of sight until it is whole: an archive or a disk that ends within it leaves what was there.
+    /// The content stays hidden until it is complete: if the archive or the disk ends within it,
+    /// the old file stays.
     fn file(
         &mut self,
         entry: &Entry,
         parts: &[&[u8]],
-        archive: &mut Archive<Source<'_>>,
+        archive: &mut Archive<ArchiveBody<'_>>,
     ) -> Outcome<()> {
         let name = &entry.path;
         let (directory, last) = self.parent(name, parts)?;
         let mut staged = directory
             .try_clone()
             .doing("unpacking", name)
-            .and_then(|directory| Staged::new(directory).doing("unpacking", name))?;
+            .and_then(|directory| StagedFile::new(directory).doing("unpacking", name))?;
         let mut hasher = self.changes.has_room().then(digest::Hasher::default);
         archive.read(|bytes| {
             if let Some(hasher) = &mut hasher {
@@ -236,7 +249,7 @@ impl Import {
             Err(Errno::ISDIR) => return Err(directory_in_the_way(name)),
             result => result.doing("unpacking", name)?,
         }
-        self.tell(parts, |change| {
+        self.report(parts, |change| {
             change.before(before).after(hasher.map(digest::Hasher::hex))
         });
         Ok(())
@@ -246,10 +259,10 @@ impl Import {
         let (directory, last) = self.parent(name, parts)?;
         let before = self.hash(&directory, last);
         replacing(name, &directory, last, || symlinkat(link, &directory, last))?;
-        self.tell(parts, |change| {
+        self.report(parts, |change| {
             change.of_kind(FileType::Symlink).before(before)
         });
-        // Not every file system keeps times of links.
+        // Not every file system stores times of links.
         let _tried = utimensat(
             &directory,
             last,
@@ -260,20 +273,21 @@ impl Import {
     }
 
     fn hard_link(&mut self, name: &[u8], parts: &[&[u8]], link: &[u8]) -> Outcome<()> {
-        let target = confined::parts(link)
-            .map_err(|reason| refuse(name, &format!("its link target is not valid: {reason}")))?;
+        let target = confined::parts(link).map_err(|reason| {
+            invalid_entry(name, &format!("its link target is invalid: {reason}"))
+        })?;
         let Some((target_name, target_parents)) = target.split_last() else {
-            return Err(refuse(name, "its link target is empty"));
+            return Err(invalid_entry(name, "its link target is empty"));
         };
-        let gone = |_| refuse(name, "its link target is not in the directory");
+        let gone = |_| invalid_entry(name, "its link target is not in the directory");
         let target_directory = self.root.directory(target_parents).map_err(gone)?;
         let stat =
             statat(&target_directory, *target_name, AtFlags::SYMLINK_NOFOLLOW).map_err(gone)?;
         if path::kind(&stat) != FileType::File {
-            return Err(refuse(name, "its link target is not a regular file"));
+            return Err(invalid_entry(name, "its link target is not a regular file"));
         }
         let (directory, last) = self.parent(name, parts)?;
-        // Replacing a file by a link to itself would lose it.
+        // Replacing a file with a link to itself would delete it.
         if statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW)
             .is_ok_and(|old| (old.st_dev, old.st_ino) == (stat.st_dev, stat.st_ino))
         {
@@ -292,11 +306,12 @@ impl Import {
                 AtFlags::empty(),
             )
         })?;
-        self.tell(parts, |change| change.before(before).after(after));
+        self.report(parts, |change| change.before(before).after(after));
         Ok(())
     }
 
-    /// Gives directories their permissions and times, the deepest first. Best effort: the contents are all there.
+    /// Sets permissions and times of directories, the deepest first. Best effort: all contents are
+    /// in place.
     fn finish(self) -> FileChanges {
         for (path, mode, mtime) in self.directories.into_iter().rev() {
             let parts: Vec<&[u8]> = path.split(|byte| *byte == b'/').collect();
@@ -328,11 +343,11 @@ impl Import {
 fn directory_in_the_way(name: &[u8]) -> Failure {
     Failure::new(
         ErrorCode::AlreadyExists,
-        format!("unpacking {}: a directory has its name", shown(name)),
+        format!("unpacking {}: a directory has this name", shown(name)),
     )
 }
 
-/// Makes an entry, after deleting what has its name when that is no directory.
+/// Creates an entry, after deleting an existing one that is not a directory.
 fn replacing<T>(
     name: &[u8],
     directory: &OwnedFd,

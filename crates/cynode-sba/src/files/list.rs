@@ -1,8 +1,8 @@
-//! Listing a directory.
+//! Lists a directory.
 //!
-//! What must stay true: entries come in the order of their paths' bytes, and when there are more than asked for, those
-//! given are the first ones; memory holds at most that many entries, and no more bytes of them than an answer may have, however
-//! large the directories are; links are shown, never followed, except the listed path itself.
+//! Invariants: entries are sorted by the bytes of their paths, and a truncated list has the first
+//! ones; memory holds at most as many entries and bytes as a response may have, however large the
+//! directories are; links are listed, never followed, except for the listed path itself.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,16 +21,16 @@ use rustix::{
 };
 
 use super::{
-    error::{Doing, Failure, Outcome},
+    error::{Failure, FailureContext, Outcome},
     names,
     path::{self, Files},
 };
 
-const MAX_TIME: Duration = Duration::from_secs(10);
+const MAX_LISTING_TIME: Duration = Duration::from_secs(10);
 
 impl Files {
     pub(super) fn list(&self, request: &ListRequest) -> Outcome<ListResult> {
-        let asked = match (&request.path, &request.path_b64) {
+        let requested = match (&request.path, &request.path_b64) {
             (Some(_), Some(_)) => return Err(Failure::invalid("give path or path_b64, not both")),
             (Some(path), None) => path.as_bytes(),
             (None, Some(path)) => &path.0,
@@ -51,23 +51,23 @@ impl Files {
             )));
         }
 
-        let place = self.locate(asked)?;
-        let prefix = path::printed_prefix(asked);
+        let full_path = self.locate(requested)?;
+        let prefix = path::printed_prefix(requested);
         let top = match openat(
             CWD,
-            &place,
+            &full_path,
             OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
             Mode::empty(),
         ) {
             Ok(top) => top,
-            Err(Errno::NOTDIR | Errno::NOENT) => return single(&place, &prefix),
-            Err(errno) => return Err(Failure::system(errno, "listing", path::bytes(&place))),
+            Err(Errno::NOTDIR | Errno::NOENT) => return single(&full_path, &prefix),
+            Err(errno) => return Err(Failure::system(errno, "listing", path::bytes(&full_path))),
         };
         let mut listing = Listing {
             prefix,
             max_entries: max_entries as usize,
             hidden: request.hidden.unwrap_or(false),
-            deadline: Instant::now() + MAX_TIME,
+            deadline: Instant::now() + MAX_LISTING_TIME,
             kept: BTreeMap::new(),
             pending: BTreeSet::new(),
             bytes: 0,
@@ -75,7 +75,7 @@ impl Files {
         };
         listing
             .add_directory(&top, b"")
-            .doing("listing", path::bytes(&place))?;
+            .doing("listing", path::bytes(&full_path))?;
         while let Some(directory) = listing.pending.pop_first() {
             if directory.split(|byte| *byte == b'/').count() >= depth as usize {
                 continue;
@@ -90,12 +90,12 @@ impl Files {
     }
 }
 
-/// A path that is no directory is listed as itself.
-fn single(place: &Path, prefix: &[u8]) -> Outcome<ListResult> {
-    let stat =
-        statat(CWD, place, AtFlags::SYMLINK_NOFOLLOW).doing("listing", path::bytes(place))?;
+/// A path that is not a directory is its own only entry.
+fn single(full_path: &Path, prefix: &[u8]) -> Outcome<ListResult> {
+    let stat = statat(CWD, full_path, AtFlags::SYMLINK_NOFOLLOW)
+        .doing("listing", path::bytes(full_path))?;
     let target = (path::kind(&stat) == FileType::Symlink)
-        .then(|| readlinkat(CWD, place, Vec::new()).ok())
+        .then(|| readlinkat(CWD, full_path, Vec::new()).ok())
         .flatten();
     let entry = entry(prefix, &stat, target.as_deref().map(CStr::to_bytes));
     Ok(ListResult {
@@ -111,10 +111,10 @@ struct Listing {
     deadline: Instant,
     /// By path relative to the listed directory.
     kept: BTreeMap<Vec<u8>, FileEntry>,
-    /// Directories among them that were not read yet. What lies in a directory sorts after it, so a directory that falls
-    /// out of `kept` needs no reading.
+    /// Unread directories in `kept`. The entries of a directory sort after it, so a directory
+    /// dropped from `kept` need not be read.
     pending: BTreeSet<Vec<u8>>,
-    /// What the kept entries have as JSON.
+    /// The JSON size of the kept entries.
     bytes: usize,
     truncated: bool,
 }
@@ -125,7 +125,7 @@ impl Listing {
         match openat(top, relative, flags, Mode::empty())
             .and_then(|directory| self.add_directory(&directory, relative))
         {
-            // What may not be read has no entries, and what went away meanwhile has none either.
+            // Unreadable and deleted directories have no entries.
             Ok(())
             | Err(Errno::ACCESS | Errno::PERM | Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {}
             Err(_) => self.truncated = true,
@@ -169,7 +169,7 @@ impl Listing {
                 self.pending.insert(path.clone());
             }
             let entry = entry(&printed, &stat, target.as_deref().map(CStr::to_bytes));
-            self.bytes += written_bytes(&entry);
+            self.bytes += json_bytes(&entry);
             self.kept.insert(path, entry);
             while self.bytes > file_limits::MAX_ANSWER_BYTES {
                 self.drop_last();
@@ -180,7 +180,7 @@ impl Listing {
 
     fn drop_last(&mut self) {
         if let Some((path, entry)) = self.kept.pop_last() {
-            self.bytes -= written_bytes(&entry);
+            self.bytes -= json_bytes(&entry);
             self.truncated = true;
             self.pending.remove(&path);
         }
@@ -194,18 +194,21 @@ impl Listing {
     }
 }
 
-/// What an entry takes in the answer.
-fn written_bytes(entry: &FileEntry) -> usize {
-    // The names of its members, its numbers and its time.
-    const REST: usize = 128;
+/// The JSON size of an entry, approximately.
+fn json_bytes(entry: &FileEntry) -> usize {
+    // Member names, numbers and time.
+    const OVERHEAD_BYTES: usize = 128;
     let bytes = entry
         .path_b64
         .as_ref()
         .map_or(0, |bytes| bytes.0.len().div_ceil(3) * 4);
-    REST + json_text_bytes(&entry.path) + bytes + entry.target.as_deref().map_or(0, json_text_bytes)
+    OVERHEAD_BYTES
+        + json_text_bytes(&entry.path)
+        + bytes
+        + entry.target.as_deref().map_or(0, json_text_bytes)
 }
 
-/// A path as text, and its bytes when text can't carry them.
+/// A path as text, with its bytes if it is not UTF-8.
 pub(super) fn text(path: &[u8]) -> (String, Option<Base64Bytes>) {
     match std::str::from_utf8(path) {
         Ok(text) => (text.to_owned(), None),
@@ -229,7 +232,7 @@ fn entry(path: &[u8], stat: &Stat, target: Option<&[u8]>) -> FileEntry {
     }
 }
 
-/// The time of the last change, brought into the years that RFC 3339 can write.
+/// The time of the last change, clamped to the years that RFC 3339 can represent.
 fn modified(stat: &Stat) -> SystemTime {
     const YEAR_1: i64 = -62_135_596_800;
     const YEAR_9999_ENDS: i64 = 253_402_300_799;
@@ -299,7 +302,7 @@ mod tests {
             ["a", "a-b", "a/x", "a/y", "a/y/z", "b", "link"]
         );
         let hidden = listed(&sandbox, None, |request| {
-            (request.depth, request.hidden) = (Some(2), Some(true))
+            (request.depth, request.hidden) = (Some(2), Some(true));
         });
         assert_eq!(
             paths(&hidden),
@@ -337,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_says_what_it_is() {
+    fn an_entry_has_its_type_and_attributes() {
         let sandbox = tree();
         sandbox.fifo("pipe");
         symlink("nowhere", sandbox.path("dangling")).expect("link");
@@ -369,7 +372,7 @@ mod tests {
             sandbox.put(&format!("d{number:02}/file"), "");
         }
         let result = listed(&sandbox, None, |request| {
-            (request.depth, request.max_entries) = (Some(5), Some(5))
+            (request.depth, request.max_entries) = (Some(5), Some(5));
         });
         assert_eq!(
             paths(&result),
@@ -377,7 +380,7 @@ mod tests {
         );
         assert!(result.truncated);
         let exact = listed(&sandbox, Some("d00"), |request| {
-            request.max_entries = Some(1)
+            request.max_entries = Some(1);
         });
         assert!(!exact.truncated);
     }
@@ -385,7 +388,7 @@ mod tests {
     #[test]
     fn long_names_end_a_listing_where_the_answer_is_full() {
         let sandbox = Sandbox::new();
-        // Each takes six letters in JSON.
+        // Each takes six bytes in JSON.
         let name = |number: usize| format!("{number:04}{}", "\u{1}".repeat(200));
         for number in 0..4_000 {
             sandbox.put(&name(number), "");
@@ -409,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_no_text_carry_their_bytes() {
+    fn names_that_are_not_utf8_carry_their_bytes() {
         let sandbox = Sandbox::new();
         let name = std::ffi::OsString::from_vec(b"x\xff".to_vec());
         std::fs::create_dir(sandbox.files.root.join(&name)).expect("made");
@@ -420,7 +423,7 @@ mod tests {
             Some(Base64Bytes(b"x\xff".to_vec()))
         );
         let below = listed(&sandbox, None, |request| {
-            request.path_b64 = Some(Base64Bytes(b"x\xff".to_vec()))
+            request.path_b64 = Some(Base64Bytes(b"x\xff".to_vec()));
         });
         assert!(below.entries.is_empty());
     }
@@ -461,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn times_outside_of_the_calendar_are_brought_into_it() {
+    fn times_outside_of_the_calendar_are_clamped() {
         let sandbox = Sandbox::new();
         sandbox.put("file", "");
         let mut stat = path::stat(&sandbox.path("file")).expect("stat");

@@ -1,11 +1,12 @@
-//! File operations, run in a child that process 1 forked for one request.
+//! File operations, run in a child that process 1 forks for one request.
 //!
-//! The child has the sandbox's own rights, so paths need no boundary here: what the sandbox's user may touch, a caller may
-//! touch. Patches and imports are the exception: they never leave the directory they apply to, so that a careless diff or
-//! archive stays inside it.
+//! The child runs with the sandbox's own rights, so paths need no boundary here: a caller may touch
+//! what the sandbox's user may touch. Patches and imports are the exception: they never leave their
+//! target directory, so that a careless diff or archive stays inside it.
 //!
-//! What must stay true: nothing here blocks on a FIFO or a device, nothing panics on what it finds, memory is bounded
-//! whatever the tree looks like, and every failure is answered in the API's own codes, naming operation and path.
+//! Invariants: nothing here blocks on a FIFO or a device, and nothing panics on unusual files;
+//! memory is bounded for any tree; every failure is reported with one of the API's codes and names
+//! operation and path.
 
 mod archive;
 mod confined;
@@ -36,25 +37,27 @@ use self::error::{Failure, Outcome};
 pub(crate) use self::path::Files;
 use crate::peer::Peer;
 
-/// Runs one operation in `/workspace` and answers it. An error means that the connection broke.
+/// Runs one operation in `/workspace` and sends its reply. An error means that the connection
+/// broke.
 pub(crate) fn serve(op: FileOp, peer: &mut Peer) -> io::Result<()> {
     Files::default().serve(op, peer)
 }
 
-/// What the worker still has to send after its request.
-struct Incoming<'a> {
+/// The body that follows the worker's request.
+struct RequestBody<'a> {
     peer: &'a mut Peer,
     open: bool,
 }
 
-impl Incoming<'_> {
+impl RequestBody<'_> {
     fn next(&mut self) -> io::Result<Option<Vec<u8>>> {
         let piece = self.peer.next_data()?;
         self.open = piece.is_some();
         Ok(piece)
     }
 
-    /// Takes what is left after a refusal, so that a worker that sends its whole body before it reads gets its answer.
+    /// Discards the rest of the body after a refusal, so that a worker that sends its whole body
+    /// before reading gets the reply.
     fn discard(&mut self) {
         let mut left = file_limits::MAX_PUT_BYTES;
         while self.open {
@@ -72,23 +75,23 @@ impl Files {
             op,
             FileOp::Write { .. } | FileOp::Patch { .. } | FileOp::Import { .. }
         );
-        let mut incoming = Incoming { peer, open };
-        match self.run(op, &mut incoming) {
+        let mut body = RequestBody { peer, open };
+        match self.run(op, &mut body) {
             Ok(()) => Ok(()),
             Err(Failure::Refused(error)) => {
-                incoming.peer.reply(&Reply::Error(error))?;
-                incoming.discard();
+                body.peer.reply(&Reply::Error(error))?;
+                body.discard();
                 Ok(())
             }
             Err(Failure::Connection(error)) => Err(error),
         }
     }
 
-    fn run(&self, op: FileOp, incoming: &mut Incoming<'_>) -> Outcome<()> {
+    fn run(&self, op: FileOp, body: &mut RequestBody<'_>) -> Outcome<()> {
         let reply = match op {
             FileOp::Stat { path, hash } => Reply::Stat(self.stat(&path.0, hash)?),
             FileOp::Read { path, start, end } => {
-                return self.read(&path.0, start, end, incoming.peer);
+                return self.read(&path.0, start, end, body.peer);
             }
             FileOp::Write {
                 path,
@@ -101,9 +104,9 @@ impl Files {
                     if_match,
                     if_none_match,
                 };
-                Reply::Written(self.write(&path.0, mode, &conditions, max_bytes, &mut || {
-                    incoming.next()
-                })?)
+                Reply::Written(
+                    self.write(&path.0, mode, &conditions, max_bytes, &mut || body.next())?,
+                )
             }
             FileOp::Delete {
                 path,
@@ -112,11 +115,11 @@ impl Files {
             } => Reply::Ok {
                 changed: Some(self.delete(&path.0, recursive, if_match)?),
             },
-            FileOp::List { request } => return send_json(&self.list(&request)?, incoming.peer),
-            FileOp::Search { request } => return send_json(&self.search(&request)?, incoming.peer),
+            FileOp::List { request } => return send_json(&self.list(&request)?, body.peer),
+            FileOp::Search { request } => return send_json(&self.search(&request)?, body.peer),
             FileOp::Patch { strip, dry_run } => {
-                let diff = whole_body(incoming, file_limits::MAX_PATCH_BYTES)?;
-                return send_json(&self.patch(&diff, strip, dry_run)?, incoming.peer);
+                let diff = read_to_end(body, file_limits::MAX_PATCH_BYTES)?;
+                return send_json(&self.patch(&diff, strip, dry_run)?, body.peer);
             }
             FileOp::Move {
                 from,
@@ -128,37 +131,37 @@ impl Files {
             FileOp::Mkdir { path, parents } => Reply::Ok {
                 changed: Some(self.mkdir(&path.0, parents)?),
             },
-            FileOp::ExportTar { path } => return self.export_tar(&path.0, incoming.peer),
+            FileOp::ExportTar { path } => return self.export_tar(&path.0, body.peer),
             FileOp::ExportPatch { base } => {
-                return self.export_patch(base.as_deref(), incoming.peer);
+                return self.export_patch(base.as_deref(), body.peer);
             }
             FileOp::Import { path } => Reply::Ok {
-                changed: Some(self.import(&path.0, &mut || incoming.next())?),
+                changed: Some(self.import(&path.0, &mut || body.next())?),
             },
         };
-        incoming.peer.reply(&reply).map_err(Failure::Connection)
+        body.peer.reply(&reply).map_err(Failure::Connection)
     }
 }
 
-fn whole_body(incoming: &mut Incoming<'_>, limit: u64) -> Outcome<Vec<u8>> {
-    let mut body = Vec::new();
-    while let Some(piece) = incoming.next().map_err(Failure::Connection)? {
-        if (body.len() + piece.len()) as u64 > limit {
+fn read_to_end(body: &mut RequestBody<'_>, limit: u64) -> Outcome<Vec<u8>> {
+    let mut bytes = Vec::new();
+    while let Some(piece) = body.next().map_err(Failure::Connection)? {
+        if (bytes.len() + piece.len()) as u64 > limit {
             return Err(Failure::new(
                 ErrorCode::TooLarge,
                 format!("the body has more than {limit} bytes"),
             ));
         }
-        body.extend_from_slice(&piece);
+        bytes.extend_from_slice(&piece);
     }
-    Ok(body)
+    Ok(bytes)
 }
 
 fn send_json(value: &impl Serialize, peer: &mut Peer) -> Outcome<()> {
     let json = serde_json::to_vec(value).map_err(|error| {
         Failure::new(
             ErrorCode::Internal,
-            format!("the answer can't be written as JSON: {error}"),
+            format!("the result can't be serialized as JSON: {error}"),
         )
     })?;
     peer.reply(&Reply::Body).map_err(Failure::Connection)?;

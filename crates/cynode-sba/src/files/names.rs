@@ -1,4 +1,4 @@
-//! The names in a directory, in order and within bounds.
+//! Reads the names in a directory, sorted and bounded.
 
 use std::{collections::BinaryHeap, os::fd::OwnedFd, time::Instant};
 
@@ -7,18 +7,19 @@ use rustix::{
     io::Errno,
 };
 
-const BUFFER: usize = 32 * 1024;
-/// How often the clock is asked, in names.
-const PER_LOOK: u32 = 1_024;
+const READ_BUFFER_BYTES: usize = 32 * 1024;
+/// The number of names between two checks of the clock.
+const NAMES_PER_CLOCK_CHECK: u32 = 1_024;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Name {
     pub(super) bytes: Vec<u8>,
-    /// What the directory says it is; some file systems don't say.
+    /// The type from the directory entry; some file systems don't store it.
     pub(super) kind: Kind,
 }
 
-/// The `limit` smallest names that `wanted` lets through, sorted; and whether that is all. `directory` was just opened.
+/// The `limit` smallest names that `wanted` accepts, sorted; and whether these are all. `directory`
+/// must be freshly opened.
 pub(super) fn smallest(
     directory: &OwnedFd,
     limit: usize,
@@ -62,7 +63,8 @@ pub(super) fn smallest(
     })
 }
 
-/// All names, sorted, as long as they fit into `max_bytes`; and whether they did. `directory` was just opened.
+/// All names that fit into `max_bytes`, sorted; and whether these are all. `directory` must be
+/// freshly opened.
 pub(super) fn all(
     directory: &OwnedFd,
     max_bytes: usize,
@@ -85,7 +87,7 @@ pub(super) fn all(
     Ok((names, complete))
 }
 
-/// What holding a name costs, about.
+/// The approximate memory of a name.
 pub(super) const fn cost(name: &[u8]) -> usize {
     name.len() + size_of::<Name>()
 }
@@ -98,13 +100,14 @@ fn for_each(
     for_each_until(directory, Some(deadline), take)
 }
 
-/// Passes every name but `.` and `..` on until `take` says no, or time is up; true when all were passed.
+/// Passes every name except `.` and `..` to `take`, until that returns false or the deadline
+/// passes; true if all were passed.
 pub(super) fn for_each_until(
     directory: &OwnedFd,
     deadline: Option<Instant>,
     mut take: impl FnMut(&[u8], Kind) -> bool,
 ) -> Result<bool, Errno> {
-    let mut buffer = Vec::with_capacity(BUFFER);
+    let mut buffer = Vec::with_capacity(READ_BUFFER_BYTES);
     let mut entries = RawDir::new(directory, buffer.spare_capacity_mut());
     let mut count = 0_u32;
     while let Some(entry) = entries.next() {
@@ -117,7 +120,7 @@ pub(super) fn for_each_until(
             return Ok(false);
         }
         count = count.wrapping_add(1);
-        if count.is_multiple_of(PER_LOOK)
+        if count.is_multiple_of(NAMES_PER_CLOCK_CHECK)
             && deadline.is_some_and(|deadline| Instant::now() >= deadline)
         {
             return Ok(false);
@@ -126,7 +129,7 @@ pub(super) fn for_each_until(
     Ok(true)
 }
 
-// `FileType` has no order, which the heap needs after equal names.
+// The heap needs an order, which `FileType` lacks.
 const fn to_code(kind: Kind) -> u8 {
     match kind {
         Kind::RegularFile => 1,

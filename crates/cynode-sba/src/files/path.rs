@@ -1,7 +1,7 @@
-//! Paths as callers give them, and opening what they name.
+//! Resolves callers' paths and opens files.
 //!
-//! What must stay true: relative paths start at the workspace; nothing that can block (a FIFO, a device) is opened for
-//! reading without `O_NONBLOCK`, and only a regular file is read.
+//! Invariants: relative paths start at the workspace; nothing that can block (a FIFO, a device) is
+//! opened for reading without `O_NONBLOCK`, and only regular files are read.
 
 use std::{
     ffi::OsStr,
@@ -16,9 +16,9 @@ use rustix::{
     io::Errno,
 };
 
-use super::error::{Doing, Failure, Outcome, shown};
+use super::error::{Failure, FailureContext, Outcome, shown};
 
-/// Where relative paths start, and what patches may not leave.
+/// The base of relative paths, which patches may not leave.
 #[derive(Clone, Debug)]
 pub(crate) struct Files {
     pub(super) root: PathBuf,
@@ -51,7 +51,7 @@ impl Files {
         }
         if path.len() > file_limits::MAX_PATH_BYTES {
             return Err(Failure::invalid(format!(
-                "the path {} has more than {} bytes",
+                "the path {} is longer than {} bytes",
                 shown(path),
                 file_limits::MAX_PATH_BYTES
             )));
@@ -64,7 +64,7 @@ pub(super) fn bytes(path: &Path) -> &[u8] {
     path.as_os_str().as_bytes()
 }
 
-/// How entries below a listed or searched directory are named: as the request named the directory.
+/// The prefix of entries below a listed or searched directory, as the request named it.
 pub(super) fn printed_prefix(path: &[u8]) -> Vec<u8> {
     let mut prefix = Vec::with_capacity(path.len());
     if path.starts_with(b"/") {
@@ -79,7 +79,7 @@ pub(super) fn printed_prefix(path: &[u8]) -> Vec<u8> {
     prefix
 }
 
-/// Appends a component, with a slash where one is needed.
+/// Appends a component, with a slash if needed.
 pub(super) fn join(prefix: &mut Vec<u8>, name: &[u8]) {
     if !prefix.is_empty() && !prefix.ends_with(b"/") {
         prefix.push(b'/');
@@ -116,25 +116,25 @@ pub(super) const fn permissions(stat: &Stat) -> u32 {
     stat.st_mode & 0o7777
 }
 
-/// What the path names, links followed.
+/// The metadata of a path, following links.
 pub(super) fn stat(path: &Path) -> Outcome<Stat> {
-    statat(CWD, path, AtFlags::empty()).doing("looking at", bytes(path))
+    statat(CWD, path, AtFlags::empty()).doing("inspecting", bytes(path))
 }
 
-/// As [`stat`], with `None` when there is nothing.
+/// Like [`stat`], but `None` if the path doesn't exist.
 pub(super) fn stat_if_any(path: &Path) -> Outcome<Option<Stat>> {
     match statat(CWD, path, AtFlags::empty()) {
         Ok(stat) => Ok(Some(stat)),
         Err(Errno::NOENT) => Ok(None),
-        Err(errno) => Err(Failure::system(errno, "looking at", bytes(path))),
+        Err(errno) => Err(Failure::system(errno, "inspecting", bytes(path))),
     }
 }
 
-/// Opens a regular file for reading; whatever else the path names is refused without a wait.
+/// Opens a regular file for reading; refuses anything else without blocking.
 pub(super) fn open_file(path: &Path) -> Outcome<(File, Stat)> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let fd = openat(CWD, path, flags, Mode::empty()).doing("opening", bytes(path))?;
-    let stat = fstat(&fd).doing("looking at", bytes(path))?;
+    let stat = fstat(&fd).doing("inspecting", bytes(path))?;
     match kind(&stat) {
         FileType::File => Ok((File::from(fd), stat)),
         other => Err(not_a_file(path, other)),
@@ -142,21 +142,21 @@ pub(super) fn open_file(path: &Path) -> Outcome<(File, Stat)> {
 }
 
 pub(super) fn not_a_file(path: &Path, kind: FileType) -> Failure {
-    let what = if kind == FileType::Dir {
+    let problem = if kind == FileType::Dir {
         "is a directory"
     } else {
         "is not a regular file"
     };
     Failure::new(
         ErrorCode::NotAFile,
-        format!("{} {what}", shown(bytes(path))),
+        format!("{} {problem}", shown(bytes(path))),
     )
 }
 
-/// `mkdir -p`: a directory that exists already is fine. Whether it had to be made.
+/// Like `mkdir -p`: an existing directory is fine. Returns whether it was created.
 pub(super) fn make_directories(path: &Path) -> Outcome<bool> {
     const DIRECTORY: Mode = Mode::from_raw_mode(0o755);
-    // From the path upwards to the first directory that is there or can be made, then down again.
+    // Goes up to the first directory that exists or can be created, then down again.
     let mut missing = Vec::new();
     let mut at = path;
     let mut made = false;
@@ -171,7 +171,7 @@ pub(super) fn make_directories(path: &Path) -> Outcome<bool> {
                 let Some(parent) = at.parent() else {
                     return Err(Failure::system(
                         Errno::NOENT,
-                        "making the directory",
+                        "creating the directory",
                         bytes(path),
                     ));
                 };
@@ -182,18 +182,18 @@ pub(super) fn make_directories(path: &Path) -> Outcome<bool> {
                 Ok(_) if at == path => {
                     return Err(Failure::system(
                         Errno::EXIST,
-                        "making the directory",
+                        "creating the directory",
                         bytes(at),
                     ));
                 }
                 Ok(_) => {
                     return Err(Failure::system(
                         Errno::NOTDIR,
-                        "making the directory",
+                        "creating the directory",
                         bytes(at),
                     ));
                 }
-                Err(_) => return Err(Failure::system(errno, "making the directory", bytes(at))),
+                Err(_) => return Err(Failure::system(errno, "creating the directory", bytes(at))),
             },
         }
     }
@@ -204,7 +204,7 @@ pub(super) fn make_directories(path: &Path) -> Outcome<bool> {
             Err(errno) => {
                 return Err(Failure::system(
                     errno,
-                    "making the directory",
+                    "creating the directory",
                     bytes(directory),
                 ));
             }
@@ -299,7 +299,13 @@ mod tests {
         #[test]
         fn a_printed_prefix_names_the_same_place(path in "[a./]{1,30}") {
             let printed = printed_prefix(path.as_bytes());
-            let normal = |path: &[u8]| Path::new(OsStr::from_bytes(path)).components().filter(|part| *part != std::path::Component::CurDir).map(|part| part.as_os_str().to_owned()).collect::<Vec<_>>();
+            let normal = |path: &[u8]| {
+                Path::new(OsStr::from_bytes(path))
+                    .components()
+                    .filter(|part| *part != std::path::Component::CurDir)
+                    .map(|part| part.as_os_str().to_owned())
+                    .collect::<Vec<_>>()
+            };
             prop_assert_eq!(normal(&printed), normal(path.as_bytes()));
         }
     }

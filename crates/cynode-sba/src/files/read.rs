@@ -1,7 +1,8 @@
-//! Reading a file, and looking at it.
+//! Reads files and their metadata.
 //!
-//! What must stay true: the hash that a reader is told is the hash of the bytes it gets, or the answer ends with an error.
-//! A file that only grows is read as it was when it was opened, so that logs can be read while they are written.
+//! Invariant: the reported hash is the hash of the bytes that the reader gets, or the reply ends
+//! with an error. A file that only grows is read as of its opening, so that logs can be read while
+//! they are written.
 
 use std::{fs::File, io, ops::Range, path::Path};
 
@@ -11,35 +12,35 @@ use rustix::fs::{Stat, fstat};
 
 use super::{
     digest,
-    error::{Doing, Failure, Outcome, shown},
+    error::{Failure, FailureContext, Outcome, shown},
     path::{self, Files},
 };
 use crate::peer::Peer;
 
-/// Up to this size a file is read once, into memory.
-const SMALL: u64 = 1024 * 1024;
-/// Up to this size all of a file is hashed before a part of it is sent.
-const MAX_HASHED_FOR_RANGE: u64 = 64 * 1024 * 1024;
-/// Files of the kernel's own file systems say that they are empty; what they hold is read up to this size.
-const MAX_UNSIZED: u64 = 16 * 1024 * 1024;
+/// Files up to this size are read once, into memory.
+const SMALL_FILE_BYTES: u64 = 1024 * 1024;
+/// Files up to this size are hashed as a whole before a range is sent.
+const MAX_HASHED_FOR_RANGE_BYTES: u64 = 64 * 1024 * 1024;
+/// Files in kernel file systems report size 0; their content is read up to this size.
+const MAX_UNSIZED_BYTES: u64 = 16 * 1024 * 1024;
 
 impl Files {
     pub(super) fn stat(&self, path: &[u8], hash: bool) -> Outcome<FileStat> {
-        let place = self.locate(path)?;
-        let stat = path::stat(&place)?;
-        // Whoever may look at a file need not be allowed to read it: then there is just no hash.
+        let full_path = self.locate(path)?;
+        let stat = path::stat(&full_path)?;
+        // Metadata may be accessible where the content isn't: then there is no hash.
         let sha256 = if hash
             && path::kind(&stat) == FileType::File
             && path::size(&stat) <= file_limits::MAX_PUT_BYTES
         {
-            path::open_file(&place)
+            path::open_file(&full_path)
                 .ok()
                 .and_then(|(file, _)| digest::of_file(&file, file_limits::MAX_PUT_BYTES).ok())
                 .map(|(sha256, _)| sha256)
         } else {
             None
         };
-        Ok(describe(&stat, path::size(&stat), sha256))
+        Ok(file_stat(&stat, path::size(&stat), sha256))
     }
 
     pub(super) fn read(
@@ -49,107 +50,115 @@ impl Files {
         end: Option<u64>,
         peer: &mut Peer,
     ) -> Outcome<()> {
-        let place = self.locate(path)?;
-        let (file, stat) = path::open_file(&place)?;
-        if path::size(&stat) <= SMALL {
-            let content = read_small(&file, &stat, &place)?;
+        let full_path = self.locate(path)?;
+        let (file, stat) = path::open_file(&full_path)?;
+        if path::size(&stat) <= SMALL_FILE_BYTES {
+            let content = read_small(&file, &stat, &full_path)?;
             let range = bounds(start, end, content.len() as u64)?;
             let piece = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(content.len());
-            let stat = describe(&stat, content.len() as u64, Some(digest::of(&content)));
+            let stat = file_stat(
+                &stat,
+                content.len() as u64,
+                Some(digest::of_bytes(&content)),
+            );
             return send(peer, stat, |peer| {
                 peer.data(&content[piece(range.start)..piece(range.end)])
                     .map_err(Failure::Connection)
             });
         }
-        if end.is_some() && path::size(&stat) > MAX_HASHED_FOR_RANGE {
+        if end.is_some() && path::size(&stat) > MAX_HASHED_FOR_RANGE_BYTES {
             let size = path::size(&stat);
             return send_part(
                 peer,
                 &file,
-                describe(&stat, size, None),
+                file_stat(&stat, size, None),
                 bounds(start, end, size)?,
-                &place,
+                &full_path,
             );
         }
         let (sha256, size) =
-            digest::of_file(&file, path::size(&stat)).doing("reading", path::bytes(&place))?;
+            digest::of_file(&file, path::size(&stat)).doing("reading", path::bytes(&full_path))?;
         let range = bounds(start, end, size)?;
-        send(peer, describe(&stat, size, Some(sha256.clone())), |peer| {
+        send(peer, file_stat(&stat, size, Some(sha256.clone())), |peer| {
             let whole = range == (0..size);
             let mut hasher = digest::Hasher::default();
-            digest::for_each_piece(&file, range.start, range.end, |piece| {
+            digest::for_each_chunk(&file, range.start, range.end, |piece| {
                 if whole {
                     hasher.update(piece);
                 }
-                peer.data(piece).map_err(Sending::Peer)
+                peer.data(piece).map_err(SendError::Peer)
             })
-            .map_err(|error| error.reading(&place))?;
+            .map_err(|error| error.reading(&full_path))?;
             let now = if whole {
                 hasher.hex()
-            } else if same(
+            } else if same_version(
                 &stat,
-                &fstat(&file).doing("looking at", path::bytes(&place))?,
+                &fstat(&file).doing("inspecting", path::bytes(&full_path))?,
             ) {
                 return Ok(());
             } else {
                 digest::of_file(&file, size)
-                    .doing("reading", path::bytes(&place))?
+                    .doing("reading", path::bytes(&full_path))?
                     .0
             };
             if now == sha256 {
                 return Ok(());
             }
-            Err(changed(&place))
+            Err(changed(&full_path))
         })
     }
 }
 
-fn changed(place: &Path) -> Failure {
+fn changed(full_path: &Path) -> Failure {
     Failure::new(
         ErrorCode::Internal,
-        format!("{} changed while it was read", shown(path::bytes(place))),
+        format!(
+            "{} changed while it was read",
+            shown(path::bytes(full_path))
+        ),
     )
 }
 
-/// Sends a part of a file that is too large to be hashed for it. All that can be promised then is that the part is complete.
+/// Sends a range of a file that is too large to be hashed. Only guarantees that the range is
+/// complete.
 fn send_part(
     peer: &mut Peer,
     file: &File,
     stat: FileStat,
     range: Range<u64>,
-    place: &Path,
+    full_path: &Path,
 ) -> Outcome<()> {
     send(peer, stat, |peer| {
         let mut left = range.end - range.start;
-        digest::for_each_piece(file, range.start, range.end, |piece| {
+        digest::for_each_chunk(file, range.start, range.end, |piece| {
             left -= piece.len() as u64;
-            peer.data(piece).map_err(Sending::Peer)
+            peer.data(piece).map_err(SendError::Peer)
         })
-        .map_err(|error| error.reading(place))?;
+        .map_err(|error| error.reading(full_path))?;
         if left == 0 {
             Ok(())
         } else {
-            Err(changed(place))
+            Err(changed(full_path))
         }
     })
 }
 
-/// Which side failed while a piece was passed on.
-enum Sending {
+/// The side that failed while sending a chunk.
+enum SendError {
     Peer(io::Error),
     File(io::Error),
 }
 
-impl Sending {
-    fn reading(self, place: &Path) -> Failure {
+impl SendError {
+    fn reading(self, full_path: &Path) -> Failure {
         match self {
             Self::Peer(error) => Failure::Connection(error),
-            Self::File(error) => Failure::io(&error, "reading", path::bytes(place)),
+            Self::File(error) => Failure::io(&error, "reading", path::bytes(full_path)),
         }
     }
 }
 
-impl From<io::Error> for Sending {
+impl From<io::Error> for SendError {
     fn from(error: io::Error) -> Self {
         Self::File(error)
     }
@@ -166,37 +175,37 @@ fn send(
     peer.end().map_err(Failure::Connection)
 }
 
-fn read_small(file: &File, stat: &Stat, place: &Path) -> Outcome<Vec<u8>> {
+fn read_small(file: &File, stat: &Stat, full_path: &Path) -> Outcome<Vec<u8>> {
     let unsized_file = path::size(stat) == 0;
     let limit = if unsized_file {
-        MAX_UNSIZED + 1
+        MAX_UNSIZED_BYTES + 1
     } else {
         path::size(stat)
     };
     let mut content = Vec::new();
-    digest::for_each_piece(file, 0, limit, |piece| {
+    digest::for_each_chunk(file, 0, limit, |piece| {
         content.extend_from_slice(piece);
         Ok::<_, io::Error>(())
     })
-    .doing("reading", path::bytes(place))?;
-    if unsized_file && content.len() as u64 > MAX_UNSIZED {
+    .doing("reading", path::bytes(full_path))?;
+    if unsized_file && content.len() as u64 > MAX_UNSIZED_BYTES {
         return Err(Failure::new(
             ErrorCode::TooLarge,
             format!(
-                "{} has no size and gives more than {MAX_UNSIZED} bytes",
-                shown(path::bytes(place))
+                "{} reports no size and has more than {MAX_UNSIZED_BYTES} bytes",
+                shown(path::bytes(full_path))
             ),
         ));
     }
     Ok(content)
 }
 
-/// What is sent of a file of `size` bytes.
+/// The range to send of a file of `size` bytes.
 fn bounds(start: u64, end: Option<u64>, size: u64) -> Outcome<Range<u64>> {
     if start > 0 && start >= size {
         return Err(Failure::new(
             ErrorCode::RangeNotSatisfiable,
-            format!("the range starts at {start}, the file has {size} bytes"),
+            format!("the range starts at {start}, but the file has {size} bytes"),
         ));
     }
     match end {
@@ -208,8 +217,8 @@ fn bounds(start: u64, end: Option<u64>, size: u64) -> Outcome<Range<u64>> {
     }
 }
 
-/// Whether nothing was written between two looks at one file, as far as its times tell.
-pub(super) fn same(one: &Stat, other: &Stat) -> bool {
+/// Whether two snapshots of a file's metadata show no write in between.
+pub(super) fn same_version(one: &Stat, other: &Stat) -> bool {
     let key = |stat: &Stat| {
         (
             stat.st_dev,
@@ -224,7 +233,7 @@ pub(super) fn same(one: &Stat, other: &Stat) -> bool {
     key(one) == key(other)
 }
 
-fn describe(stat: &Stat, size: u64, sha256: Option<String>) -> FileStat {
+fn file_stat(stat: &Stat, size: u64, sha256: Option<String>) -> FileStat {
     FileStat {
         kind: path::kind(stat),
         size,
@@ -356,7 +365,7 @@ mod tests {
             &[],
         );
         assert!(
-            matches!(answer.first(), Reply::Stat(stat) if stat.sha256 == Some(digest::of(&content)))
+            matches!(answer.first(), Reply::Stat(stat) if stat.sha256 == Some(digest::of_bytes(&content)))
         );
         assert!(answer.body() == content);
         let part = sandbox.ask(
@@ -378,7 +387,7 @@ mod tests {
             .write(true)
             .open(sandbox.path("huge"))
             .expect("opened");
-        // All of a terabyte can't be read while anybody waits.
+        // A whole terabyte can't be read within a test.
         file.set_len(1 << 40).expect("sparse");
         let read = |start, end| {
             sandbox.ask(
@@ -470,22 +479,23 @@ mod tests {
     }
 
     #[test]
-    fn a_change_between_two_looks_is_noticed_by_size_or_time() {
+    fn a_change_between_two_snapshots_is_noticed_by_size_or_time() {
         let sandbox = Sandbox::new();
         sandbox.put("file", "one");
         let before = path::stat(&sandbox.path("file")).expect("stat");
-        assert!(same(
+        assert!(same_version(
             &before,
             &path::stat(&sandbox.path("file")).expect("stat")
         ));
         sandbox.put("file", "three");
-        assert!(!same(
+        assert!(!same_version(
             &before,
             &path::stat(&sandbox.path("file")).expect("stat")
         ));
     }
 
-    /// Reads a file of 3 MiB and lets `meddle` loose when the first answer has come, long before the last byte.
+    /// Reads a file of 3 MiB and calls `meddle` after the first byte of the reply, long before the
+    /// last byte.
     fn read_while(meddle: impl FnOnce(&Sandbox)) -> (Vec<u8>, Result<(), ErrorCode>) {
         let sandbox = Sandbox::new();
         sandbox.put("large", vec![7; 3 * 1024 * 1024]);

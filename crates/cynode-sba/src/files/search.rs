@@ -1,8 +1,8 @@
-//! Searching file contents.
+//! Searches file contents.
 //!
-//! What must stay true: no file hides itself (`.gitignore` and dot names don't matter; only `.git` directories are left
-//! out); only regular files are opened; time, memory and the size of the answer are bounded, and `truncated` says when a
-//! bound cut the result.
+//! Invariants: no file can hide itself (`.gitignore` and dot files are irrelevant; only `.git`
+//! directories are skipped); only regular files are opened; time, memory and response size are
+//! bounded, and `truncated` reports when a bound cut the result.
 
 use std::{
     collections::VecDeque,
@@ -23,45 +23,45 @@ use grep_searcher::{
 use rustix::fs::{CWD, FileType as Kind, Mode, OFlags, fstat, openat};
 
 use super::{
-    error::{Doing, Failure, Outcome},
+    error::{Failure, FailureContext, Outcome},
     list::text,
     path::{self, Files},
     walk::{AtLimit, Step, walk},
 };
 
-/// Compiled size of an expression and of its tables.
+/// Size of a compiled expression and of its tables.
 const MAX_REGEX_BYTES: usize = 8 * 1024 * 1024;
-/// Longest line that is held to be searched.
-const MAX_HEAP: usize = 16 * 1024 * 1024;
-/// What a match takes in the answer beside its texts.
-const MATCH_BYTES: usize = 250;
+/// Longest line that is searched.
+const MAX_LINE_BUFFER_BYTES: usize = 16 * 1024 * 1024;
+/// The JSON size of a match without its texts.
+const MATCH_OVERHEAD_BYTES: usize = 250;
 
 impl Files {
     pub(super) fn search(&self, request: &SearchRequest) -> Outcome<SearchResult> {
         let mut search = Search::new(request)?;
-        let asked = request.path.as_deref().unwrap_or(".").as_bytes();
-        let place = self.locate(asked)?;
-        let prefix = path::printed_prefix(asked);
-        if path::kind(&path::stat(&place)?) != FileType::Dir {
-            let (file, _) = path::open_file(&place)?;
+        let requested = request.path.as_deref().unwrap_or(".").as_bytes();
+        let full_path = self.locate(requested)?;
+        let prefix = path::printed_prefix(requested);
+        if path::kind(&path::stat(&full_path)?) != FileType::Dir {
+            let (file, _) = path::open_file(&full_path)?;
             search.file(file, &prefix);
             return Ok(search.finish());
         }
         let top = openat(
             CWD,
-            &place,
+            &full_path,
             OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
             Mode::empty(),
         )
-        .doing("searching", path::bytes(&place))?;
-        let complete = walk(top, Some(search.deadline), AtLimit::LeaveOut, |entry| {
-            if search.is_over() {
+        .doing("searching", path::bytes(&full_path))?;
+        let complete = walk(top, Some(search.deadline), AtLimit::Skip, |entry| {
+            if search.has_reached_limit() {
                 return Ok(Step::Stop);
             }
             match entry.kind {
                 Kind::Directory if entry.name != b".git" => match entry.open_directory() {
                     Ok(directory) => return Ok(Step::Into(directory)),
-                    // What the sandbox's user can't read, it can't search.
+                    // Directories that the sandbox's user can't read are skipped.
                     Err(_) => return Ok(Step::Over),
                 },
                 Kind::RegularFile => {}
@@ -126,7 +126,7 @@ impl Search {
             .size_limit(MAX_REGEX_BYTES)
             .dfa_size_limit(MAX_REGEX_BYTES)
             .build(&request.pattern)
-            .map_err(|error| Failure::invalid(format!("the pattern is not valid: {error}")))?;
+            .map_err(|error| Failure::invalid(format!("the pattern is invalid: {error}")))?;
         let glob = match &request.glob {
             Some(glob) if glob.len() > file_limits::MAX_PATTERN_BYTES => {
                 return Err(Failure::invalid(format!(
@@ -138,10 +138,11 @@ impl Search {
                 let built = GlobBuilder::new(glob.strip_prefix("./").unwrap_or(glob))
                     .literal_separator(true)
                     .build();
-                // As a set of one: a glob that can be read may still be too deep or too large to compile, and only sets say so.
+                // Built as a set of one: a parsed glob may still be too deep or too large to
+                // compile, and only sets report that.
                 let set = built.and_then(|glob| GlobSet::builder().add(glob).build());
                 Some(set.map_err(|error| {
-                    Failure::invalid(format!("the glob is not valid: {}", error.kind()))
+                    Failure::invalid(format!("the glob is invalid: {}", error.kind()))
                 })?)
             }
             None => None,
@@ -149,7 +150,7 @@ impl Search {
         let searcher = SearcherBuilder::new()
             .line_terminator(LineTerminator::crlf())
             .binary_detection(BinaryDetection::quit(0))
-            .heap_limit(Some(MAX_HEAP))
+            .heap_limit(Some(MAX_LINE_BUFFER_BYTES))
             .before_context(context_lines as usize)
             .after_context(context_lines as usize)
             .line_number(true)
@@ -166,13 +167,13 @@ impl Search {
         })
     }
 
-    /// Whether the search has come to a bound.
-    fn is_over(&mut self) -> bool {
+    /// Whether the search has reached a limit.
+    fn has_reached_limit(&mut self) -> bool {
         if Instant::now() >= self.deadline || self.bytes_left == 0 {
             self.result.truncated = true;
             return true;
         }
-        // A full result is searched on until one more match tells that it is cut.
+        // With a full result, continue until one more match shows that it is truncated.
         self.result.truncated && self.result.matches.len() >= self.max_results
     }
 
@@ -205,11 +206,12 @@ impl Search {
             binary: false,
             cut: false,
         };
-        let reader = Timed {
+        let reader = DeadlineReader {
             inner: file.take(file_limits::MAX_SEARCHED_FILE_BYTES),
             deadline: self.deadline,
         };
-        // A file that can't be read to its end (time is up, a line is longer than memory allows) leaves the result incomplete.
+        // A file that can't be read completely (the deadline passed, or a line exceeds the limit)
+        // leaves the result incomplete.
         let failed = self
             .searcher
             .search_reader(&self.matcher, reader, &mut sink)
@@ -230,13 +232,13 @@ impl Search {
     }
 }
 
-/// A reader that stops when time is up.
-struct Timed<R> {
+/// A reader that fails after a deadline.
+struct DeadlineReader<R> {
     inner: R,
     deadline: Instant,
 }
 
-impl<R: Read> Read for Timed<R> {
+impl<R: Read> Read for DeadlineReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if Instant::now() >= self.deadline {
             return Err(io::ErrorKind::TimedOut.into());
@@ -260,8 +262,8 @@ struct Collector<'a> {
 }
 
 impl Collector<'_> {
-    /// Takes a line as context of the matches around it.
-    fn around(&mut self, line: u64, text: &str) {
+    /// Adds a line as context to the matches around it.
+    fn add_context(&mut self, line: u64, text: &str) {
         if self.context_lines == 0 {
             return;
         }
@@ -280,8 +282,8 @@ impl Collector<'_> {
         self.recent.push_back((line, text.to_owned()));
     }
 
-    /// Whether lines are still wanted: there is room, or the last match lacks lines after it.
-    fn go_on(&self, line: u64) -> bool {
+    /// Whether more lines are needed: there is room, or the last match lacks context after it.
+    fn needs_more(&self, line: u64) -> bool {
         if self.bytes_left == 0 {
             return false;
         }
@@ -301,8 +303,8 @@ impl Sink for Collector<'_> {
         let shown = shorten(found.bytes());
         if self.matches.len() >= self.room || self.bytes_left == 0 {
             self.cut = true;
-            self.around(line, &shown);
-            return Ok(self.go_on(line));
+            self.add_context(line, &shown);
+            return Ok(self.needs_more(line));
         }
         let column = self
             .matcher
@@ -321,7 +323,7 @@ impl Sink for Collector<'_> {
             + path_b64
                 .as_ref()
                 .map_or(0, |bytes| bytes.0.len().div_ceil(3) * 4);
-        let bytes = MATCH_BYTES
+        let bytes = MATCH_OVERHEAD_BYTES
             + path_bytes
             + json_text_bytes(&shown)
             + before
@@ -329,7 +331,7 @@ impl Sink for Collector<'_> {
                 .map(|line| json_text_bytes(line))
                 .sum::<usize>();
         self.bytes_left = self.bytes_left.saturating_sub(bytes);
-        self.around(line, &shown);
+        self.add_context(line, &shown);
         self.matches.push(SearchMatch {
             path,
             path_b64,
@@ -340,7 +342,7 @@ impl Sink for Collector<'_> {
             after: Vec::new(),
         });
         self.cut |= self.bytes_left == 0;
-        Ok(self.go_on(line))
+        Ok(self.needs_more(line))
     }
 
     fn context(
@@ -349,8 +351,8 @@ impl Sink for Collector<'_> {
         context: &SinkContext<'_>,
     ) -> Result<bool, io::Error> {
         let line = context.line_number().unwrap_or(0);
-        self.around(line, &shorten(context.bytes()));
-        Ok(self.go_on(line))
+        self.add_context(line, &shorten(context.bytes()));
+        Ok(self.needs_more(line))
     }
 
     fn finish(&mut self, _searcher: &Searcher, finish: &SinkFinish) -> Result<(), io::Error> {
@@ -359,7 +361,7 @@ impl Sink for Collector<'_> {
     }
 }
 
-/// A line as text, without its end, cut between characters when it is long.
+/// A line as text, without its newline, truncated between characters if it is long.
 fn shorten(line: &[u8]) -> String {
     let line = line.strip_suffix(b"\n").unwrap_or(line);
     let line = line.strip_suffix(b"\r").unwrap_or(line);
@@ -576,7 +578,8 @@ mod tests {
             many.truncated && written < file_limits::MAX_ANSWER_BYTES + 200_000,
             "{written}"
         );
-        // Characters that take six letters each, and lines of which there is next to nothing but what stands around them.
+        // Characters that take six bytes each in JSON, and short lines that consist almost only of
+        // overhead.
         sandbox.put(
             "many",
             format!("m{}\n", "\u{1}".repeat(2_000)).repeat(2_000),
@@ -616,7 +619,7 @@ mod tests {
         let mut search = Search::new(&request("x")).expect("valid");
         search.deadline = Instant::now();
         search.file(File::open(sandbox.path("file")).expect("opened"), b"file");
-        assert!(search.is_over());
+        assert!(search.has_reached_limit());
         let result = search.finish();
         assert!(result.truncated && result.matches.is_empty());
     }

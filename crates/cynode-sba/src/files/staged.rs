@@ -1,7 +1,7 @@
-//! A file that is written out of sight and then appears whole under its name.
+//! A file that is written invisibly and then published atomically under its name.
 //!
-//! What must stay true: until [`Staged::publish`] nothing is visible, and a process that is killed before it leaves
-//! nothing behind wherever the file system knows `O_TMPFILE`; elsewhere a hidden file can remain.
+//! Invariants: nothing is visible until [`StagedFile::publish`], and a killed process leaves
+//! nothing behind if the file system supports `O_TMPFILE`; otherwise a hidden file can remain.
 
 use std::{
     ffi::OsStr,
@@ -21,18 +21,18 @@ use rustix::{
 };
 
 #[derive(Debug)]
-pub(super) struct Staged {
+pub(super) struct StagedFile {
     directory: OwnedFd,
     file: File,
-    /// The hidden name, when the file has one.
+    /// The hidden name, if the file has one.
     name: Option<String>,
 }
 
-impl Staged {
-    /// An empty file on the file system of `directory`.
+impl StagedFile {
+    /// Creates an empty file on the file system of `directory`.
     pub(super) fn new(directory: OwnedFd) -> Result<Self, Errno> {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
-        // Such a file gets its name through /proc.
+        // An unnamed file gets its name through /proc.
         if access("/proc/self/fd", Access::EXISTS).is_ok() {
             match openat(&directory, ".", flags, Mode::RUSR | Mode::WUSR) {
                 Ok(file) => {
@@ -49,7 +49,7 @@ impl Staged {
         Self::named(directory)
     }
 
-    /// As [`Staged::new`], under a hidden name from the start.
+    /// Like [`StagedFile::new`], but with a hidden name from the start.
     pub(super) fn named(directory: OwnedFd) -> Result<Self, Errno> {
         let flags =
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -66,8 +66,8 @@ impl Staged {
         &mut self.file
     }
 
-    /// Gives the file its permissions and its name in `directory`, which is on the same file system. Without `replace` a
-    /// name that is taken is an error, without a race.
+    /// Sets permissions and name in `directory`, which must be on the same file system. Without
+    /// `replace`, an existing name is an error, without a race.
     pub(super) fn publish(
         mut self,
         directory: impl AsFd,
@@ -103,7 +103,7 @@ impl Staged {
         Ok(())
     }
 
-    /// Keeps the file under its hidden name, for [`super::patch`] that swaps it in later.
+    /// Keeps the file under its hidden name, for [`super::patch`], which swaps it in later.
     pub(super) fn keep(mut self) -> Option<String> {
         self.name.take()
     }
@@ -119,16 +119,16 @@ impl Staged {
     }
 }
 
-impl Drop for Staged {
+impl Drop for StagedFile {
     fn drop(&mut self) {
         if let Some(name) = self.name.take() {
-            // A name that is gone is what was wanted.
+            // It doesn't matter if the name is gone already.
             let _gone = unlinkat(&self.directory, name, AtFlags::empty());
         }
     }
 }
 
-/// Renames only when the new name is free.
+/// Renames only if the new name is free.
 pub(super) fn rename_to_free_name(
     from_directory: impl AsFd,
     from: &Path,
@@ -142,7 +142,8 @@ pub(super) fn rename_to_free_name(
         to,
         RenameFlags::NOREPLACE,
     ) {
-        // The file system does not know the flag, or the rename makes no sense, which it will say again.
+        // The file system doesn't support the flag, or the rename is invalid, which the fallback
+        // reports.
         Err(Errno::INVAL | Errno::NOSYS) => {
             match rustix::fs::statat(&to_directory, to, AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(_) => Err(Errno::EXIST),
@@ -159,7 +160,7 @@ pub(super) fn with_hidden_name<T>(
     mut make: impl FnMut(&str) -> Result<T, Errno>,
 ) -> Result<(String, T), Errno> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
-    let mut tries = 0;
+    let mut attempts = 0;
     loop {
         let nanos = SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
@@ -170,7 +171,7 @@ pub(super) fn with_hidden_name<T>(
             COUNT.fetch_add(1, Ordering::Relaxed)
         );
         match make(&name) {
-            Err(Errno::EXIST) if tries < 100 => tries += 1,
+            Err(Errno::EXIST) if attempts < 100 => attempts += 1,
             result => return result.map(|made| (name, made)),
         }
     }
@@ -182,10 +183,10 @@ mod tests {
 
     use super::*;
 
-    type Make = fn(OwnedFd) -> Result<Staged, Errno>;
+    type Make = fn(OwnedFd) -> Result<StagedFile, Errno>;
 
     fn for_both_kinds(test: impl Fn(&Path, Make)) {
-        for make in [Staged::new as Make, Staged::named] {
+        for make in [StagedFile::new as Make, StagedFile::named] {
             let temp = tempfile::tempdir().expect("temp dir");
             test(temp.path(), make);
         }
@@ -252,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_dropped_before_it_is_published_leaves_nothing() {
+    fn a_file_dropped_before_publishing_leaves_nothing() {
         for_both_kinds(|path, make| {
             let mut staged = make(directory(path)).expect("staged");
             staged.file().write_all(b"new").expect("written");

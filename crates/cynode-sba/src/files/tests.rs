@@ -1,4 +1,5 @@
-//! What the tests of all file operations share: a workspace in a temporary directory, and a worker's end of a connection.
+//! Shared by the tests of all file operations: a workspace in a temporary directory, and a worker's
+//! end of a connection.
 
 use std::{
     io::{self, Read, Write},
@@ -21,7 +22,7 @@ pub(super) struct Sandbox {
     pub(super) files: Files,
 }
 
-/// All that the agent sent.
+/// Everything that the agent sent.
 #[derive(Debug)]
 pub(super) struct Answer {
     replies: Vec<Reply>,
@@ -34,7 +35,7 @@ impl Answer {
         self.replies.first().expect("a reply")
     }
 
-    /// The data of an answer that ended well.
+    /// The data of a complete answer.
     pub(super) fn body(&self) -> &[u8] {
         assert!(self.ended && self.replies.len() == 1, "{self:?}");
         &self.data
@@ -70,7 +71,7 @@ impl Sandbox {
         self.files.root.join(path)
     }
 
-    /// A place beside the workspace.
+    /// A path outside the workspace.
     pub(super) fn outside(&self, path: &str) -> PathBuf {
         self.directory.path().join(path)
     }
@@ -106,7 +107,7 @@ impl Sandbox {
         names
     }
 
-    /// Runs an operation over a socket, as a worker would ask for it.
+    /// Runs an operation over a socket, as a worker would.
     pub(super) fn ask(&self, op: FileOp, body: &[u8]) -> Answer {
         let takes_body = matches!(
             op,
@@ -127,7 +128,7 @@ impl Sandbox {
     }
 
     /// Sends a part of the body and closes the connection.
-    pub(super) fn ask_and_vanish(&self, op: FileOp, body: &[u8]) -> io::Result<()> {
+    pub(super) fn ask_and_disconnect(&self, op: FileOp, body: &[u8]) -> io::Result<()> {
         let (agent, worker) = UnixStream::pair().expect("socket pair");
         send(&worker, body, false);
         drop(worker);
@@ -214,7 +215,7 @@ fn small_operations_answer_over_the_connection() {
         assert!(matches!(
             sandbox.ask(op, b"").first(),
             Reply::Ok { changed: Some(_) }
-        ))
+        ));
     };
     ok(FileOp::Mkdir {
         path: raw("a/b"),

@@ -1,7 +1,7 @@
-//! Moving, making and deleting what the tree consists of.
+//! Moves, creates and deletes files and directories.
 //!
-//! What must stay true: deleting never follows a link, holds one directory open however deep the tree is, and refuses the
-//! workspace itself and what it lies in.
+//! Invariants: deleting never follows a link, keeps one directory open however deep the tree is,
+//! and refuses the workspace and its ancestors.
 
 use std::{
     ffi::OsStr,
@@ -21,31 +21,31 @@ use rustix::{
 
 use super::{
     digest,
-    error::{Doing, Failure, Outcome, shown},
+    error::{Failure, FailureContext, Outcome, shown},
     names::for_each_until,
     path::{self, Files},
-    staged::{Staged, rename_to_free_name},
+    staged::{StagedFile, rename_to_free_name},
     write::{Conditions, find_any},
 };
 
-/// How often a directory that won't become empty is read again.
+/// The number of attempts at emptying a directory.
 const MAX_PASSES: u32 = 16;
 
 impl Files {
     pub(super) fn mkdir(&self, path: &[u8], parents: bool) -> Outcome<FileChanges> {
-        let place = self.locate(path)?;
+        let full_path = self.locate(path)?;
         let made = if parents {
-            path::make_directories(&place)?
+            path::make_directories(&full_path)?
         } else {
-            match mkdirat(CWD, &place, Mode::from_raw_mode(0o755)) {
+            match mkdirat(CWD, &full_path, Mode::from_raw_mode(0o755)) {
                 Err(Errno::NOENT) => {
                     let message = format!(
                         "the directory above {} does not exist (ENOENT)",
-                        shown(path::bytes(&place))
+                        shown(path::bytes(&full_path))
                     );
                     return Err(Failure::new(ErrorCode::NotFound, message));
                 }
-                result => result.doing("making the directory", path::bytes(&place))?,
+                result => result.doing("creating the directory", path::bytes(&full_path))?,
             }
             true
         };
@@ -57,8 +57,8 @@ impl Files {
 
     pub(super) fn rename(&self, from: &[u8], to: &[u8], overwrite: bool) -> Outcome<FileChanges> {
         let (source, target) = (self.locate(from)?, self.locate(to)?);
-        self.spare(&source, "moved")?;
-        let look = |place: &Path| statat(CWD, place, AtFlags::SYMLINK_NOFOLLOW).ok();
+        self.refuse_workspace(&source, "moved")?;
+        let look = |full_path: &Path| statat(CWD, full_path, AtFlags::SYMLINK_NOFOLLOW).ok();
         let (was, replaced) = (look(&source), look(&target));
         let kind = was.as_ref().map_or(FileType::File, path::kind);
         let sha256 = digest::of_entry(CWD, &source);
@@ -68,13 +68,13 @@ impl Files {
             None
         };
         move_to(&source, &target, overwrite)?;
-        // Two names of one file: there is nothing to do, and the system does nothing.
+        // Two names of one file: renaming has no effect.
         if was.as_ref().map(identity) == replaced.as_ref().map(identity) {
             return Ok(FileChanges::default());
         }
-        let gone = FileChange::new(from).of_kind(kind).before(sha256.clone());
+        let removed = FileChange::new(from).of_kind(kind).before(sha256.clone());
         Ok([
-            gone,
+            removed,
             FileChange::new(to)
                 .of_kind(kind)
                 .before(before)
@@ -90,51 +90,53 @@ impl Files {
         recursive: bool,
         if_match: Option<Vec<String>>,
     ) -> Outcome<FileChanges> {
-        let place = self.locate(path)?;
-        self.spare(&place, "deleted")?;
+        let full_path = self.locate(path)?;
+        self.refuse_workspace(&full_path, "deleted")?;
         if if_match.is_some() {
             let conditions = Conditions {
                 if_match,
                 if_none_match: false,
             };
-            conditions.check(find_any(&place)?.as_ref(), &place)?;
+            conditions.check(find_any(&full_path)?.as_ref(), &full_path)?;
         }
-        let (parent, name) = path::split(&place)?;
+        let (parent, name) = path::split(&full_path)?;
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let parent =
-            openat(CWD, parent, flags, Mode::empty()).doing("deleting", path::bytes(&place))?;
+            openat(CWD, parent, flags, Mode::empty()).doing("deleting", path::bytes(&full_path))?;
         let stat = statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW)
-            .doing("deleting", path::bytes(&place))?;
+            .doing("deleting", path::bytes(&full_path))?;
         let change = FileChange::new(path).of_kind(path::kind(&stat));
         if path::kind(&stat) != FileType::Dir {
             if path.ends_with(b"/") {
                 return Err(Failure::system(
                     Errno::NOTDIR,
                     "deleting",
-                    path::bytes(&place),
+                    path::bytes(&full_path),
                 ));
             }
             let before = digest::of_entry(&parent, name);
-            unlinkat(&parent, name, AtFlags::empty()).doing("deleting", path::bytes(&place))?;
+            unlinkat(&parent, name, AtFlags::empty()).doing("deleting", path::bytes(&full_path))?;
             return Ok(FileChanges::from_iter([change.before(before)]));
         }
         match unlinkat(&parent, name, AtFlags::REMOVEDIR) {
-            Err(Errno::NOTEMPTY | Errno::EXIST) if recursive => remove_tree(parent, name, &place)?,
+            Err(Errno::NOTEMPTY | Errno::EXIST) if recursive => {
+                remove_tree(parent, name, &full_path)?;
+            }
             Err(Errno::EXIST) => {
                 return Err(Failure::system(
                     Errno::NOTEMPTY,
                     "deleting",
-                    path::bytes(&place),
+                    path::bytes(&full_path),
                 ));
             }
-            result => result.doing("deleting", path::bytes(&place))?,
+            result => result.doing("deleting", path::bytes(&full_path))?,
         }
         Ok(FileChanges::from_iter([change]))
     }
 
-    /// Refuses the workspace and every directory that it lies in.
-    fn spare(&self, place: &Path, what: &str) -> Outcome<()> {
-        let Ok(stat) = statat(CWD, place, AtFlags::SYMLINK_NOFOLLOW) else {
+    /// Refuses the workspace and its ancestors.
+    fn refuse_workspace(&self, full_path: &Path, operation: &str) -> Outcome<()> {
+        let Ok(stat) = statat(CWD, full_path, AtFlags::SYMLINK_NOFOLLOW) else {
             return Ok(());
         };
         let same = |ancestor: &Path| {
@@ -145,8 +147,8 @@ impl Files {
             return Err(Failure::new(
                 ErrorCode::PermissionDenied,
                 format!(
-                    "{} holds the workspace and can't be {what}",
-                    shown(path::bytes(place))
+                    "{} contains the workspace and can't be {operation}",
+                    shown(path::bytes(full_path))
                 ),
             ));
         }
@@ -178,7 +180,7 @@ fn move_to(from: &Path, to: &Path, overwrite: bool) -> Outcome<()> {
     }
 }
 
-/// Between file systems a file is copied and the old one deleted.
+/// Between file systems, copies the file and deletes the original.
 fn move_across(from: &Path, to: &Path, overwrite: bool) -> Outcome<()> {
     let stat = statat(CWD, from, AtFlags::SYMLINK_NOFOLLOW).doing("moving", path::bytes(from))?;
     match path::kind(&stat) {
@@ -193,7 +195,7 @@ fn move_across(from: &Path, to: &Path, overwrite: bool) -> Outcome<()> {
             )
             .doing("moving to", path::bytes(to))?;
             let mut staged =
-                Staged::new(directory.try_clone().doing("moving to", path::bytes(to))?)
+                StagedFile::new(directory.try_clone().doing("moving to", path::bytes(to))?)
                     .doing("moving to", path::bytes(to))?;
             io::copy(&mut source, staged.file()).doing("moving to", path::bytes(to))?;
             futimens(
@@ -225,7 +227,8 @@ fn move_across(from: &Path, to: &Path, overwrite: bool) -> Outcome<()> {
         }
         _ => {
             let message = format!(
-                "{} and {} are on different file systems, between which only files can be moved; copy it with a command (EXDEV)",
+                "{} and {} are on different file systems, and only files can be moved between \
+                 them; copy it with a command (EXDEV)",
                 shown(path::bytes(from)),
                 shown(path::bytes(to))
             );
@@ -250,43 +253,45 @@ const fn identity(stat: &Stat) -> (u64, u64) {
     (stat.st_dev, stat.st_ino)
 }
 
-/// Deletes the directory `name` in `parent`, which `place` names for people, with all that is below it.
-pub(super) fn remove_tree(parent: OwnedFd, name: &OsStr, place: &Path) -> Outcome<()> {
+/// Deletes the directory `name` in `parent` recursively. `full_path` names it in messages.
+pub(super) fn remove_tree(parent: OwnedFd, name: &OsStr, full_path: &Path) -> Outcome<()> {
     Removal {
         parent,
         levels: Vec::new(),
     }
-    .run(place, name)
+    .run(full_path, name)
 }
 
-/// Trees can be deeper than the number of files that may be open, and than a path may be long, so only the directory at
-/// hand is open: the way back up is `..`, checked against what was seen on the way down.
+/// Trees can be deeper than the limits of open files and path length, so only the current directory
+/// is open: the way back up is `..`, verified against the identity from the way down.
 struct Removal {
     parent: OwnedFd,
-    levels: Vec<Level>,
+    levels: Vec<RemovalLevel>,
 }
 
-struct Level {
+struct RemovalLevel {
     name: Vec<u8>,
     identity: (u64, u64),
     passes: u32,
 }
 
 impl Removal {
-    fn run(mut self, place: &Path, name: &OsStr) -> Outcome<()> {
+    fn run(mut self, full_path: &Path, name: &OsStr) -> Outcome<()> {
         let mut at = self
             .enter(None, name.as_bytes())
-            .map_err(|errno| self.failure(errno, place))?;
+            .map_err(|errno| self.failure(errno, full_path))?;
         loop {
-            if let Some(name) = remove_entries(&at).map_err(|errno| self.failure(errno, place))? {
+            if let Some(name) =
+                remove_entries(&at).map_err(|errno| self.failure(errno, full_path))?
+            {
                 at = self
                     .enter(Some(&at), &name)
-                    .map_err(|errno| self.failure(errno, place))?;
+                    .map_err(|errno| self.failure(errno, full_path))?;
                 continue;
             }
             let (above, is_top) = match self.levels.len() {
                 1 => (None, true),
-                _ => (Some(self.leave(&at, place)?), false),
+                _ => (Some(self.leave(&at, full_path)?), false),
             };
             let Some(level) = self.levels.last_mut() else {
                 return Ok(());
@@ -297,15 +302,16 @@ impl Removal {
                 AtFlags::REMOVEDIR,
             ) {
                 Ok(()) => {}
-                // Deleting while reading can make a file system skip names, and others may still be adding some.
+                // Deleting while reading can make a file system skip names, and other processes may
+                // add some.
                 Err(Errno::NOTEMPTY | Errno::EXIST) if level.passes < MAX_PASSES => {
                     level.passes += 1;
                     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
                     at = openat(&at, ".", flags, Mode::empty())
-                        .map_err(|errno| self.failure(errno, place))?;
+                        .map_err(|errno| self.failure(errno, full_path))?;
                     continue;
                 }
-                Err(errno) => return Err(self.failure(errno, place)),
+                Err(errno) => return Err(self.failure(errno, full_path)),
             }
             self.levels.pop();
             match above {
@@ -315,7 +321,7 @@ impl Removal {
         }
     }
 
-    /// Opens a directory below `at`, making it usable first when it is ours but closed.
+    /// Opens a directory below `at`, after granting access to it if it is ours.
     fn enter(&mut self, at: Option<&OwnedFd>, name: &[u8]) -> Result<OwnedFd, Errno> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let at = at.unwrap_or(&self.parent);
@@ -328,10 +334,10 @@ impl Removal {
         };
         let stat = fstat(&fd)?;
         if stat.st_mode & 0o700 != 0o700 {
-            // When it is not ours, deleting what it holds says so.
+            // If it isn't ours, deleting its content reports the error.
             let _tried = fchmod(&fd, Mode::from_raw_mode(path::permissions(&stat) | 0o700));
         }
-        self.levels.push(Level {
+        self.levels.push(RemovalLevel {
             name: name.to_vec(),
             identity: identity(&stat),
             passes: 0,
@@ -339,12 +345,12 @@ impl Removal {
         Ok(fd)
     }
 
-    /// The directory above, if it is still the one that we came from.
-    fn leave(&self, at: &OwnedFd, place: &Path) -> Outcome<OwnedFd> {
+    /// The parent directory, if it is still the one that we came from.
+    fn leave(&self, at: &OwnedFd, full_path: &Path) -> Outcome<OwnedFd> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let above =
-            openat(at, "..", flags, Mode::empty()).map_err(|errno| self.failure(errno, place))?;
-        let stat = fstat(&above).map_err(|errno| self.failure(errno, place))?;
+        let above = openat(at, "..", flags, Mode::empty())
+            .map_err(|errno| self.failure(errno, full_path))?;
+        let stat = fstat(&above).map_err(|errno| self.failure(errno, full_path))?;
         let expected = self
             .levels
             .len()
@@ -358,13 +364,13 @@ impl Removal {
             ErrorCode::Internal,
             format!(
                 "{} was moved while it was deleted; a part of it is gone",
-                shown(path::bytes(place))
+                shown(path::bytes(full_path))
             ),
         ))
     }
 
-    fn failure(&self, errno: Errno, place: &Path) -> Failure {
-        let mut path = place.parent().map(PathBuf::from).unwrap_or_default();
+    fn failure(&self, errno: Errno, full_path: &Path) -> Failure {
+        let mut path = full_path.parent().map(PathBuf::from).unwrap_or_default();
         path.extend(
             self.levels
                 .iter()
@@ -378,7 +384,8 @@ impl Removal {
     }
 }
 
-/// Deletes what is no directory, and empty directories; stops at one that is not empty and names it.
+/// Deletes files and empty directories; stops at a directory that is not empty and returns its
+/// name.
 fn remove_entries(directory: &OwnedFd) -> Result<Option<Vec<u8>>, Errno> {
     let mut result = Ok(None);
     for_each_until(directory, None, |name, kind| {
@@ -448,12 +455,12 @@ mod tests {
         sandbox.put("dir/file", "hello");
         sandbox.fifo("fifo");
         symlink("file", sandbox.path("link")).expect("link");
-        // One byte more than what is read for it.
+        // One byte more than is hashed.
         std::fs::File::create(sandbox.path("huge"))
             .expect("made")
             .set_len(cynode_api::file_limits::MAX_PUT_BYTES + 1)
             .expect("length");
-        let told = |path: &str| {
+        let reported = |path: &str| {
             sandbox
                 .files
                 .delete(path.as_bytes(), true, None)
@@ -461,33 +468,36 @@ mod tests {
                 .changes
         };
         assert_eq!(
-            told("link"),
+            reported("link"),
             [FileChange::new(b"link").of_kind(FileType::Symlink)]
         );
         assert_eq!(
-            told("./file"),
+            reported("./file"),
             [FileChange::new(b"./file").before(Some(HELLO.into()))]
         );
         assert_eq!(
-            told("dir"),
+            reported("dir"),
             [FileChange::new(b"dir").of_kind(FileType::Dir)]
         );
         assert_eq!(
-            told("fifo"),
+            reported("fifo"),
             [FileChange::new(b"fifo").of_kind(FileType::Other)]
         );
-        assert_eq!(told("huge"), [FileChange::new(b"huge")]);
+        assert_eq!(reported("huge"), [FileChange::new(b"huge")]);
         let odd = sandbox.path("").join(OsStr::from_bytes(b"\xff"));
         std::fs::write(odd, "hello").expect("written");
-        let told = sandbox
+        let reported = sandbox
             .files
             .delete(b"\xff", false, None)
             .expect("deleted")
             .changes;
         assert_eq!(
             (
-                &told[0].path,
-                told[0].path_b64.as_ref().map(|bytes| bytes.0.as_slice())
+                &reported[0].path,
+                reported[0]
+                    .path_b64
+                    .as_ref()
+                    .map(|bytes| bytes.0.as_slice())
             ),
             (&None, Some(&b"\xff"[..]))
         );
@@ -496,7 +506,7 @@ mod tests {
     #[test]
     fn what_is_moved_is_told_under_both_names_with_what_it_replaced() {
         let sandbox = Sandbox::new();
-        let told = |from: &str, to: &str| {
+        let reported = |from: &str, to: &str| {
             sandbox
                 .files
                 .rename(from.as_bytes(), to.as_bytes(), true)
@@ -505,35 +515,35 @@ mod tests {
         };
         sandbox.put("file", "hello");
         assert_eq!(
-            told("file", "moved"),
+            reported("file", "moved"),
             [
                 FileChange::new(b"file").before(Some(HELLO.into())),
                 FileChange::new(b"moved").after(Some(HELLO.into()))
             ]
         );
         sandbox.put("other", "other");
-        let other = Some(digest::of(b"other"));
+        let other = Some(digest::of_bytes(b"other"));
         let expected = [
             FileChange::new(b"other").before(other.clone()),
             FileChange::new(b"moved")
                 .before(Some(HELLO.into()))
                 .after(other),
         ];
-        assert_eq!(told("other", "moved"), expected);
+        assert_eq!(reported("other", "moved"), expected);
         std::fs::create_dir(sandbox.path("dir")).expect("made");
         assert_eq!(
-            told("dir", "there"),
+            reported("dir", "there"),
             [b"dir", &b"there"[..]].map(|path| FileChange::new(path).of_kind(FileType::Dir))
         );
         symlink("moved", sandbox.path("link")).expect("link");
         assert_eq!(
-            told("link", "soft"),
+            reported("link", "soft"),
             [b"link", &b"soft"[..]].map(|path| FileChange::new(path).of_kind(FileType::Symlink))
         );
-        // The system does nothing then.
+        // The system call has no effect in this case.
         std::fs::hard_link(sandbox.path("moved"), sandbox.path("twin")).expect("link");
         assert_eq!(
-            (told("moved", "twin"), told("moved", "moved")),
+            (reported("moved", "twin"), reported("moved", "moved")),
             (vec![], vec![])
         );
         assert_eq!(sandbox.names("."), ["moved", "soft", "there", "twin"]);
@@ -542,7 +552,7 @@ mod tests {
     #[test]
     fn a_directory_is_told_when_it_was_made() {
         let sandbox = Sandbox::new();
-        let told = |path: &str, parents| {
+        let reported = |path: &str, parents| {
             sandbox
                 .files
                 .mkdir(path.as_bytes(), parents)
@@ -550,12 +560,15 @@ mod tests {
                 .changes
         };
         assert_eq!(
-            told("a/b/c", true),
+            reported("a/b/c", true),
             [FileChange::new(b"a/b/c").of_kind(FileType::Dir)]
         );
-        assert_eq!((told("a/b/c", true), told("a", true)), (vec![], vec![]));
         assert_eq!(
-            told("d", false),
+            (reported("a/b/c", true), reported("a", true)),
+            (vec![], vec![])
+        );
+        assert_eq!(
+            reported("d", false),
             [FileChange::new(b"d").of_kind(FileType::Dir)]
         );
     }

@@ -1,7 +1,7 @@
-//! Walking a tree in order, from open directory to open directory.
+//! Walks a tree in order, from open directory to open directory.
 //!
-//! What must stay true: links are never followed; memory and open files are bounded by [`MAX_DEPTH`] and
-//! [`MAX_NAME_BYTES`], whatever the tree looks like.
+//! Invariants: links are never followed; [`MAX_DEPTH`] and [`MAX_NAME_BYTES`] bound memory and open
+//! files for any tree.
 
 use std::{os::fd::OwnedFd, time::Instant};
 
@@ -10,20 +10,20 @@ use rustix::fs::{AtFlags, FileType as Kind, Mode, OFlags, openat, statat};
 use rustix::io::Errno;
 
 use super::{
-    error::{Doing, Failure, Outcome, shown},
+    error::{Failure, FailureContext, Outcome, shown},
     names::{self, Name},
     path,
 };
 
-/// Directories below the top that are open at once.
+/// The number of open directories below the top.
 pub(super) const MAX_DEPTH: usize = 256;
-/// What the names of all directories on the way may take.
+/// Memory for the names of all directories on the current path.
 pub(super) const MAX_NAME_BYTES: usize = 64 * 1024 * 1024;
 
 pub(super) struct Entry<'a> {
     pub(super) directory: &'a OwnedFd,
     pub(super) name: &'a [u8],
-    /// From the top.
+    /// Relative to the top.
     pub(super) path: &'a [u8],
     pub(super) kind: Kind,
 }
@@ -46,22 +46,23 @@ pub(super) enum Step {
     Stop,
 }
 
-/// What a limit does to a walk.
+/// The effect of a limit on a walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AtLimit {
     Fail,
-    LeaveOut,
+    Skip,
 }
 
-struct Level {
+struct OpenDirectory {
     directory: OwnedFd,
     names: std::vec::IntoIter<Name>,
-    /// Length of the path of this directory.
+    /// The length of this directory's path.
     path: usize,
     bytes: usize,
 }
 
-/// Shows every entry below `top` to `visit`, a directory before what it holds; true when nothing was left out by a limit.
+/// Passes every entry below `top` to `visit`, a directory before its content; true if no limit left
+/// anything out.
 pub(super) fn walk(
     top: OwnedFd,
     deadline: Option<Instant>,
@@ -110,10 +111,7 @@ pub(super) fn walk(
                 if at_limit == AtLimit::Fail {
                     return Err(Failure::new(
                         ErrorCode::TooLarge,
-                        format!(
-                            "{} lies more than {MAX_DEPTH} directories deep",
-                            shown(&path)
-                        ),
+                        format!("{} is more than {MAX_DEPTH} directories deep", shown(&path)),
                     ));
                 }
                 complete = false;
@@ -138,21 +136,21 @@ fn enter(
     deadline: Option<Instant>,
     at_limit: AtLimit,
     complete: &mut bool,
-) -> Outcome<Level> {
+) -> Outcome<OpenDirectory> {
     let (names, all) =
         names::all(&directory, MAX_NAME_BYTES - *bytes, deadline).doing("listing", path)?;
     if !all {
         if at_limit == AtLimit::Fail {
             return Err(Failure::new(
                 ErrorCode::TooLarge,
-                format!("{} holds too many files", shown(path)),
+                format!("{} contains too many files", shown(path)),
             ));
         }
         *complete = false;
     }
     let cost = names.iter().map(|name| names::cost(&name.bytes)).sum();
     *bytes += cost;
-    Ok(Level {
+    Ok(OpenDirectory {
         directory,
         names: names.into_iter(),
         path: path.len(),

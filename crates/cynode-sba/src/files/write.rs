@@ -1,7 +1,8 @@
-//! Writing a file: whole or not at all.
+//! Writes a file atomically.
 //!
-//! What must stay true: until the worker's `End` nothing changes, not even a parent directory; preconditions are checked
-//! before the body is taken and again right before the new content gets its name; `If-None-Match` holds without a race.
+//! Invariants: nothing changes until the worker's `End`, not even a parent directory; preconditions
+//! are checked before the body is read and again right before the new content is published;
+//! `If-None-Match` is free of races.
 
 use std::{
     io::{self, Write as _},
@@ -10,7 +11,7 @@ use std::{
 };
 
 use cynode_api::{ErrorCode, FileType};
-use cynode_sba_proto::Written;
+use cynode_sba_proto::WriteReport;
 use rustix::{
     fs::{Access, AtFlags, CWD, Mode, OFlags, Stat, accessat, openat, readlinkat},
     io::Errno,
@@ -18,29 +19,29 @@ use rustix::{
 
 use super::{
     digest,
-    error::{Doing, Failure, Outcome, shown},
+    error::{Failure, FailureContext, Outcome, shown},
     path::{self, Files},
-    read::same,
-    staged::Staged,
+    read::same_version,
+    staged::StagedFile,
 };
 
-/// How many links are followed from one path.
+/// The number of links followed from one path.
 const MAX_LINKS: usize = 40;
 
-/// Where the body comes from: pieces, then `None`. An error means that the sender is gone.
+/// The source of a body: chunks, then `None`. An error means that the sender disconnected.
 pub(super) type Body<'a> = &'a mut dyn FnMut() -> io::Result<Option<Vec<u8>>>;
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Conditions {
-    /// Hashes in hex of which one must be the file's, or `*` for any file.
+    /// One of these hashes (in hex) must be the file's, or `*` matches any file.
     pub(super) if_match: Option<Vec<String>>,
-    /// There must be nothing yet.
+    /// The path must not exist yet.
     pub(super) if_none_match: bool,
 }
 
-/// A regular file as it was found.
+/// An existing file.
 #[derive(Debug)]
-pub(super) struct Found {
+pub(super) struct ExistingFile {
     stat: Stat,
     pub(super) sha256: Option<String>,
 }
@@ -53,19 +54,20 @@ impl Files {
         conditions: &Conditions,
         max_bytes: u64,
         body: Body<'_>,
-    ) -> Outcome<Written> {
-        let place = self.locate(path)?;
+    ) -> Outcome<WriteReport> {
+        let full_path = self.locate(path)?;
         if path.ends_with(b"/") {
-            return Err(path::not_a_file(&place, FileType::Dir));
+            return Err(path::not_a_file(&full_path, FileType::Dir));
         }
-        let target = follow(&place)?;
+        let target = follow(&full_path)?;
         let (parent, name) = path::split(&target)?;
-        let mut found = find(&target, conditions)?;
-        conditions.check(found.as_ref(), &place)?;
+        let mut existing = find(&target, conditions)?;
+        conditions.check(existing.as_ref(), &full_path)?;
 
-        // The new content waits on the deepest directory that is there: the same file system, and nothing changes yet.
-        let mut staged =
-            Staged::new(deepest_directory(parent)?).doing("writing", path::bytes(&place))?;
+        // The new content is staged in the deepest existing directory: it is on the same file
+        // system, and nothing changes yet.
+        let mut staged = StagedFile::new(deepest_directory(parent)?)
+            .doing("writing", path::bytes(&full_path))?;
         let mut hasher = digest::Hasher::default();
         let mut size = 0;
         while let Some(piece) = body().map_err(Failure::Connection)? {
@@ -74,8 +76,8 @@ impl Files {
                 return Err(Failure::new(
                     ErrorCode::TooLarge,
                     format!(
-                        "{} would have more than {max_bytes} bytes",
-                        shown(path::bytes(&place))
+                        "{} would be larger than {max_bytes} bytes",
+                        shown(path::bytes(&full_path))
                     ),
                 ));
             }
@@ -83,30 +85,32 @@ impl Files {
             staged
                 .file()
                 .write_all(&piece)
-                .doing("writing", path::bytes(&place))?;
+                .doing("writing", path::bytes(&full_path))?;
         }
 
         path::make_directories(parent)?;
         let directory =
             open_directory(parent).doing("opening the directory", path::bytes(parent))?;
-        if !unchanged(&target, found.as_ref(), conditions)? {
-            found = find(&target, conditions)?;
+        if !unchanged(&target, existing.as_ref(), conditions)? {
+            existing = find(&target, conditions)?;
         }
-        conditions.check(found.as_ref(), &place)?;
+        conditions.check(existing.as_ref(), &full_path)?;
         let mode = mode
-            .or(found.as_ref().map(|found| path::permissions(&found.stat)))
+            .or(existing
+                .as_ref()
+                .map(|existing| path::permissions(&existing.stat)))
             .unwrap_or(0o644)
             & 0o1777;
         match staged.publish(&directory, name, mode, !conditions.if_none_match) {
-            Ok(()) => Ok(Written {
+            Ok(()) => Ok(WriteReport {
                 sha256: hasher.hex(),
                 size,
                 mode,
-                created: found.is_none(),
-                sha256_before: found.and_then(|found| found.sha256),
+                created: existing.is_none(),
+                sha256_before: existing.and_then(|existing| existing.sha256),
             }),
-            Err(Errno::EXIST) if conditions.if_none_match => Err(exists(&place)),
-            Err(errno) => Err(Failure::system(errno, "writing", path::bytes(&place))),
+            Err(Errno::EXIST) if conditions.if_none_match => Err(exists(&full_path)),
+            Err(errno) => Err(Failure::system(errno, "writing", path::bytes(&full_path))),
         }
     }
 }
@@ -118,23 +122,23 @@ impl Conditions {
             .is_some_and(|list| list.iter().any(|entry| entry != "*"))
     }
 
-    pub(super) fn check(&self, found: Option<&Found>, place: &Path) -> Outcome<()> {
-        if self.if_none_match && found.is_some() {
-            return Err(exists(place));
+    pub(super) fn check(&self, existing: Option<&ExistingFile>, full_path: &Path) -> Outcome<()> {
+        if self.if_none_match && existing.is_some() {
+            return Err(exists(full_path));
         }
         let Some(list) = &self.if_match else {
             return Ok(());
         };
-        let place = shown(path::bytes(place));
-        let Some(found) = found else {
+        let full_path = shown(path::bytes(full_path));
+        let Some(existing) = existing else {
             return Err(Failure::new(
                 ErrorCode::PreconditionFailed,
-                format!("{place} does not exist"),
+                format!("{full_path} does not exist"),
             ));
         };
         let fits = |entry: &String| {
             entry == "*"
-                || found
+                || existing
                     .sha256
                     .as_ref()
                     .is_some_and(|sha256| sha256.eq_ignore_ascii_case(entry))
@@ -142,30 +146,31 @@ impl Conditions {
         if list.iter().any(fits) {
             return Ok(());
         }
-        let sha256 = found.sha256.as_deref().unwrap_or("unknown");
+        let sha256 = existing.sha256.as_deref().unwrap_or("unknown");
         Err(Failure::new(
             ErrorCode::PreconditionFailed,
-            format!("{place} is not what the precondition says; its sha256 is {sha256}"),
+            format!("{full_path} does not match the precondition; its sha256 is {sha256}"),
         ))
     }
 }
 
-fn exists(place: &Path) -> Failure {
+fn exists(full_path: &Path) -> Failure {
     Failure::new(
         ErrorCode::PreconditionFailed,
-        format!("{} exists already", shown(path::bytes(place))),
+        format!("{} already exists", shown(path::bytes(full_path))),
     )
 }
 
-/// The regular file at `target`, if any, with its hash when a condition or the record of the change asks for it.
-pub(super) fn find(target: &Path, conditions: &Conditions) -> Outcome<Option<Found>> {
+/// The regular file at `target`, if any, with its hash for conditions and change reports.
+pub(super) fn find(target: &Path, conditions: &Conditions) -> Outcome<Option<ExistingFile>> {
     let Some(stat) = path::stat_if_any(target)? else {
         return Ok(None);
     };
     if path::kind(&stat) != FileType::File {
         return Err(path::not_a_file(target, path::kind(&stat)));
     }
-    // Replacing a file needs no right to write to it. A read-only file is meant to stay as it is, so ask for the right anyway.
+    // Replacing a file needs no write permission on it. A read-only file is meant to stay, so
+    // require the permission anyway.
     accessat(CWD, target, Access::WRITE_OK, AtFlags::empty())
         .doing("writing", path::bytes(target))?;
     if conditions.names_hashes() {
@@ -174,45 +179,53 @@ pub(super) fn find(target: &Path, conditions: &Conditions) -> Outcome<Option<Fou
     let sha256 = path::open_file(target)
         .ok()
         .and_then(|(file, _)| digest::for_record(&file));
-    Ok(Some(Found { stat, sha256 }))
+    Ok(Some(ExistingFile { stat, sha256 }))
 }
 
-/// Whatever is at `place`, with its hash when it is a regular file.
-pub(super) fn find_any(place: &Path) -> Outcome<Option<Found>> {
-    let Some(stat) = path::stat_if_any(place)? else {
+/// Any file at `full_path`, with its hash if it is a regular file.
+pub(super) fn find_any(full_path: &Path) -> Outcome<Option<ExistingFile>> {
+    let Some(stat) = path::stat_if_any(full_path)? else {
         return Ok(None);
     };
     if path::kind(&stat) != FileType::File {
-        return Ok(Some(Found { stat, sha256: None }));
+        return Ok(Some(ExistingFile { stat, sha256: None }));
     }
-    let (file, stat) = path::open_file(place)?;
+    let (file, stat) = path::open_file(full_path)?;
     let (sha256, _) =
-        digest::of_file(&file, path::size(&stat)).doing("reading", path::bytes(place))?;
-    Ok(Some(Found {
+        digest::of_file(&file, path::size(&stat)).doing("reading", path::bytes(full_path))?;
+    Ok(Some(ExistingFile {
         stat,
         sha256: Some(sha256),
     }))
 }
 
-/// Whether `found` still describes the target. Times are too coarse to answer for a condition about the content.
-fn unchanged(target: &Path, found: Option<&Found>, conditions: &Conditions) -> Outcome<bool> {
+/// Whether `existing` still describes the target. Times are too coarse for a condition on the
+/// content.
+fn unchanged(
+    target: &Path,
+    existing: Option<&ExistingFile>,
+    conditions: &Conditions,
+) -> Outcome<bool> {
     let now = path::stat_if_any(target)?;
-    Ok(match (found, &now) {
+    Ok(match (existing, &now) {
         (None, None) => true,
-        (Some(found), Some(now)) => !conditions.names_hashes() && same(&found.stat, now),
+        (Some(existing), Some(now)) => {
+            !conditions.names_hashes() && same_version(&existing.stat, now)
+        }
         _ => false,
     })
 }
 
-/// The path that a write to `place` ends at: links in the last component are followed, even to what does not exist yet.
-fn follow(place: &Path) -> Outcome<PathBuf> {
-    // What is there and no file needs no following, and could be a link of /proc that has no target by name.
-    if let Some(stat) = path::stat_if_any(place)?
+/// The final path of a write to `full_path`: follows links in the last component, even to a missing
+/// target.
+fn follow(full_path: &Path) -> Outcome<PathBuf> {
+    // Anything but a file is refused here: it could be a link in /proc whose target has no name.
+    if let Some(stat) = path::stat_if_any(full_path)?
         && path::kind(&stat) != FileType::File
     {
-        return Err(path::not_a_file(place, path::kind(&stat)));
+        return Err(path::not_a_file(full_path, path::kind(&stat)));
     }
-    let mut at = place.to_path_buf();
+    let mut at = full_path.to_path_buf();
     for _ in 0..MAX_LINKS {
         match readlinkat(CWD, &at, Vec::new()) {
             Ok(link) => {
@@ -220,10 +233,14 @@ fn follow(place: &Path) -> Outcome<PathBuf> {
                 at = at.parent().unwrap_or(Path::new("/")).join(link);
             }
             Err(Errno::INVAL | Errno::NOENT) => return Ok(at),
-            Err(errno) => return Err(Failure::system(errno, "writing", path::bytes(place))),
+            Err(errno) => return Err(Failure::system(errno, "writing", path::bytes(full_path))),
         }
     }
-    Err(Failure::system(Errno::LOOP, "writing", path::bytes(place)))
+    Err(Failure::system(
+        Errno::LOOP,
+        "writing",
+        path::bytes(full_path),
+    ))
 }
 
 fn open_directory(path: &Path) -> Result<OwnedFd, Errno> {
@@ -257,7 +274,7 @@ mod tests {
 
     use super::{super::tests::*, *};
 
-    fn put(sandbox: &Sandbox, path: &str, content: &str) -> Outcome<Written> {
+    fn put(sandbox: &Sandbox, path: &str, content: &str) -> Outcome<WriteReport> {
         put_if(sandbox, path, content, &Conditions::default())
     }
 
@@ -266,7 +283,7 @@ mod tests {
         path: &str,
         content: &str,
         conditions: &Conditions,
-    ) -> Outcome<Written> {
+    ) -> Outcome<WriteReport> {
         let mut pieces = vec![content.as_bytes().to_vec()].into_iter();
         sandbox
             .files
@@ -289,7 +306,7 @@ mod tests {
         let written = put(&sandbox, "a/b/file", "hello").expect("written");
         assert_eq!(
             written,
-            Written {
+            WriteReport {
                 sha256: HELLO.to_owned(),
                 size: 5,
                 mode: 0o644,
@@ -348,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_is_not_written() {
+    fn only_regular_files_are_written() {
         let sandbox = Sandbox::new();
         sandbox.put("dir/file", "");
         sandbox.fifo("fifo");
@@ -452,6 +469,7 @@ mod tests {
     }
 
     #[test]
+    // invariant: bounded
     fn a_body_over_the_limit_changes_nothing() {
         let sandbox = Sandbox::new();
         let mut pieces = vec![vec![0; 600], vec![0; 401]].into_iter();
@@ -466,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sender_that_vanishes_before_the_end_changes_nothing() {
+    fn a_sender_that_disconnects_before_the_end_changes_nothing() {
         let sandbox = Sandbox::new();
         sandbox.put("file", "old");
         let write = |path: &str| FileOp::Write {
@@ -476,8 +494,8 @@ mod tests {
             if_none_match: false,
             max_bytes: 100,
         };
-        assert!(sandbox.ask_and_vanish(write("file"), b"new").is_err());
-        assert!(sandbox.ask_and_vanish(write("a/b"), b"new").is_err());
+        assert!(sandbox.ask_and_disconnect(write("file"), b"new").is_err());
+        assert!(sandbox.ask_and_disconnect(write("a/b"), b"new").is_err());
         assert_eq!(sandbox.get("file"), b"old");
         assert_eq!(sandbox.names("."), ["file"]);
     }

@@ -1,4 +1,4 @@
-//! The channel between worker and agent, read from both ends.
+//! The protocol between worker and agent, decoded by both ends.
 
 use std::fmt::Debug;
 
@@ -12,7 +12,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use super::{fields, split};
 use cynode_api::Stream;
 
-/// What a worker reads of an agent: frames, replies, and the JSON of long answers.
+/// The input of a worker: frames, replies, and the JSON of long bodies.
 pub fn replies(input: &[u8]) {
     let mut body = Vec::new();
     for frame in frames(input, MAX_AGENT_FRAME) {
@@ -30,7 +30,7 @@ pub fn replies(input: &[u8]) {
     }
 }
 
-/// What an agent reads of a worker: frames and requests.
+/// The input of an agent: frames and requests.
 pub fn requests(input: &[u8]) {
     for frame in frames(input, MAX_WORKER_FRAME) {
         if let Frame::Json(json) = frame {
@@ -39,55 +39,59 @@ pub fn requests(input: &[u8]) {
     }
 }
 
-/// How a stream of bytes ended for its reader.
+/// How a byte stream ended for its reader.
 #[derive(Debug, PartialEq, Eq)]
-enum End {
+enum StreamEnd {
     /// After a whole frame.
     Whole,
-    Within,
+    Partial,
     Refused(FrameError),
 }
 
-/// The frames of an input, after making sure that they are the same however the bytes arrive.
+/// Decodes the frames of an input, and asserts that they don't depend on how the bytes are split.
 fn frames(input: &[u8], limit: usize) -> Vec<Frame> {
     let (knob, rest) = split(input);
-    // The real limits are far above an input's size; small ones are met.
+    // The real limits are far above an input's size; small ones get exercised.
     let limit = match knob >> 6 {
         0 => 64,
         1 => 700,
         _ => limit,
     };
-    // Half of the inputs are frames as they are, half are the payloads of well-formed ones.
+    // Half of the inputs are raw frames, half are payloads for well-formed frames.
     let bytes = if knob & 1 == 0 {
         rest.to_vec()
     } else {
-        framed(rest)
+        frames_of_payloads(rest)
     };
 
-    let (expected, end, taken) = by_the_book(&bytes, limit);
+    let (expected, end, consumed) = reference_decode(&bytes, limit);
     let whole = decoded(std::iter::once(bytes.as_slice()), limit);
-    assert_eq!((&whole.0, &whole.1), (&expected, &end), "read at once");
+    assert_eq!((&whole.0, &whole.1), (&expected, &end), "decoded at once");
     let pieces = decoded(bytes.chunks(usize::from(knob >> 1 & 31) + 1), limit);
-    assert_eq!((&pieces.0, &pieces.1), (&expected, &end), "read in pieces");
+    assert_eq!(
+        (&pieces.0, &pieces.1),
+        (&expected, &end),
+        "decoded in pieces"
+    );
 
     let mut again = Vec::new();
     for frame in &expected {
         encode(frame, &mut again);
     }
     assert!(
-        again == bytes[..taken],
-        "frames are written as they were read"
+        again == bytes[..consumed],
+        "frames are encoded as they were decoded"
     );
     expected
 }
 
-fn framed(payloads: &[u8]) -> Vec<u8> {
+fn frames_of_payloads(payloads: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for payload in fields(payloads) {
         let frame = match payload {
             [] => Frame::End,
             [b'{', ..] => Frame::Json(payload.to_vec()),
-            // The body of a long answer is an object too.
+            // The body of a long reply is an object too.
             [b' ', body @ ..] => Frame::Data(body.to_vec()),
             [stream, data @ ..] => Frame::Output {
                 stream: if *stream & 1 == 0 {
@@ -105,7 +109,7 @@ fn framed(payloads: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn decoded<'a>(pieces: impl Iterator<Item = &'a [u8]>, limit: usize) -> (Vec<Frame>, End) {
+fn decoded<'a>(pieces: impl Iterator<Item = &'a [u8]>, limit: usize) -> (Vec<Frame>, StreamEnd) {
     let mut decoder = Decoder::new(limit);
     let mut frames = Vec::new();
     for piece in pieces {
@@ -114,20 +118,20 @@ fn decoded<'a>(pieces: impl Iterator<Item = &'a [u8]>, limit: usize) -> (Vec<Fra
             match decoder.next_frame() {
                 Ok(Some(frame)) => frames.push(frame),
                 Ok(None) => break,
-                Err(error) => return (frames, End::Refused(error)),
+                Err(error) => return (frames, StreamEnd::Refused(error)),
             }
         }
     }
     let end = if decoder.is_partial() {
-        End::Within
+        StreamEnd::Partial
     } else {
-        End::Whole
+        StreamEnd::Whole
     };
     (frames, end)
 }
 
-/// A second reader, as plain as the format's description, to compare with; and how many bytes its frames take.
-fn by_the_book(bytes: &[u8], limit: usize) -> (Vec<Frame>, End, usize) {
+/// A minimal reference decoder for comparison. Also returns the length of the decoded frames.
+fn reference_decode(bytes: &[u8], limit: usize) -> (Vec<Frame>, StreamEnd, usize) {
     let number = |bytes: &[u8]| {
         bytes
             .iter()
@@ -142,9 +146,9 @@ fn by_the_book(bytes: &[u8], limit: usize) -> (Vec<Frame>, End, usize) {
             return (
                 frames,
                 if rest.is_empty() {
-                    End::Whole
+                    StreamEnd::Whole
                 } else {
-                    End::Within
+                    StreamEnd::Partial
                 },
                 at,
             );
@@ -153,7 +157,7 @@ fn by_the_book(bytes: &[u8], limit: usize) -> (Vec<Frame>, End, usize) {
         if length > limit {
             return (
                 frames,
-                End::Refused(FrameError::TooLarge {
+                StreamEnd::Refused(FrameError::TooLarge {
                     size: length,
                     limit,
                 }),
@@ -161,10 +165,10 @@ fn by_the_book(bytes: &[u8], limit: usize) -> (Vec<Frame>, End, usize) {
             );
         }
         if length == 0 {
-            return (frames, End::Refused(FrameError::WrongLength(0)), at);
+            return (frames, StreamEnd::Refused(FrameError::WrongLength(0)), at);
         }
         if rest.len() < 4 + length {
-            return (frames, End::Within, at);
+            return (frames, StreamEnd::Partial, at);
         }
         let (kind, payload) = (rest[4], &rest[5..4 + length]);
         frames.push(match (kind, payload.len()) {
@@ -182,14 +186,26 @@ fn by_the_book(bytes: &[u8], limit: usize) -> (Vec<Frame>, End, usize) {
             (4, _) => Frame::Data(payload.to_vec()),
             (5, 0) => Frame::End,
             (6, 8) => Frame::Ack(number(payload)),
-            (2 | 3 | 5 | 6, _) => return (frames, End::Refused(FrameError::WrongLength(kind)), at),
-            _ => return (frames, End::Refused(FrameError::UnknownKind(kind)), at),
+            (2 | 3 | 5 | 6, _) => {
+                return (
+                    frames,
+                    StreamEnd::Refused(FrameError::WrongLength(kind)),
+                    at,
+                );
+            }
+            _ => {
+                return (
+                    frames,
+                    StreamEnd::Refused(FrameError::UnknownKind(kind)),
+                    at,
+                );
+            }
         });
         at += 4 + length;
     }
 }
 
-/// A message that can be read can be written, and is read the same again.
+/// Asserts that a parsed message survives a round trip.
 fn message<M: Serialize + DeserializeOwned + PartialEq + Debug>(json: &[u8]) {
     let Ok(read) = serde_json::from_slice::<M>(json) else {
         return;
@@ -202,7 +218,7 @@ fn message<M: Serialize + DeserializeOwned + PartialEq + Debug>(json: &[u8]) {
         panic!("a message is one frame")
     };
     assert_eq!(
-        serde_json::from_slice::<M>(&json).expect("what was written can be read"),
+        serde_json::from_slice::<M>(&json).expect("an encoded message can be decoded"),
         read
     );
 }

@@ -1,4 +1,4 @@
-//! The route that says what became of a call.
+//! Looks up the outcome of a call.
 
 use axum::{Json, extract::State};
 use cynode_api::{Call, CallId, ErrorCode, Problem};
@@ -26,16 +26,22 @@ impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<CallId> {
     }
 }
 
-/// What became of the call that was sent with this id in `X-Cynode-Call`. One that is not known is an answer, too.
+/// Look up the outcome of a call by its id in `X-Cynode-Call`. An unknown call is a valid answer,
+/// too.
 #[utoipa::path(get, path = "/v1/worker/calls/{id}", tag = "calls", params(("id" = CallId, Path)),
-    responses((status = 200, body = Call), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses(
+        (status = 200, body = Call),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn show(State(api): State<Api>, Id(id): Id<CallId>) -> Json<Call> {
     Json(api.calls.get(id))
 }
 
-/// The same; and if the call has not come, it is refused should it still come.
-#[utoipa::path(post, path = "/v1/worker/calls/{id}/bar", tag = "calls", params(("id" = CallId, Path)),
-    responses((status = 200, body = Call), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Look up the outcome of a call and, if it has not arrived, reject it should it still arrive.
+#[utoipa::path(post, path = "/v1/worker/calls/{id}/bar", tag = "calls",
+    params(("id" = CallId, Path)),
+    responses(
+        (status = 200, body = Call),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn bar(State(api): State<Api>, Id(id): Id<CallId>) -> Json<Call> {
     Json(api.calls.bar(id))
 }

@@ -9,37 +9,38 @@ use axum::{
 };
 use cynode_api::{
     ErrorCode, Exec as ExecObject, ExecAccepted, ExecForm, ExecId, ExecOutcome, ExecRequest,
-    ExecResult, ExecVia, OutputPage, Page, Problem, SessionId, SignalExec, SignalOutcome, StdinOf,
-    StdinOutcome, StdinWrite,
+    ExecResult, ExecVia, OutputPage, OutputQuery, Page, Problem, SessionId, SignalExec,
+    SignalOutcome, StdinMember, StdinOutcome, StdinWrite,
     exec_limits::{MAX_OUTPUT_BYTES, MAX_REQUEST_BYTES, MAX_STDIN_BYTES, MAX_TIMEOUT_MS},
 };
 use cynode_sba_proto::{MAX_DATA, Request, WORKSPACE};
 use cynode_service::{
     ApiError, JsonBody, QueryParams, checks::check_arguments, compute, edge,
-    events::accepts_events, json, multipart,
+    events::accepts_events, json, multipart, output::OutputRequest,
 };
 use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
+use tokio::time::Instant;
 use utoipa::IntoParams;
 
 use super::{
-    Api, gone,
-    output::{self, OutputQuery},
+    Api, output,
     sessions::{Id, page, parse_id},
+    wait_until_gone,
 };
 use crate::{
-    calls::{Noting, told},
-    execs::{self, Begun, Command, Exec, Input, Offered, Spooling},
-    sessions::{Entry, Live, check_version, exec_environment},
+    calls::{CallNotes, with_result},
+    execs::{self, Command, Exec, ExecInput, InputSpool, OpenExec, StdinDelivery},
+    sessions::{Live, SessionEntry, check_version, exec_environment},
 };
 
-/// How often free space is looked at while input comes.
-const CHECK_ROOM_EVERY: usize = 16 * 1024 * 1024;
-/// How long a write to standard input waits for a command that reads nothing.
-const STDIN: Duration = Duration::from_secs(30);
+/// Free space is re-checked after this many bytes of input.
+const SPACE_CHECK_BYTES: usize = 16 * 1024 * 1024;
+/// How long a write to standard input waits for a command that does not read.
+const STDIN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The session's and the exec's id of a path.
+/// The session id and the exec id in a path.
 pub(super) struct ExecPath(SessionId, ExecId);
 
 impl<S: Send + Sync> axum::extract::FromRequestParts<S> for ExecPath {
@@ -71,13 +72,13 @@ fn check(request: &ExecRequest) -> Result<(), ApiError> {
         .is_some_and(|cwd| cwd.contains('\0') || cwd.len() > 4_095)
     {
         return Err(ApiError::invalid(
-            "cwd: holds a NUL character or is too long",
+            "cwd: contains a NUL character or is too long",
         ));
     }
-    let least = u64::from(!request.background);
-    if !(least..=MAX_TIMEOUT_MS).contains(&request.timeout_ms) {
+    let min = u64::from(!request.background);
+    if !(min..=MAX_TIMEOUT_MS).contains(&request.timeout_ms) {
         return Err(ApiError::invalid(format!(
-            "timeout_ms: must lie between {least} and {MAX_TIMEOUT_MS}{}",
+            "timeout_ms: must be between {min} and {MAX_TIMEOUT_MS}{}",
             if request.background {
                 ""
             } else {
@@ -94,7 +95,9 @@ fn check(request: &ExecRequest) -> Result<(), ApiError> {
         )));
     }
     if request.stdin.is_some() && request.stdin_b64.is_some() {
-        return Err(ApiError::invalid("stdin and stdin_b64 exclude one another"));
+        return Err(ApiError::invalid(
+            "stdin and stdin_b64 are mutually exclusive",
+        ));
     }
     if request
         .stdin
@@ -104,67 +107,82 @@ fn check(request: &ExecRequest) -> Result<(), ApiError> {
         > MAX_STDIN_BYTES
     {
         let detail = format!(
-            "stdin: more than {MAX_STDIN_BYTES} bytes; send it as multipart/form-data, or use stdin_open and the stdin call"
+            "stdin: more than {MAX_STDIN_BYTES} bytes; send it as multipart/form-data, or use \
+             stdin_open and the stdin call"
         );
         return Err(ApiError::new(ErrorCode::TooLarge, detail));
     }
     Ok(())
 }
 
-/// Run a command. The answer is its result, an event stream (`Accept: text/event-stream`), or, with `background`, its id. As
-/// `multipart/form-data` it takes a part `request` and then a part `stdin`, which is taken whole before the command starts.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/exec", tag = "execs", params(("id" = SessionId, Path)),
+/// Run a command. Responds with its result, an event stream (`Accept: text/event-stream`), or its
+/// id if `background` is set. As `multipart/form-data`, the body has a part `request` followed by a
+/// part `stdin`, which is received completely before the command starts.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/exec", tag = "execs",
+    params(("id" = SessionId, Path)),
     request_body(content((ExecRequest = "application/json"), (ExecForm = "multipart/form-data"))),
-    responses((status = 200, content((ExecResult = "application/json"), (String = "text/event-stream"))), (status = 202, body = ExecAccepted), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses(
+        (status = 200,
+            content((ExecResult = "application/json"), (String = "text/event-stream"))),
+        (status = 202, body = ExecAccepted),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn start(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
     headers: HeaderMap,
-    noting: Option<Extension<Noting>>,
+    notes: Option<Extension<CallNotes>>,
     request: axum::extract::Request,
 ) -> Result<Response, ApiError> {
-    let begun = std::time::Instant::now();
-    let (mut request, form) = take(&headers, request).await?;
+    let begun_at = std::time::Instant::now();
+    let (request, form) = receive(&headers, request).await?;
     check(&request)?;
     let (entry, live) = api.sessions.live(id)?;
     api.sessions.check_room_for_work()?;
-    let (input, sha256) = match form {
+    let (input, input_sha256) = match form {
         Some(form) if request.stdin.is_none() && request.stdin_b64.is_none() => {
-            let (input, sha256) = spool(&api, &entry, form).await?;
+            let (input, sha256) = spool_input(&api, &entry, form).await?;
             (input, Some(sha256))
         }
         Some(_) => {
             return Err(ApiError::invalid(
-                "request: stdin and stdin_b64 are not there when input comes as a part of its own",
+                "request: must not set stdin or stdin_b64 when the form has a part stdin",
             ));
         }
-        // A repetition is known by the whole request.
-        None => (Input::default(), None),
+        // The fingerprint covers the whole request, including its stdin.
+        None => (spool_field(&entry, &request).await?, None),
     };
     let background = request.background;
-    let exec = run(&api, &entry, live, &mut request, (input, sha256), noting).await?;
+    let received = ReceivedExec {
+        request,
+        input,
+        input_sha256,
+    };
+    let exec = run(&api, &entry, live, received, notes).await?;
     let accepted = ExecAccepted { exec_id: exec.id() };
     if background && !accepts_events(&headers) {
-        return Ok(told(&accepted, (StatusCode::ACCEPTED, Json(accepted))));
+        return Ok(with_result(
+            &accepted,
+            (StatusCode::ACCEPTED, Json(accepted)),
+        ));
     }
     if accepts_events(&headers) {
-        return Ok(told(
+        return Ok(with_result(
             &accepted,
             output::stream(exec.attach(0)?, true, api.stop.clone()),
         ));
     }
-    let _watching = exec.watch();
+    let _watch_guard = exec.watch();
     let answer = exec.answer().await?;
-    metrics::histogram!("cynode_exec_seconds").record(begun.elapsed().as_secs_f64());
+    metrics::histogram!("cynode_exec_seconds").record(begun_at.elapsed().as_secs_f64());
     let outcome = ExecOutcome {
         exec_id: answer.exec_id,
         exit: answer.exit.clone(),
     };
-    Ok(told(&outcome, answer.into_response().await?))
+    Ok(with_result(&outcome, answer.into_response().await?))
 }
 
-/// The request, and its input when that comes as a part of its own.
-async fn take(
+/// Reads the request; of a form, also the unread stdin part.
+async fn receive(
     headers: &HeaderMap,
     mut request: axum::extract::Request,
 ) -> Result<(ExecRequest, Option<multipart::ExecForm>), ApiError> {
@@ -182,69 +200,91 @@ async fn take(
     Ok((request, Some(form)))
 }
 
-/// Takes input whole, before anything is started.
-async fn spool(
+/// Receives the whole input before the command starts.
+async fn spool_input(
     api: &Api,
-    entry: &Entry,
+    entry: &SessionEntry,
     mut form: multipart::ExecForm,
-) -> Result<(Input, String), ApiError> {
-    let mut spooling = Spooling::new(&entry.execs.rooms);
+) -> Result<(ExecInput, String), ApiError> {
+    let mut spool = InputSpool::new(&entry.execs.input_quota);
     let mut unchecked = 0;
     while let Some(piece) = form.next_piece().await? {
         unchecked += piece.len();
-        if unchecked > CHECK_ROOM_EVERY {
+        if unchecked > SPACE_CHECK_BYTES {
             api.sessions.check_room_for_work()?;
             unchecked = 0;
         }
-        spooling.push(&piece, entry.execs.directory()).await?;
+        spool.push(&piece, entry.execs.directory()).await?;
     }
-    spooling.finish().await
+    spool.finish().await
 }
 
-/// Starts the command, or finds the one that the same request started.
+/// Spools the input that is a field of the request: the command may never read it, and it must
+/// not stay in memory until then.
+async fn spool_field(entry: &SessionEntry, request: &ExecRequest) -> Result<ExecInput, ApiError> {
+    let text = request.stdin.as_deref().map(str::as_bytes);
+    let bytes = request.stdin_b64.as_ref().map(|bytes| bytes.0.as_slice());
+    let Some(stdin) = text.or(bytes) else {
+        return Ok(ExecInput::default());
+    };
+    let mut spool = InputSpool::new(&entry.execs.input_quota);
+    spool.push(stdin, entry.execs.directory()).await?;
+    Ok(spool.finish().await?.0)
+}
+
+/// A request with the standard input that arrived outside of it.
+struct ReceivedExec {
+    request: ExecRequest,
+    input: ExecInput,
+    input_sha256: Option<String>,
+}
+
+/// Starts the command, or finds the one that an identical request started.
 async fn run(
     api: &Api,
-    entry: &Entry,
+    entry: &SessionEntry,
     live: Arc<Live>,
-    request: &mut ExecRequest,
-    (input, sha256): (Input, Option<String>),
-    noting: Option<Extension<Noting>>,
+    received: ReceivedExec,
+    notes: Option<Extension<CallNotes>>,
 ) -> Result<Arc<Exec>, ApiError> {
+    let ReceivedExec {
+        mut request,
+        input,
+        input_sha256,
+    } = received;
     let cwd = Path::new(WORKSPACE).join(request.cwd.as_deref().unwrap_or("."));
     let cwd = if request.cwd.is_none() {
         WORKSPACE.to_owned()
     } else {
         cwd.to_string_lossy().into_owned()
     };
-    let begun = entry.execs.begin(request, cwd, sha256.as_deref())?;
-    if let (Some(Extension(noting)), Begun::New(exec) | Begun::Existing(exec)) = (noting, &begun) {
-        // It may run from here on, whether its caller hears of it or not.
-        noting.note(&ExecAccepted { exec_id: exec.id() });
+    let open_exec = entry.execs.begin(&request, cwd, input_sha256.as_deref())?;
+    if let (Some(Extension(notes)), OpenExec::New(exec) | OpenExec::Existing(exec)) =
+        (notes, &open_exec)
+    {
+        // From here on the command may run, even if the caller never learns of it.
+        notes.note(&ExecAccepted { exec_id: exec.id() });
     }
-    let exec = match begun {
-        Begun::Existing(exec) => {
+    let exec = match open_exec {
+        OpenExec::Existing(exec) => {
             exec.started().await?;
             return Ok(exec);
         }
-        Begun::New(exec) => exec,
+        OpenExec::New(exec) => exec,
     };
-    // Counted until the caller's own place is taken, so that it is never seen as abandoned before.
-    let _watching = exec.watch();
-    let stdin = request
-        .stdin
-        .take()
-        .map(String::into_bytes)
-        .or(request.stdin_b64.take().map(|bytes| bytes.0));
+    // Held until the caller attaches its own guard, so that the exec is never seen as abandoned.
+    let _watch_guard = exec.watch();
+    (request.stdin, request.stdin_b64) = (None, None);
     let command = Command {
         argv: std::mem::take(&mut request.argv),
         env: exec_environment(&entry.record(), &request.env),
-        input: stdin.map_or(input, Input::from),
+        input,
         stdin_open: request.stdin_open,
-        again: false,
+        may_be_running: false,
     };
     let (execs, started) = (Arc::clone(&entry.execs), Arc::clone(&exec));
     let via = api.sessions.config.exec_via;
-    // A caller who goes away in this moment must not leave a command that is neither started nor void.
+    // A caller that disconnects now must not leave a command that is neither started nor voided.
     let starting = tokio::spawn(async move {
         match via {
             ExecVia::Agent => execs::start_by_agent(live, execs, started, command).await,
@@ -260,21 +300,24 @@ async fn run(
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct ListQuery {
+pub(super) struct ExecListQuery {
     /// 1 to 1000; 1000 by default.
     limit: Option<usize>,
     cursor: Option<String>,
 }
 
 /// List the commands of a session, oldest first.
-#[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs", tag = "execs", params(("id" = SessionId, Path), ListQuery),
-    responses((status = 200, body = Page<ExecObject>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+#[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs", tag = "execs",
+    params(("id" = SessionId, Path), ExecListQuery),
+    responses(
+        (status = 200, body = Page<ExecObject>),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
-    QueryParams(query): QueryParams<ListQuery>,
+    QueryParams(query): QueryParams<ExecListQuery>,
 ) -> Result<Json<Page<ExecObject>>, ApiError> {
-    let entry = with_execs(&api, id)?;
+    let entry = session_with_execs(&api, id)?;
     page(
         entry.execs.list(),
         query.limit,
@@ -285,8 +328,8 @@ pub(super) async fn list(
     .map(Json)
 }
 
-/// A session whose execs can be asked for: one that has ended has none.
-fn with_execs(api: &Api, id: SessionId) -> Result<Arc<Entry>, ApiError> {
+/// Looks up a session with execs: an ended session has none.
+fn session_with_execs(api: &Api, id: SessionId) -> Result<Arc<SessionEntry>, ApiError> {
     let entry = api.sessions.get(id)?;
     if matches!(
         entry.object().state,
@@ -298,35 +341,48 @@ fn with_execs(api: &Api, id: SessionId) -> Result<Arc<Entry>, ApiError> {
 }
 
 /// Show a command.
-#[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs/{exec_id}", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)),
-    responses((status = 200, body = ExecObject), (status = "default", body = Problem, content_type = "application/problem+json")))]
+#[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs/{exec_id}", tag = "execs",
+    params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)),
+    responses(
+        (status = 200, body = ExecObject),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn show(
     State(api): State<Api>,
     ExecPath(id, exec_id): ExecPath,
 ) -> Result<Json<ExecObject>, ApiError> {
-    Ok(Json(with_execs(&api, id)?.execs.get(exec_id)?.object()))
+    Ok(Json(
+        session_with_execs(&api, id)?.execs.get(exec_id)?.object(),
+    ))
 }
 
-/// Read output, while the command runs and after; or follow it as an event stream, resumed by `Last-Event-ID`.
-#[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs/{exec_id}/output", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path), OutputQuery),
-    responses((status = 200, content((OutputPage = "application/json"), (String = "text/event-stream"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Read output of a running or finished command, or follow it as an event stream that resumes from
+/// `Last-Event-ID`.
+#[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs/{exec_id}/output", tag = "execs",
+    params(("id" = SessionId, Path), ("exec_id" = ExecId, Path), OutputQuery),
+    responses(
+        (status = 200,
+            content((OutputPage = "application/json"), (String = "text/event-stream"))),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn output(
     State(api): State<Api>,
     ExecPath(id, exec_id): ExecPath,
     headers: HeaderMap,
     QueryParams(query): QueryParams<OutputQuery>,
 ) -> Result<Response, ApiError> {
-    let entry = with_execs(&api, id)?;
+    let entry = session_with_execs(&api, id)?;
     entry.touch();
     let exec = entry.execs.get(exec_id)?;
-    output::Asked::new(&query, &headers)?
-        .answer(&exec, api.stop.clone())
-        .await
+    let request = OutputRequest::new(&query, &headers)?;
+    let deadline = Instant::now() + request.wait;
+    output::answer(request, deadline, &exec, api.stop.clone()).await
 }
 
-/// Signal a command: its process group, or everything that it started.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/execs/{exec_id}/signal", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)), request_body = SignalExec,
-    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Signal a command: its process group, or all processes it started.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/execs/{exec_id}/signal", tag = "execs",
+    params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)), request_body = SignalExec,
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn signal(
     State(api): State<Api>,
     ExecPath(id, exec_id): ExecPath,
@@ -350,16 +406,20 @@ pub(super) async fn signal(
             live.link()?.call(&request).await?;
         }
         ExecVia::Runtime if exec.is_running() => {
-            execs::signal_by_runtime(&live, exec_id, request.signal.number())
+            execs::signal_by_runtime(&live, exec_id, request.signal.number());
         }
         ExecVia::Runtime => return Err(ApiError::new(ErrorCode::ExecEnded, "the exec has ended")),
     }
-    Ok(told(&outcome, StatusCode::NO_CONTENT))
+    Ok(with_result(&outcome, StatusCode::NO_CONTENT))
 }
 
-/// Write to a command's standard input. Answers when the command's pipe has taken it, or after 30 s in which it took nothing.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/execs/{exec_id}/stdin", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)), request_body = StdinWrite,
-    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Write to a command's standard input. Responds once the command's pipe has accepted the data, or
+/// after 30 s without progress.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/execs/{exec_id}/stdin", tag = "execs",
+    params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)), request_body = StdinWrite,
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn stdin(
     State(api): State<Api>,
     ExecPath(id, exec_id): ExecPath,
@@ -375,36 +435,37 @@ pub(super) async fn stdin(
             format!("data_b64: more than {MAX_STDIN_BYTES} bytes in one call"),
         ));
     }
-    let sha256 = StdinOf {
-        stdin: execs::hex(&Sha256::digest(&data)),
+    let sha256 = StdinMember {
+        stdin: hex::encode(Sha256::digest(&data)),
     };
     let outcome = StdinOutcome {
         exec_id,
-        bytes: StdinOf {
+        bytes: StdinMember {
             stdin: data.len() as u64,
         },
         sha256,
         eof: request.eof,
     };
-    let fed = tokio::select! {
-        fed = feed(data, request.eof, |piece| exec.offer_stdin(piece, STDIN)) => fed,
-        // Nothing of it can take anything any more, whether that has been noticed everywhere or not.
-        () = gone(&live) => Err(stdin_closed()),
+    let offer = |piece| exec.offer_stdin(piece, STDIN_TIMEOUT);
+    let written = tokio::select! {
+        written = write_stdin(data, request.eof, offer) => written,
+        // The sandbox is gone, even if not every part of the worker has noticed.
+        () = wait_until_gone(&live) => Err(stdin_closed()),
     };
-    if fed.is_err() {
-        // That the session has ended says more than that its command has.
+    if written.is_err() {
+        // A session that has ended is the more useful error.
         api.sessions.live(id)?;
     }
-    fed.map(|()| told(&outcome, StatusCode::NO_CONTENT))
+    written.map(|()| with_result(&outcome, StatusCode::NO_CONTENT))
 }
 
 fn stdin_closed() -> ApiError {
-    ApiError::new(ErrorCode::StdinClosed, "the exec takes no more input")
+    ApiError::new(ErrorCode::StdinClosed, "the exec accepts no more input")
 }
 
-/// Offers input piece by piece until one is not taken. `taken` counts what must not be sent again: what the command has, and
-/// what is on its way to it.
-async fn feed<F: Future<Output = Offered>>(
+/// Offers input piece by piece until one is not accepted. `taken` counts the bytes that must not be
+/// sent again: those delivered or queued.
+async fn write_stdin<F: Future<Output = StdinDelivery>>(
     data: Vec<u8>,
     eof: bool,
     mut offer: impl FnMut(Option<Vec<u8>>) -> F,
@@ -416,19 +477,20 @@ async fn feed<F: Future<Output = Offered>>(
         .chain(eof.then_some(None));
     for piece in pieces {
         let (length, end) = (piece.as_ref().map_or(0, Vec::len), piece.is_none());
-        let offered = offer(piece).await;
-        match offered {
-            Offered::Taken => taken += length,
-            // It has read all there was and is gone: that is an end too.
-            Offered::Closed if end && taken > 0 => return Ok(()),
-            Offered::Closed => return Err(stdin_closed()),
-            Offered::Waiting | Offered::Refused => {
-                if offered == Offered::Waiting {
+        let delivery = offer(piece).await;
+        match delivery {
+            StdinDelivery::Taken => taken += length,
+            // The command read everything and exited: that is an end too.
+            StdinDelivery::Closed if end && taken > 0 => return Ok(()),
+            StdinDelivery::Closed => return Err(stdin_closed()),
+            StdinDelivery::Waiting | StdinDelivery::Refused => {
+                if delivery == StdinDelivery::Waiting {
                     taken += length;
                 }
                 let detail = format!(
-                    "the command read nothing for {} s; {taken} of {} bytes are with it or on their way to it, the rest was not sent",
-                    STDIN.as_secs(),
+                    "the command read nothing for {} s; {taken} of {} bytes are delivered or \
+                     queued, the rest was not sent",
+                    STDIN_TIMEOUT.as_secs(),
                     data.len()
                 );
                 return Err(Problem::new(ErrorCode::StdinFull, detail)
@@ -447,32 +509,32 @@ mod tests {
     async fn outcome(
         size: usize,
         eof: bool,
-        answers: &[Offered],
+        answers: &[StdinDelivery],
     ) -> Result<(), (String, serde_json::Value)> {
         let mut answers = answers.iter();
         let mut offered = Vec::new();
         let data: Vec<u8> = (0..=250).cycle().take(size).collect();
-        let fed = feed(data.clone(), eof, |piece: Option<Vec<u8>>| {
+        let written = write_stdin(data.clone(), eof, |piece: Option<Vec<u8>>| {
             offered.extend(piece.unwrap_or_default());
             std::future::ready(
                 *answers
                     .next()
-                    .expect("no piece is offered after one that was not taken"),
+                    .expect("no piece is offered after one that was not accepted"),
             )
         })
         .await;
-        assert!(data.starts_with(&offered), "in order, without a gap");
-        fed.map_err(|error| {
+        assert!(data.starts_with(&offered), "in order, without gaps");
+        written.map_err(|error| {
             (
-                error.0.code,
-                error.0.extensions.get("taken").cloned().unwrap_or_default(),
+                error.code.clone(),
+                error.extensions.get("taken").cloned().unwrap_or_default(),
             )
         })
     }
 
     #[tokio::test]
-    async fn input_that_is_not_read_is_refused_with_the_number_of_bytes_that_were_taken() {
-        use Offered::{Closed, Refused, Taken, Waiting};
+    async fn unread_input_is_rejected_with_the_number_of_accepted_bytes() {
+        use StdinDelivery::{Closed, Refused, Taken, Waiting};
         let full = |taken: usize| Err(("stdin_full".to_owned(), taken.into()));
         let closed = || Err(("stdin_closed".to_owned(), serde_json::Value::Null));
         assert_eq!(
@@ -493,7 +555,7 @@ mod tests {
         assert_eq!(
             outcome(10, true, &[Taken, Closed]).await,
             Ok(()),
-            "all was read, and the command has ended"
+            "everything was read, and the command has ended"
         );
         assert_eq!(outcome(0, true, &[Closed]).await, closed());
         assert_eq!(outcome(0, false, &[]).await, Ok(()));

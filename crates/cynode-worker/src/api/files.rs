@@ -1,4 +1,5 @@
-//! File routes. Every operation runs inside the sandbox, by the agent, with the sandbox's own rights.
+//! File routes. The agent performs every operation inside the sandbox, with the sandbox's
+//! privileges.
 
 use std::{ops::RangeInclusive, time::Duration};
 
@@ -28,14 +29,16 @@ use utoipa::IntoParams;
 
 use super::{Api, sessions::Id};
 use crate::{
-    calls::told,
-    execs::hex,
-    sandbox::{ANSWER, Channel, checked, is_sha256, named, unavailable, unexpected},
+    calls::with_result,
+    sandbox::{
+        Channel, REPLY_TIMEOUT, changes_of_request, is_sha256, unavailable, unexpected,
+        validate_changes,
+    },
     sessions::{Activity, check_version},
 };
 
-/// How long hashing or packing may take before the first byte comes.
-const PATIENCE: Duration = Duration::from_secs(300);
+/// How long the agent may take to hash or pack before it sends the first byte.
+const FILE_TIMEOUT: Duration = Duration::from_secs(300);
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -45,7 +48,7 @@ pub(super) struct FileQuery {
     path: Option<String>,
     /// A path that is not UTF-8, in base64.
     path_b64: Option<String>,
-    /// For DELETE: a directory with all below it.
+    /// For DELETE: removes a directory with its contents.
     #[serde(default)]
     recursive: bool,
 }
@@ -60,8 +63,10 @@ impl FileQuery {
                     .map_err(|error| ApiError::invalid(format!("path_b64: not base64: {error}")))?,
                 "path_b64",
             ),
-            (None, None) => Err(ApiError::invalid("path: is missing")),
-            (Some(_), Some(_)) => Err(ApiError::invalid("path and path_b64 exclude one another")),
+            (None, None) => Err(ApiError::invalid("path: is required")),
+            (Some(_), Some(_)) => Err(ApiError::invalid(
+                "path and path_b64 are mutually exclusive",
+            )),
         }
     }
 }
@@ -86,7 +91,7 @@ fn check_range(
 ) -> Result<(), ApiError> {
     match value {
         Some(value) if !range.contains(&value) => Err(ApiError::invalid(format!(
-            "{field}: must lie between {} and {}",
+            "{field}: must be between {} and {}",
             range.start(),
             range.end()
         ))),
@@ -94,7 +99,7 @@ fn check_range(
     }
 }
 
-/// Opens an operation on a session. The session counts as active while the guard lives.
+/// Starts an operation on a session. The session counts as active while the guard lives.
 async fn open(api: &Api, id: SessionId, op: FileOp) -> Result<(Channel, Activity), ApiError> {
     let (_, live) = api.sessions.live(id)?;
     if matches!(
@@ -112,12 +117,12 @@ async fn open(api: &Api, id: SessionId, op: FileOp) -> Result<(Channel, Activity
     Ok((channel, activity))
 }
 
-async fn simple(api: &Api, id: SessionId, op: FileOp) -> Result<Response, ApiError> {
-    let named = named(&op);
+async fn change(api: &Api, id: SessionId, op: FileOp) -> Result<Response, ApiError> {
+    let expected = changes_of_request(&op);
     let (mut channel, _activity) = open(api, id, op).await?;
-    match channel.reply(PATIENCE).await? {
-        Reply::Ok { changed } => Ok(told(
-            &changed.map_or(named, checked),
+    match channel.reply(FILE_TIMEOUT).await? {
+        Reply::Ok { changed } => Ok(with_result(
+            &changed.map_or(expected, validate_changes),
             StatusCode::NO_CONTENT,
         )),
         other => Err(unexpected(&format!("{other:?}"))),
@@ -130,7 +135,7 @@ async fn stat_of(
     op: FileOp,
 ) -> Result<(FileStat, Channel, Activity), ApiError> {
     let (mut channel, activity) = open(api, id, op).await?;
-    match channel.reply(PATIENCE).await? {
+    match channel.reply(FILE_TIMEOUT).await? {
         Reply::Stat(stat) => Ok((stat, channel, activity)),
         other => Err(unexpected(&format!("{other:?}"))),
     }
@@ -174,22 +179,22 @@ fn file_headers(stat: &FileStat) -> HeaderMap {
     headers
 }
 
-/// One range of bytes: a start with or without an end, or a suffix.
+/// One range of bytes: a start with an optional end, or a suffix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Range {
+enum ByteRange {
     From(u64, Option<u64>),
     Last(u64),
 }
 
-/// A `Range` header with one range. Others are ignored, as the standard allows.
-fn parse_range(headers: &HeaderMap) -> Option<Range> {
+/// Parses a `Range` header with one range. Others are ignored, as the standard allows.
+fn parse_range(headers: &HeaderMap) -> Option<ByteRange> {
     let text = headers
         .get(header::RANGE)?
         .to_str()
         .ok()?
         .strip_prefix("bytes=")?
         .trim();
-    // Digits alone: the parser would take a sign as well.
+    // Digits only: the integer parser would accept a sign.
     if !text
         .bytes()
         .all(|byte| byte.is_ascii_digit() || byte == b'-' || byte == b' ')
@@ -198,19 +203,23 @@ fn parse_range(headers: &HeaderMap) -> Option<Range> {
     }
     let (start, end) = text.split_once('-')?;
     match (start.trim(), end.trim()) {
-        ("", last) => last.parse().ok().map(Range::Last),
-        (start, "") => Some(Range::From(start.parse().ok()?, None)),
+        ("", last) => last.parse().ok().map(ByteRange::Last),
+        (start, "") => Some(ByteRange::From(start.parse().ok()?, None)),
         (start, end) => {
             let (start, end): (u64, u64) = (start.parse().ok()?, end.parse().ok()?);
-            (start <= end).then_some(Range::From(start, Some(end)))
+            (start <= end).then_some(ByteRange::From(start, Some(end)))
         }
     }
 }
 
-/// Read a file, whole or a range of it. A range of a file over 64 MiB comes without ETag and X-Content-SHA256: they are of the
-/// whole, which would have to be read first.
-#[utoipa::path(get, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery),
-    responses((status = 200, content_type = "application/octet-stream", body = Vec<u8>), (status = 206, content_type = "application/octet-stream", body = Vec<u8>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Read a file or a range of it. A range of a file over 64 MiB has no ETag and no X-Content-SHA256:
+/// they cover the whole file, which would have to be read first.
+#[utoipa::path(get, path = "/v1/worker/sessions/{id}/files", tag = "files",
+    params(("id" = SessionId, Path), FileQuery),
+    responses(
+        (status = 200, content_type = "application/octet-stream", body = Vec<u8>),
+        (status = 206, content_type = "application/octet-stream", body = Vec<u8>),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn read(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -221,12 +230,12 @@ pub(super) async fn read(
     let range = parse_range(&headers);
     let (start, end) = match range {
         None => (0, None),
-        // Always with an end, by which the agent knows a range.
-        Some(Range::From(start, end)) => (
+        // Always with an end: that is how the agent recognizes a range.
+        Some(ByteRange::From(start, end)) => (
             start,
             Some(end.map_or(u64::MAX, |end| end.saturating_add(1))),
         ),
-        Some(Range::Last(count)) => {
+        Some(ByteRange::Last(count)) => {
             let (stat, ..) = stat_of(
                 &api,
                 id,
@@ -239,7 +248,7 @@ pub(super) async fn read(
             if count == 0 {
                 return Err(ApiError::new(
                     ErrorCode::RangeNotSatisfiable,
-                    "a range of no bytes",
+                    "the range is empty",
                 ));
             }
             (stat.size.saturating_sub(count), Some(u64::MAX))
@@ -253,12 +262,12 @@ pub(super) async fn read(
         ));
     }
     let end = end.unwrap_or(stat.size).min(stat.size);
-    let mut answer = file_headers(&stat);
-    answer.insert(
+    let mut response_headers = file_headers(&stat);
+    response_headers.insert(
         header::CONTENT_TYPE,
         HeaderValue::from_static("application/octet-stream"),
     );
-    answer.insert(
+    response_headers.insert(
         header::CONTENT_LENGTH,
         HeaderValue::from(end.saturating_sub(start)),
     );
@@ -268,32 +277,35 @@ pub(super) async fn read(
             end.saturating_sub(1),
             stat.size
         )) {
-            answer.insert(header::CONTENT_RANGE, value);
+            response_headers.insert(header::CONTENT_RANGE, value);
         }
         StatusCode::PARTIAL_CONTENT
     } else {
         StatusCode::OK
     };
-    Ok((status, answer, body_of(channel, activity)).into_response())
+    Ok((status, response_headers, body_of(channel, activity)).into_response())
 }
 
-/// The rest of a channel as a body. A failure in the middle breaks the connection: it can't be mistaken for the end.
+/// Streams the rest of a channel as a body. A failure breaks the connection, so that the body can't
+/// be mistaken for complete.
 fn body_of(channel: Channel, activity: Activity) -> Body {
     Body::from_stream(stream::unfold(Some((channel, activity)), async |state| {
         let (mut channel, activity) = state?;
-        match channel.data(PATIENCE).await {
+        match channel.data(FILE_TIMEOUT).await {
             Ok(Some(piece)) => Some((Ok(Bytes::from(piece)), Some((channel, activity)))),
             Ok(None) => None,
             Err(error) => {
-                tracing::warn!(error = %error.0, "A file's transfer broke off.");
-                Some((Err(std::io::Error::other(error.0.to_string())), None))
+                tracing::warn!(error = %error, "A file transfer was interrupted.");
+                Some((Err(std::io::Error::other(error.to_string())), None))
             }
         }
     }))
 }
 
 /// Stat a file or directory; the hash of a file up to 100 MiB is in the ETag.
-#[utoipa::path(head, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery), responses((status = 200), (status = "default")))]
+#[utoipa::path(head, path = "/v1/worker/sessions/{id}/files", tag = "files",
+    params(("id" = SessionId, Path), FileQuery),
+    responses((status = 200), (status = "default")))]
 pub(super) async fn stat(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -313,7 +325,7 @@ pub(super) async fn stat(
     Ok((StatusCode::OK, headers).into_response())
 }
 
-/// The content hashes that `If-Match` allows; `*` stands for any.
+/// The content hashes that `If-Match` accepts; `*` matches any.
 fn if_match(headers: &HeaderMap) -> Result<Option<Vec<String>>, ApiError> {
     let mut allowed = Vec::new();
     for value in headers.get_all(header::IF_MATCH) {
@@ -330,7 +342,7 @@ fn if_match(headers: &HeaderMap) -> Result<Option<Vec<String>>, ApiError> {
             {
                 Some(sha256) if is_sha256(sha256) => allowed.push(sha256.to_ascii_lowercase()),
                 _ if tag == "*" => allowed.push("*".to_owned()),
-                // A tag that we never gave out matches nothing.
+                // A foreign tag matches nothing.
                 _ => allowed.push("-".to_owned()),
             }
         }
@@ -338,9 +350,15 @@ fn if_match(headers: &HeaderMap) -> Result<Option<Vec<String>>, ApiError> {
     Ok((!allowed.is_empty()).then_some(allowed))
 }
 
-/// Write a file, atomically; parents are made. `X-Mode` sets its permissions, `X-Content-SHA256` is checked.
-#[utoipa::path(put, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery), request_body(content = Vec<u8>, content_type = "application/octet-stream"),
-    responses((status = 201, body = FileWritten), (status = 200, body = FileWritten), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Write a file atomically, creating parent directories. `X-Mode` sets its permissions;
+/// `X-Content-SHA256` is verified.
+#[utoipa::path(put, path = "/v1/worker/sessions/{id}/files", tag = "files",
+    params(("id" = SessionId, Path), FileQuery),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    responses(
+        (status = 201, body = FileWritten),
+        (status = 200, body = FileWritten),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn write(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -366,7 +384,7 @@ pub(super) async fn write(
         match headers.get("x-mode") {
             None => None,
             Some(value) => {
-                // Digits alone: the parser would take a sign as well.
+                // Digits only: the integer parser would accept a sign.
                 let digits = value
                     .to_str()
                     .ok()
@@ -396,9 +414,7 @@ pub(super) async fn write(
         None => false,
         Some(value) if value == "*" => true,
         Some(_) => {
-            return Err(ApiError::invalid(
-                "If-None-Match: only '*' is understood here",
-            ));
+            return Err(ApiError::invalid("If-None-Match: only '*' is supported"));
         }
     };
     let op = FileOp::Write {
@@ -413,28 +429,28 @@ pub(super) async fn write(
     let mut total: u64 = 0;
     let mut pieces = body.into_data_stream();
     while let Some(piece) = pieces.next().await {
-        // Without its end the agent changes nothing.
-        let piece = piece.map_err(|error| body::problem(&error, "the body broke off"))?;
+        // The agent changes nothing until the body is complete.
+        let piece = piece.map_err(|error| body::problem(&error, "the body was interrupted"))?;
         total += piece.len() as u64;
         if total > MAX_PUT_BYTES {
             return Err(too_large());
         }
         hash.update(&piece);
         if let Err(error) = channel.send_data(&piece).await {
-            return Err(channel.not_taken(error).await);
+            return Err(channel.send_error(error).await);
         }
     }
-    let sha256 = hex(&hash.finalize());
+    let sha256 = hex::encode(hash.finalize());
     if expected.is_some_and(|expected| expected != sha256) {
         return Err(ApiError::invalid(
-            "X-Content-SHA256: the body has another hash; nothing was written",
+            "X-Content-SHA256: does not match the body; nothing was written",
         ));
     }
     if let Err(error) = channel.send(&Frame::End).await {
-        return Err(channel.not_taken(error).await);
+        return Err(channel.send_error(error).await);
     }
-    match channel.reply(PATIENCE).await? {
-        // We know what was sent: an agent that wrote something else is not believed.
+    match channel.reply(FILE_TIMEOUT).await? {
+        // The hash is known from the body: a reply with another one is not trusted.
         Reply::Written(written) if written.sha256 == sha256 => {
             let status = if written.created {
                 StatusCode::CREATED
@@ -446,7 +462,7 @@ pub(super) async fn write(
             let change = FileChange::new(&path.0)
                 .before(sha256_before.clone())
                 .after(Some(sha256.clone()));
-            let answer = FileWritten {
+            let body = FileWritten {
                 sha256,
                 size: written.size,
                 mode: format!("{:04o}", written.mode & 0o7777),
@@ -454,9 +470,9 @@ pub(super) async fn write(
                 sha256_before,
                 flags: Flags::default(),
             };
-            Ok(told(
+            Ok(with_result(
                 &FileChanges::from_iter([change]),
-                (status, [(header::ETAG, etag)], Json(answer)),
+                (status, [(header::ETAG, etag)], Json(body)),
             ))
         }
         other => Err(unexpected(&format!("{other:?}"))),
@@ -464,15 +480,18 @@ pub(super) async fn write(
 }
 
 /// Delete a file, or a directory.
-#[utoipa::path(delete, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery),
-    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+#[utoipa::path(delete, path = "/v1/worker/sessions/{id}/files", tag = "files",
+    params(("id" = SessionId, Path), FileQuery),
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn delete(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
     headers: HeaderMap,
     QueryParams(query): QueryParams<FileQuery>,
 ) -> Result<Response, ApiError> {
-    simple(
+    change(
         &api,
         id,
         FileOp::Delete {
@@ -485,8 +504,11 @@ pub(super) async fn delete(
 }
 
 /// List a directory.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:list", tag = "files", params(("id" = SessionId, Path)), request_body = ListRequest,
-    responses((status = 200, body = ListResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:list", tag = "files",
+    params(("id" = SessionId, Path)), request_body = ListRequest,
+    responses(
+        (status = 200, body = ListResult),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -495,7 +517,9 @@ pub(super) async fn list(
     check_version(request.version)?;
     match (&request.path, &request.path_b64) {
         (Some(_), Some(_)) => {
-            return Err(ApiError::invalid("path and path_b64 exclude one another"));
+            return Err(ApiError::invalid(
+                "path and path_b64 are mutually exclusive",
+            ));
         }
         (Some(path), None) => drop(check_text_path(path, "path")?),
         (None, Some(path)) => drop(check_path(path.0.clone(), "path_b64")?),
@@ -505,15 +529,18 @@ pub(super) async fn list(
     check_range(request.max_entries, 1..=MAX_ENTRIES, "max_entries")?;
     let (mut channel, _activity) = open(&api, id, FileOp::List { request }).await?;
     Ok(channel
-        .body::<ListResult>(PATIENCE, &api.sessions.config.directory())
+        .body::<ListResult>(FILE_TIMEOUT, &api.sessions.config.directory())
         .await?
         .into_response()
         .await)
 }
 
-/// Search files by a regular expression, for at most 10 s.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:search", tag = "files", params(("id" = SessionId, Path)), request_body = SearchRequest,
-    responses((status = 200, body = SearchResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Search files with a regular expression, for at most 10 s.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:search", tag = "files",
+    params(("id" = SessionId, Path)), request_body = SearchRequest,
+    responses(
+        (status = 200, body = SearchResult),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn search(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -528,7 +555,7 @@ pub(super) async fn search(
             .is_some_and(|glob| glob.len() > MAX_PATTERN_BYTES)
     {
         return Err(ApiError::invalid(format!(
-            "pattern: must have 1 to {MAX_PATTERN_BYTES} bytes, and so must glob"
+            "pattern and glob: must have 1 to {MAX_PATTERN_BYTES} bytes each"
         )));
     }
     if let Some(path) = &request.path {
@@ -541,17 +568,20 @@ pub(super) async fn search(
     )?;
     check_range(request.max_results, 1..=MAX_RESULTS, "max_results")?;
     let (mut channel, _activity) = open(&api, id, FileOp::Search { request }).await?;
-    let patience = Duration::from_millis(SEARCH_MS) + ANSWER;
+    let timeout = Duration::from_millis(SEARCH_MS) + REPLY_TIMEOUT;
     Ok(channel
-        .body::<SearchResult>(patience, &api.sessions.config.directory())
+        .body::<SearchResult>(timeout, &api.sessions.config.directory())
         .await?
         .into_response()
         .await)
 }
 
-/// Apply a unified diff to the workspace: all of it, or nothing.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:patch", tag = "files", params(("id" = SessionId, Path)), request_body = PatchRequest,
-    responses((status = 200, body = PatchResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Apply a unified diff to the workspace, completely or not at all.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:patch", tag = "files",
+    params(("id" = SessionId, Path)), request_body = PatchRequest,
+    responses(
+        (status = 200, body = PatchResult),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn patch(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -579,22 +609,25 @@ pub(super) async fn patch(
         Err(error) => Err(error),
     };
     if let Err(error) = sent {
-        return Err(channel.not_taken(error).await);
+        return Err(channel.send_error(error).await);
     }
     let result = channel
-        .body::<PatchResult>(PATIENCE, &api.sessions.config.directory())
+        .body::<PatchResult>(FILE_TIMEOUT, &api.sessions.config.directory())
         .await?;
     let changes = if request.dry_run {
         FileChanges::default()
     } else {
-        checked(FileChanges::from(&result.value))
+        validate_changes(FileChanges::from(&result.value))
     };
-    Ok(told(&changes, result.into_response().await))
+    Ok(with_result(&changes, result.into_response().await))
 }
 
 /// Move a file or directory.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:move", tag = "files", params(("id" = SessionId, Path)), request_body = MoveRequest,
-    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:move", tag = "files",
+    params(("id" = SessionId, Path)), request_body = MoveRequest,
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn rename(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -605,7 +638,7 @@ pub(super) async fn rename(
         check_text_path(&request.from, "from")?,
         check_text_path(&request.to, "to")?,
     );
-    simple(
+    change(
         &api,
         id,
         FileOp::Move {
@@ -617,16 +650,19 @@ pub(super) async fn rename(
     .await
 }
 
-/// Make a directory.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:mkdir", tag = "files", params(("id" = SessionId, Path)), request_body = MkdirRequest,
-    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Create a directory.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:mkdir", tag = "files",
+    params(("id" = SessionId, Path)), request_body = MkdirRequest,
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn mkdir(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
     JsonBody(request): JsonBody<MkdirRequest>,
 ) -> Result<Response, ApiError> {
     check_version(request.version)?;
-    simple(
+    change(
         &api,
         id,
         FileOp::Mkdir {
@@ -637,9 +673,12 @@ pub(super) async fn mkdir(
     .await
 }
 
-/// The workspace's changes as a git patch, or a directory as a tar archive.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/export", tag = "files", params(("id" = SessionId, Path)), request_body = ExportRequest,
-    responses((status = 200, content((Vec<u8> = "application/x-tar"), (Vec<u8> = "text/x-diff"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Export the workspace's changes as a git patch, or a directory as a tar archive.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/export", tag = "files",
+    params(("id" = SessionId, Path)), request_body = ExportRequest,
+    responses(
+        (status = 200, content((Vec<u8> = "application/x-tar"), (Vec<u8> = "text/x-diff"))),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn export(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -648,7 +687,7 @@ pub(super) async fn export(
     check_version(request.version)?;
     let (op, kind) = match request.format {
         ExportFormat::Tar if request.base.is_some() => {
-            return Err(ApiError::invalid("base: belongs to a patch"));
+            return Err(ApiError::invalid("base: applies only to format patch"));
         }
         ExportFormat::Tar => (
             FileOp::ExportTar {
@@ -657,12 +696,12 @@ pub(super) async fn export(
             "application/x-tar",
         ),
         ExportFormat::Patch if request.path.is_some() => {
-            return Err(ApiError::invalid("path: belongs to a tar"));
+            return Err(ApiError::invalid("path: applies only to format tar"));
         }
         ExportFormat::Patch => (FileOp::ExportPatch { base: request.base }, "text/x-diff"),
     };
     let (mut channel, activity) = open(&api, id, op).await?;
-    match channel.reply(PATIENCE).await? {
+    match channel.reply(FILE_TIMEOUT).await? {
         Reply::Body => {
             Ok(([(header::CONTENT_TYPE, kind)], body_of(channel, activity)).into_response())
         }
@@ -670,9 +709,13 @@ pub(super) async fn export(
     }
 }
 
-/// Unpack a tar archive into a directory, which is made when it is not there.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/import", tag = "files", params(("id" = SessionId, Path), FileQuery), request_body(content = Vec<u8>, content_type = "application/x-tar"),
-    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Unpack a tar archive into a directory, which is created if it is missing.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/import", tag = "files",
+    params(("id" = SessionId, Path), FileQuery),
+    request_body(content = Vec<u8>, content_type = "application/x-tar"),
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn import(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -682,25 +725,28 @@ pub(super) async fn import(
     let op = FileOp::Import {
         path: query.path()?,
     };
-    let named = named(&op);
+    let expected = changes_of_request(&op);
     let (mut channel, _activity) = open(&api, id, op).await?;
-    let broken = |error| {
+    let interrupted = |error| {
         body::problem(
             &error,
-            "the body broke off; what came before it may be unpacked",
+            "the body was interrupted; the part received may have been unpacked",
         )
     };
     let changed = channel
-        .import(body.into_data_stream().map_err(broken))
+        .import(body.into_data_stream().map_err(interrupted))
         .await?;
-    Ok(told(&changed.unwrap_or(named), StatusCode::NO_CONTENT))
+    Ok(with_result(
+        &changed.unwrap_or(expected),
+        StatusCode::NO_CONTENT,
+    ))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn range(text: &str) -> Option<Range> {
+    fn range(text: &str) -> Option<ByteRange> {
         parse_range(&HeaderMap::from_iter([(
             header::RANGE,
             HeaderValue::from_str(text).expect("a header"),
@@ -708,10 +754,10 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_read_as_the_standard_has_them() {
-        assert_eq!(range("bytes=0-9"), Some(Range::From(0, Some(9))));
-        assert_eq!(range("bytes=5-"), Some(Range::From(5, None)));
-        assert_eq!(range("bytes=-3"), Some(Range::Last(3)));
+    fn ranges_are_parsed_as_the_standard_defines_them() {
+        assert_eq!(range("bytes=0-9"), Some(ByteRange::From(0, Some(9))));
+        assert_eq!(range("bytes=5-"), Some(ByteRange::From(5, None)));
+        assert_eq!(range("bytes=-3"), Some(ByteRange::Last(3)));
         assert_eq!(range("bytes=9-3"), None);
         assert_eq!(range("lines=1-2"), None);
         assert_eq!(range("bytes=0-1,4-5"), None);

@@ -1,4 +1,5 @@
-//! The images in the node's store. The orchestrator asks when an image is added, so that nobody waits for the next heartbeat.
+//! Lists the images in the node's store. The orchestrator calls this when an image is added, rather
+//! than wait for the next heartbeat.
 
 use axum::{Json, extract::State};
 use cynode_api::{ErrorCode, LocalImages, Problem};
@@ -8,7 +9,9 @@ use super::Api;
 
 /// List the images in the node's store.
 #[utoipa::path(get, path = "/v1/worker/images", tag = "images",
-    responses((status = 200, body = LocalImages), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses(
+        (status = 200, body = LocalImages),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(State(api): State<Api>) -> Result<Json<LocalImages>, ApiError> {
     let items = api
         .sessions

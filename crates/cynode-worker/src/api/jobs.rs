@@ -8,21 +8,22 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{
-    Bytes, ErrorCode, ExecExit, ExecId, ExecVia, Job, JobAck, JobId, JobRun, JobState, JobStop,
-    OutputPage, Page, Problem, TaskId,
+    ErrorCode, ExecExit, ExecId, Job, JobAck, JobId, JobRun, JobState, JobStop, OutputPage,
+    OutputQuery, Page, Problem, TaskId,
 };
-use cynode_service::{ApiError, JsonBody, QueryParams};
+use cynode_service::{ApiError, JsonBody, QueryParams, output::OutputRequest};
 use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use time::OffsetDateTime;
+use tokio::time::Instant;
 use utoipa::IntoParams;
 
 use super::{
     Api,
-    output::{Asked, OutputQuery},
+    output::answer,
     sessions::{Id, page, parse_id},
 };
-use crate::{jobs::Entry, sessions::check_version};
+use crate::{jobs::JobEntry, sessions::check_version};
 
 impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<JobId> {
     type Rejection = ApiError;
@@ -41,7 +42,7 @@ impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<JobId> {
     }
 }
 
-/// Whether a caller does not want to wait for the end (RFC 7240).
+/// Returns whether the caller prefers not to wait for the end (RFC 7240).
 fn responds_async(headers: &HeaderMap) -> bool {
     let values = headers
         .get_all("prefer")
@@ -57,19 +58,27 @@ fn responds_async(headers: &HeaderMap) -> bool {
     })
 }
 
-/// Waits for the end of a job, and answers with it. A worker that stops says so: the job itself is in the next one's hands.
-async fn result(api: &Api, entry: &Entry) -> Result<Job, ApiError> {
+/// Waits for the end of a job. Fails if the worker shuts down: the next worker resumes the job.
+async fn result(api: &Api, entry: &JobEntry) -> Result<Job, ApiError> {
     tokio::select! {
-        () = entry.ended() => api.jobs.object(entry).await,
-        () = api.stop.cancelled() => Err(ApiError::new(ErrorCode::ShuttingDown, "the worker is stopping; the job is kept, with its result when there is one")),
+        () = entry.wait_until_ended() => api.jobs.object(entry).await,
+        () = api.stop.cancelled() => Err(ApiError::new(
+            ErrorCode::ShuttingDown,
+            "the worker is shutting down; the job and its result are retained",
+        )),
     }
 }
 
-/// Run a job: one command in a sandbox of its own, once. Answers at its end, however the command ended; with
-/// `Prefer: respond-async` at once, when the job is on disk. The same request again is the same job.
+/// Run a job: one command, once, in its own sandbox. Responds at its end, however the command
+/// ended; with `Prefer: respond-async` as soon as the job is on disk. A repeated request returns
+/// the same job.
 #[utoipa::path(post, path = "/v1/worker/jobs:run", tag = "jobs", request_body = JobRun,
-    params(("Prefer" = Option<String>, Header, description = "`respond-async`: do not wait for the end")),
-    responses((status = 200, body = Job, description = "It has ended"), (status = 202, body = Job, description = "It is accepted"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    params(("Prefer" = Option<String>, Header,
+        description = "`respond-async`: do not wait for the end")),
+    responses(
+        (status = 200, body = Job, description = "The job has ended"),
+        (status = 202, body = Job, description = "The job is accepted"),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn run(
     State(api): State<Api>,
     headers: HeaderMap,
@@ -91,7 +100,7 @@ pub(super) async fn run(
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct ListQuery {
+pub(super) struct JobListQuery {
     #[param(value_type = Option<JobState>)]
     state: Option<String>,
     task_id: Option<TaskId>,
@@ -100,12 +109,14 @@ pub(super) struct ListQuery {
     cursor: Option<String>,
 }
 
-/// List the jobs that are not acknowledged, by their ids, without their streams.
-#[utoipa::path(get, path = "/v1/worker/jobs", tag = "jobs", params(ListQuery),
-    responses((status = 200, body = Page<Job>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// List unacknowledged jobs in the order of their ids, without their output.
+#[utoipa::path(get, path = "/v1/worker/jobs", tag = "jobs", params(JobListQuery),
+    responses(
+        (status = 200, body = Page<Job>),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
     State(api): State<Api>,
-    QueryParams(query): QueryParams<ListQuery>,
+    QueryParams(query): QueryParams<JobListQuery>,
 ) -> Result<Json<Page<Job>>, ApiError> {
     let state = query
         .state
@@ -116,9 +127,9 @@ pub(super) async fn list(
         .cursor
         .map(|cursor| cursor.parse::<JobId>())
         .transpose()
-        .map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
-    // By the id itself: the job that a cursor names may have been acknowledged meanwhile.
-    let object = |(_, entry): &(JobId, Arc<Entry>)| {
+        .map_err(|_| ApiError::invalid("cursor: is invalid"))?;
+    // Compares ids, because the cursor's job may have been acknowledged meanwhile.
+    let object = |(_, entry): &(JobId, Arc<JobEntry>)| {
         let job = entry.job();
         (state.is_none_or(|state| job.state == state)
             && query.task_id.is_none_or(|task| job.task_id == task))
@@ -135,16 +146,24 @@ pub(super) async fn list(
 }
 
 /// Show a job, with its result once it has ended.
-#[utoipa::path(get, path = "/v1/worker/jobs/{job_id}", tag = "jobs", params(("job_id" = JobId, Path)),
-    responses((status = 200, body = Job), (status = "default", body = Problem, content_type = "application/problem+json")))]
+#[utoipa::path(get, path = "/v1/worker/jobs/{job_id}", tag = "jobs",
+    params(("job_id" = JobId, Path)),
+    responses(
+        (status = 200, body = Job),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn show(State(api): State<Api>, Id(id): Id<JobId>) -> Result<Json<Job>, ApiError> {
     let entry = api.jobs.get(id)?;
     Ok(Json(api.jobs.object(&entry).await?))
 }
 
-/// Read a job's output, while it runs and after, as for an exec; kept until the job is acknowledged.
-#[utoipa::path(get, path = "/v1/worker/jobs/{job_id}/output", tag = "jobs", params(("job_id" = JobId, Path), OutputQuery),
-    responses((status = 200, content((OutputPage = "application/json"), (String = "text/event-stream"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Read the output of a running or finished job, as for an exec. It is retained until the job is
+/// acknowledged.
+#[utoipa::path(get, path = "/v1/worker/jobs/{job_id}/output", tag = "jobs",
+    params(("job_id" = JobId, Path), OutputQuery),
+    responses(
+        (status = 200,
+            content((OutputPage = "application/json"), (String = "text/event-stream"))),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn output(
     State(api): State<Api>,
     Id(id): Id<JobId>,
@@ -152,26 +171,29 @@ pub(super) async fn output(
     QueryParams(query): QueryParams<OutputQuery>,
 ) -> Result<Response, ApiError> {
     let entry = api.jobs.get(id)?;
-    let asked = Asked::new(&query, &headers)?;
-    if !asked.events || entry.is_final() {
+    let request = OutputRequest::new(&query, &headers)?;
+    let deadline = Instant::now() + request.wait;
+    if !request.events || entry.is_final() {
         drop(
             tokio::time::timeout_at(
-                asked.deadline,
-                entry.until(|record| record.job.state != JobState::Accepted),
+                deadline,
+                entry.wait_until(|record| record.job.state != JobState::Accepted),
             )
             .await,
         );
     } else {
         tokio::select! {
-            () = entry.until(|record| record.job.state != JobState::Accepted) => {}
-            () = api.stop.cancelled() => return Err(ApiError::new(ErrorCode::ShuttingDown, "the worker is stopping")),
+            () = entry.wait_until(|record| record.job.state != JobState::Accepted) => {}
+            () = api.stop.cancelled() => {
+                return Err(ApiError::new(ErrorCode::ShuttingDown, "the worker is shutting down"));
+            }
         }
     }
     if entry.is_acknowledged() {
         return Err(expired(id));
     }
     if let Some(exec) = api.jobs.exec(&entry) {
-        return asked.answer(&exec, api.stop.clone()).await;
+        return answer(request, deadline, &exec, api.stop.clone()).await;
     }
     if entry.is_acknowledged() {
         return Err(expired(id));
@@ -179,42 +201,28 @@ pub(super) async fn output(
     let job = entry.job();
     let ended = job.state.is_final().then(|| {
         (
-            never_ran(&api),
+            ExecExit::never_ran(api.sessions.config.exec_via),
             job.ended_at.unwrap_or_else(OffsetDateTime::now_utc),
         )
     });
-    Ok(asked.nothing(ExecId::from_uuid(*id.as_uuid()), ended))
+    Ok(request.empty_response(ExecId::from_uuid(*id.as_uuid()), 0, ended))
 }
 
 fn expired(id: JobId) -> ApiError {
     Problem::new(
         ErrorCode::OutputExpired,
-        format!("job {id} was acknowledged, and its output dropped"),
+        format!("job {id} was acknowledged and its output dropped"),
     )
     .with_remedy("Read the output before the job is acknowledged.")
     .into()
 }
 
-/// The exit of a command that was not started: whoever follows the output needs an end.
-fn never_ran(api: &Api) -> ExecExit {
-    let via: ExecVia = api.sessions.config.exec_via;
-    ExecExit {
-        exit_code: None,
-        signal: None,
-        timed_out: false,
-        oom_killed: false,
-        no_space: false,
-        bytes: Bytes::default(),
-        sha256: None,
-        duration_ms: 0,
-        via,
-        lost: false,
-    }
-}
-
-/// Say that the result is known, so that the node may forget it. Its output is dropped; its id is remembered for a day.
-#[utoipa::path(post, path = "/v1/worker/jobs/{job_id}/ack", tag = "jobs", params(("job_id" = JobId, Path)), request_body = JobAck,
-    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Acknowledge the result of a job. Its output is dropped; its id stays reserved for a day.
+#[utoipa::path(post, path = "/v1/worker/jobs/{job_id}/ack", tag = "jobs",
+    params(("job_id" = JobId, Path)), request_body = JobAck,
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn acknowledge(
     State(api): State<Api>,
     Id(id): Id<JobId>,
@@ -225,9 +233,12 @@ pub(super) async fn acknowledge(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Stop a job: TERM, a grace, KILL. Answers at its end; a job that has ended stays as it ended, and one that is not known never runs here.
+/// Stop a job: TERM, a grace period, KILL. Responds at its end. A job that has ended keeps its
+/// result; an unknown one is barred from running here.
 #[utoipa::path(post, path = "/v1/worker/jobs:stop", tag = "jobs", request_body = JobStop,
-    responses((status = 200, body = Job), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses(
+        (status = 200, body = Job),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn stop(
     State(api): State<Api>,
     JsonBody(request): JsonBody<JobStop>,

@@ -22,14 +22,13 @@ use cynode_api::ErrorCode;
 use cynode_service::{
     ApiError, JsonBody, admin, answers,
     auth::{self, Tokens},
-    body, describe, edge, linger,
+    body,
+    describe::{self, Bearer},
+    edge, linger,
 };
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
-use utoipa::{
-    Modify, OpenApi, ToSchema,
-    openapi::security::{Http, HttpAuthScheme, SecurityScheme},
-};
+use utoipa::{OpenApi, ToSchema};
 use utoipa_axum::{router::OpenApiRouter, routes};
 
 use crate::{
@@ -44,36 +43,27 @@ pub(crate) struct Api {
     pub(crate) jobs: Arc<Jobs>,
     pub(crate) calls: Arc<Calls>,
     pub(crate) stop: CancellationToken,
-    /// Set when the stop shall end the sandboxes too.
+    /// Set if the shutdown also ends the sandboxes.
     pub(crate) end_sandboxes: Arc<std::sync::atomic::AtomicBool>,
 }
 
 #[derive(OpenApi)]
 #[openapi(
-    info(title = "CyNode Worker API", description = "Sessions, jobs, commands and files on one node. Errors are RFC 9457 problem documents. What a call on a session changed is in the header `X-Cynode-Result` of its answer, as JSON; a call that bears a UUID in `X-Cynode-Call` is remembered under it.", license(name = "Apache-2.0", identifier = "Apache-2.0")),
+    info(
+        title = "CyNode Worker API",
+        description = "Sessions, jobs, commands and files on one node. Errors are RFC 9457 problem \
+            documents. The header `X-Cynode-Result` of a response reports as JSON what a call on a \
+            session changed; the outcome of a call with a UUID in `X-Cynode-Call` can be looked up \
+            under that id.",
+        license(name = "Apache-2.0", identifier = "Apache-2.0")
+    ),
     modifiers(&Bearer),
     components(schemas(cynode_api::Problem, cynode_api::ErrorCode, cynode_api::StreamEvent))
 )]
-struct Document;
-
-struct Bearer;
-
-impl Modify for Bearer {
-    fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
-        let components = document.components.get_or_insert_default();
-        components.add_security_scheme(
-            "bearer",
-            SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer)),
-        );
-        document.security = Some(vec![utoipa::openapi::security::SecurityRequirement::new(
-            "bearer",
-            Vec::<String>::new(),
-        )]);
-    }
-}
+struct ApiDocument;
 
 fn documented() -> OpenApiRouter<Api> {
-    OpenApiRouter::with_openapi(Document::openapi())
+    OpenApiRouter::with_openapi(ApiDocument::openapi())
         .routes(routes!(sessions::create, sessions::list))
         .routes(routes!(sessions::show, sessions::patch))
         .routes(routes!(sessions::end))
@@ -102,7 +92,7 @@ fn documented() -> OpenApiRouter<Api> {
         .routes(routes!(calls::bar))
         .routes(routes!(shutdown))
         .layer(DefaultBodyLimit::max(edge::MAX_BODY))
-        // Files have limits of their own, kept while they stream.
+        // File routes enforce their own limits while streaming.
         .merge(
             OpenApiRouter::new()
                 .routes(routes!(
@@ -117,21 +107,21 @@ fn documented() -> OpenApiRouter<Api> {
         )
 }
 
-/// The API's description, as it is served and checked in.
+/// The OpenAPI document, as served and checked in.
 #[must_use]
 pub fn openapi() -> serde_json::Value {
     let document = serde_json::to_value(documented().into_openapi()).unwrap_or_default();
-    let mut some = describe::in_sessions("/v1/worker/sessions");
-    some.extend(
-        REFUSALS
+    let mut route_errors = describe::in_sessions("/v1/worker/sessions");
+    route_errors.extend(
+        ROUTE_ERRORS
             .iter()
             .map(|(route, codes)| ((*route).to_owned(), *codes)),
     );
-    describe::complete(document, &[ErrorCode::ShuttingDown], &some)
+    describe::complete(document, &[ErrorCode::ShuttingDown], &route_errors)
 }
 
-/// What single routes refuse with.
-const REFUSALS: &[(&str, &[ErrorCode])] = &[
+/// Error codes of individual routes.
+const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
     (
         "POST /v1/worker/sessions",
         &[
@@ -188,12 +178,12 @@ pub(crate) fn router(
             Arc::clone(&api.calls),
             remember,
         ))
-        .layer(middleware::from_fn(answers::hold))
-        .layer(middleware::from_fn(name_payer))
+        .layer(middleware::from_fn(answers::buffer))
+        .layer(middleware::from_fn(set_response_owner))
         .layer(middleware::from_fn(edge::measure))
         .layer(middleware::from_fn_with_state(
             stopping,
-            refuse_when_stopping,
+            reject_when_stopping,
         ))
         .layer(middleware::from_fn_with_state(tokens, auth::require))
         .route(
@@ -210,12 +200,13 @@ pub(crate) fn router(
         .method_not_allowed_fallback(edge::method_not_allowed)
         .layer(middleware::from_fn(edge::request_id))
         .layer(middleware::from_fn(body::limit_pauses))
-        .layer(middleware::from_fn(linger::read_away))
+        .layer(middleware::from_fn(linger::drain_body))
         .with_state(api)
 }
 
-/// All calls come from the orchestrator: an answer counts against the session or job that it is about.
-async fn name_payer(mut request: Request, next: Next) -> Response {
+/// All calls come from the orchestrator, so a response counts against the session or job in its
+/// path.
+async fn set_response_owner(mut request: Request, next: Next) -> Response {
     let id = request
         .uri()
         .path()
@@ -227,33 +218,33 @@ async fn name_payer(mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-/// Waits until nothing of a sandbox can answer any more.
-async fn gone(live: &Live) {
+/// Waits until the sandbox can no longer answer.
+async fn wait_until_gone(live: &Live) {
     while !live.is_gone() {
         tokio::time::sleep(std::time::Duration::from_millis(250)).await;
     }
 }
 
-async fn refuse_when_stopping(
+async fn reject_when_stopping(
     State(stop): State<CancellationToken>,
     request: Request,
     next: Next,
 ) -> Response {
     if stop.is_cancelled() {
-        ApiError::new(ErrorCode::ShuttingDown, "the worker is stopping").into_response()
+        ApiError::new(ErrorCode::ShuttingDown, "the worker is shutting down").into_response()
     } else {
         next.run(request).await
     }
 }
 
-/// What becomes of the sandboxes when the worker stops.
+/// What happens to the sandboxes when the worker stops.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 enum Sandboxes {
-    /// They end; their workspaces are kept for the grace period.
+    /// Sandboxes end; their workspaces are retained for the grace period.
     #[default]
     End,
-    /// They run on, and the next worker adopts them.
+    /// Sandboxes keep running, and the next worker adopts them.
     Keep,
 }
 
@@ -266,7 +257,11 @@ struct Shutdown {
 }
 
 /// Stop this worker.
-#[utoipa::path(post, path = "/v1/worker/shutdown", tag = "worker", request_body = Shutdown, responses((status = 202, description = "It stops"), (status = "default", body = cynode_api::Problem, content_type = "application/problem+json")))]
+#[utoipa::path(post, path = "/v1/worker/shutdown", tag = "worker", request_body = Shutdown,
+    responses(
+        (status = 202, description = "The worker shuts down"),
+        (status = "default", body = cynode_api::Problem,
+            content_type = "application/problem+json")))]
 async fn shutdown(
     State(api): State<Api>,
     JsonBody(request): JsonBody<Shutdown>,
@@ -276,7 +271,7 @@ async fn shutdown(
         request.sandboxes == Sandboxes::End,
         std::sync::atomic::Ordering::SeqCst,
     );
-    // After the answer has left.
+    // After the response has been sent.
     tokio::spawn(async move {
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         api.stop.cancel();

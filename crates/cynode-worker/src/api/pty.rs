@@ -1,8 +1,8 @@
-//! A terminal in a session, opened by the runtime's own exec.
+//! A terminal in a session, opened through the runtime's exec call.
 //!
-//! What must stay true: the ways in and out are apart, so that a program that does not read its terminal holds up what is typed
-//! and nothing else, and a client that does not read holds up what is shown and nothing else. Whoever goes away, the terminal's
-//! processes are hung up; a client that vanishes without a word is found out by asking.
+//! Invariants: input and output are independent, so a program that does not read blocks only its
+//! input, and a client that does not read blocks only its output. When either side disconnects, the
+//! terminal's processes are hung up. Pings detect a client that vanishes silently.
 
 use std::{collections::BTreeMap, pin::Pin, sync::Arc, time::Duration};
 
@@ -29,7 +29,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::{Api, gone, sessions::Id};
+use super::{Api, sessions::Id, wait_until_gone};
 use crate::{
     process,
     runtime::{ExecOutput, ExecSpec, RuntimeExec},
@@ -37,49 +37,57 @@ use crate::{
 };
 
 const MAX_MESSAGE: usize = 64 * 1024;
-/// Messages that wait for the program to read them; what comes after them waits at the client.
-const TYPED_AHEAD: usize = 16;
-/// While nothing is taken from the client, how often it is asked whether it is still there.
-const ASK: Duration = Duration::from_secs(1);
-/// How often a client that says nothing is asked before patience with it ends.
-const ASKED: u32 = 4;
-/// How long a client may take to hear the end of a terminal whose sandbox is gone.
-const FAREWELL: Duration = Duration::from_secs(10);
+/// Messages queued for the program; further ones wait at the client.
+const INPUT_QUEUE_CAPACITY: usize = 16;
+/// Ping interval while no input is read from the client.
+const BLOCKED_PING_INTERVAL: Duration = Duration::from_secs(1);
+/// Pings to a silent client before it times out.
+const PINGS_PER_TIMEOUT: u32 = 4;
+/// How long sending the exit may take once the sandbox is gone.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 const SHELL: &str = "command -v bash >/dev/null 2>&1 && exec bash -l; exec sh -l";
-/// The runtime gives a terminal its size about when the program starts, not before. So the program's own process sets it first,
-/// where the image has what it takes, and then says [`MARK`]: sizes that the client says later must not be overtaken by it.
-const SIZED: &str = r#"stty cols "$1" rows "$2" 2>/dev/null; shift 2; printf '\000'; exec "$@""#;
-const MARK: u8 = 0;
-/// How long that may take.
-const SIZING: Duration = Duration::from_secs(10);
+/// Sets the terminal's size before running the program. The runtime applies the size only about
+/// when the program starts, so the program's own process sets it first if the image has `stty`, and
+/// then prints [`SIZE_SET`]. Without that mark it could overwrite a later resize by the client.
+const SET_SIZE_SCRIPT: &str =
+    r#"stty cols "$1" rows "$2" 2>/dev/null; shift 2; printf '\000'; exec "$@""#;
+const SIZE_SET: u8 = 0;
+const SET_SIZE_TIMEOUT: Duration = Duration::from_secs(10);
 
-type Size = (u16, u16);
+type TerminalSize = (u16, u16);
 
 #[derive(Debug, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
-enum FromClient {
+enum ClientMessage {
     Resize { cols: u16, rows: u16 },
 }
 
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-enum ToClient {
+enum ServerMessage {
     Ready,
     Exit { exit_code: Option<i64> },
     Error { code: String, detail: String },
 }
 
-impl ToClient {
+impl ServerMessage {
     fn message(&self) -> Message {
         Message::Text(serde_json::to_string(self).unwrap_or_default().into())
     }
 }
 
-/// Open a terminal (WebSocket). Binary frames are bytes; text frames are JSON `resize`, `ready`, `exit`, `error`. What can't be
-/// started is said by `error`.
+/// Open a terminal (WebSocket). Binary frames are bytes; text frames are JSON `resize`, `ready`,
+/// `exit`, `error`. A failed start is reported as `error`.
 #[utoipa::path(get, path = "/v1/worker/sessions/{id}/pty", tag = "sessions",
-    params(("id" = SessionId, Path), ("cols" = Option<u16>, Query), ("rows" = Option<u16>, Query), ("argv" = Option<Vec<String>>, Query, description = "A command instead of a shell; repeated for each argument")),
-    responses((status = 101, description = "The terminal is open"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    params(
+        ("id" = SessionId, Path),
+        ("cols" = Option<u16>, Query),
+        ("rows" = Option<u16>, Query),
+        ("argv" = Option<Vec<String>>, Query,
+            description = "A command instead of a shell; repeated for each argument")),
+    responses(
+        (status = 101, description = "The terminal is open"),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn open(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -94,16 +102,16 @@ pub(super) async fn open(
                 .parse::<u16>()
                 .ok()
                 .filter(|number| (1..=1_000).contains(number))
-                .ok_or_else(|| ApiError::invalid(format!("{name}: must lie between 1 and 1000")))
+                .ok_or_else(|| ApiError::invalid(format!("{name}: must be between 1 and 1000")))
         };
         match name.as_str() {
             "cols" if cols.is_none() => cols = Some(number()?),
             "rows" if rows.is_none() => rows = Some(number()?),
-            "cols" | "rows" => return Err(ApiError::invalid(format!("{name}: is named twice"))),
+            "cols" | "rows" => return Err(ApiError::invalid(format!("{name}: is repeated"))),
             "argv" if argv.len() < 256 && !value.contains('\0') => argv.push(value),
             _ => {
                 return Err(ApiError::invalid(format!(
-                    "query: '{}' is not understood",
+                    "query: unknown parameter '{}'",
                     name.chars().take(50).collect::<String>()
                 )));
             }
@@ -115,19 +123,19 @@ pub(super) async fn open(
     if !record.session.pty_allowed {
         return Err(ApiError::new(
             ErrorCode::PtyNotAllowed,
-            format!("session {id} was created without a terminal"),
+            format!("session {id} was created without pty_allowed"),
         ));
     }
     let upgrade = upgrade.map_err(|error| {
         ApiError::invalid(format!(
-            "a WebSocket is expected here: {}",
+            "expected a WebSocket upgrade: {}",
             error.body_text()
         ))
     })?;
     if argv.is_empty() {
         argv = ["/bin/sh", "-c", SHELL].map(str::to_owned).to_vec();
     }
-    let argv = ["/bin/sh", "-c", SIZED, "sh"]
+    let argv = ["/bin/sh", "-c", SET_SIZE_SCRIPT, "sh"]
         .map(str::to_owned)
         .into_iter()
         .chain([size.0.to_string(), size.1.to_string()])
@@ -144,22 +152,22 @@ pub(super) async fn open(
         stdin: true,
         tty: Some(size),
     };
-    // Started only when the socket is there: a client that vanishes before leaves nothing running, and what runs here is not
-    // dropped in the middle of a start when the client goes.
-    let patience = Duration::from_secs(api.sessions.config.pty_timeout_seconds);
+    // Start the program only after the upgrade: a client that vanishes earlier leaves nothing
+    // running, and a client that leaves later can't cancel a start halfway.
+    let client_timeout = Duration::from_secs(api.sessions.config.pty_timeout_seconds);
     Ok(upgrade
         .max_message_size(MAX_MESSAGE)
         .max_frame_size(MAX_MESSAGE)
-        .on_upgrade(move |socket| serve(socket, live, spec, patience, api.stop)))
+        .on_upgrade(move |socket| serve(socket, live, spec, client_timeout, api.stop)))
 }
 
 /// Why a terminal ended.
-enum End {
-    /// Its output did.
+enum TerminalEnd {
+    /// The output ended.
     Output,
-    /// The client is gone, or said goodbye.
+    /// The client disconnected or closed the socket.
     Client,
-    /// The worker stops.
+    /// The worker is shutting down.
     Stop,
 }
 
@@ -167,7 +175,7 @@ async fn serve(
     mut socket: WebSocket,
     live: Arc<Live>,
     spec: ExecSpec,
-    patience: Duration,
+    client_timeout: Duration,
     stop: CancellationToken,
 ) {
     let _activity = live.activity();
@@ -177,7 +185,7 @@ async fn serve(
             let Problem { code, detail, .. } = runtime_problem(&error);
             drop(
                 socket
-                    .send(ToClient::Error { code, detail }.message())
+                    .send(ServerMessage::Error { code, detail }.message())
                     .await,
             );
             drop(socket.send(Message::Close(None)).await);
@@ -185,118 +193,127 @@ async fn serve(
         }
     };
     let RuntimeExec { id, input, output } = exec;
-    let mut output = sized(output).await;
-    if socket.send(ToClient::Ready.message()).await.is_err() {
+    let mut output = wait_until_sized(output).await;
+    if socket.send(ServerMessage::Ready.message()).await.is_err() {
         return hang_up(&live, &id).await;
     }
     let (mut to_client, from_client) = socket.split();
-    let (typed, to_write) = mpsc::channel(TYPED_AHEAD);
-    let (say, mut to_say) = mpsc::channel(4);
+    let (input_queue, queued_input) = mpsc::channel(INPUT_QUEUE_CAPACITY);
+    let (control, mut control_messages) = mpsc::channel(4);
     let (size, sizes) = watch::channel(None);
     let end = tokio::select! {
-        end = show(&mut to_client, &mut output, &mut to_say) => end,
-        end = listen(from_client, &typed, &say, &size, patience) => end,
-        end = write(input, to_write) => end,
+        end = send_output(&mut to_client, &mut output, &mut control_messages) => end,
+        end = receive(from_client, &input_queue, &control, &size, client_timeout) => end,
+        end = write_input(input, queued_input) => end,
         end = resize(&live, &id, sizes) => end,
-        () = gone(&live) => End::Output,
-        () = stop.cancelled() => End::Stop,
+        () = wait_until_gone(&live) => TerminalEnd::Output,
+        () = stop.cancelled() => TerminalEnd::Stop,
     };
     match end {
-        End::Output => {
-            let exit_code = ended(&live, &id).await;
-            let goodbye = async {
-                drop(to_client.send(ToClient::Exit { exit_code }.message()).await);
+        TerminalEnd::Output => {
+            let exit_code = exit_code(&live, &id).await;
+            let send_exit = async {
+                drop(
+                    to_client
+                        .send(ServerMessage::Exit { exit_code }.message())
+                        .await,
+                );
                 drop(to_client.send(Message::Close(None)).await);
             };
+            let timed_out = async {
+                wait_until_gone(&live).await;
+                tokio::time::sleep(EXIT_TIMEOUT).await;
+            };
             tokio::select! {
-                () = goodbye => {}
-                () = async { gone(&live).await; tokio::time::sleep(FAREWELL).await } => {}
+                () = send_exit => {}
+                () = timed_out => {}
                 () = stop.cancelled() => {}
             }
         }
-        End::Client => hang_up(&live, &id).await,
-        End::Stop => {
-            let reason = ToClient::Error {
+        TerminalEnd::Client => hang_up(&live, &id).await,
+        TerminalEnd::Stop => {
+            let reason = ServerMessage::Error {
                 code: ErrorCode::ShuttingDown.as_str().to_owned(),
-                detail: "the worker is stopping".to_owned(),
+                detail: "the worker is shutting down".to_owned(),
             };
             tokio::join!(hang_up(&live, &id), async {
-                drop(to_client.send(reason.message()).await)
+                drop(to_client.send(reason.message()).await);
             });
         }
     }
 }
 
-/// Waits until the terminal has its size; gives the program's output.
-async fn sized(mut output: ExecOutput) -> ExecOutput {
-    match tokio::time::timeout(SIZING, output.next()).await {
+/// Waits until the terminal has its size; returns the program's output.
+async fn wait_until_sized(mut output: ExecOutput) -> ExecOutput {
+    match tokio::time::timeout(SET_SIZE_TIMEOUT, output.next()).await {
         Ok(Some(Ok((stream, mut data)))) => {
-            if data.first() == Some(&MARK) {
+            if data.first() == Some(&SIZE_SET) {
                 data.advance(1);
             }
             Box::pin(stream::iter([Ok((stream, data))]).chain(output))
         }
-        // What could not be started at all says so, and one that takes so long is not waited for.
+        // A failed start is reported as such; a slow one is not waited for.
         Ok(Some(Err(error))) => Box::pin(stream::iter([Err(error)])),
         Ok(None) => Box::pin(stream::empty()),
         Err(_) => output,
     }
 }
 
-/// Passes on what the program shows, until it ends or nobody is there to see it.
-async fn show(
+/// Sends the program's output and control messages until either side ends.
+async fn send_output(
     to_client: &mut SplitSink<WebSocket, Message>,
     output: &mut ExecOutput,
-    to_say: &mut mpsc::Receiver<Message>,
-) -> End {
+    control_messages: &mut mpsc::Receiver<Message>,
+) -> TerminalEnd {
     loop {
         let message = tokio::select! {
-            Some(message) = to_say.recv() => message,
+            Some(message) = control_messages.recv() => message,
             piece = output.next() => match piece {
                 Some(Ok((_, data))) if data.is_empty() => continue,
                 Some(Ok((_, data))) => Message::Binary(data),
-                Some(Err(_)) | None => return End::Output,
+                Some(Err(_)) | None => return TerminalEnd::Output,
             },
         };
         if to_client.send(message).await.is_err() {
-            return End::Client;
+            return TerminalEnd::Client;
         }
     }
 }
 
-/// Takes what the client sends, as far as there is room for it, until it is gone. One that says nothing is asked, and is gone
-/// when it has not answered for as long as our patience lasts.
-async fn listen(
+/// Receives messages until the client disconnects, blocking while the input queue is full. Pings a
+/// silent client and gives up on it after `client_timeout`.
+async fn receive(
     mut from_client: SplitStream<WebSocket>,
-    typed: &mpsc::Sender<Bytes>,
-    say: &mpsc::Sender<Message>,
-    size: &watch::Sender<Option<Size>>,
-    patience: Duration,
-) -> End {
-    let mut heard = Instant::now();
+    input_queue: &mpsc::Sender<Bytes>,
+    control: &mpsc::Sender<Message>,
+    size: &watch::Sender<Option<TerminalSize>>,
+    client_timeout: Duration,
+) -> TerminalEnd {
+    let mut last_message = Instant::now();
     loop {
-        let Ok(message) = tokio::time::timeout(patience / ASKED, from_client.next()).await else {
-            if heard.elapsed() >= patience {
-                tracing::info!(
-                    "A terminal's client does not answer any more; ending the terminal."
-                );
-                return End::Client;
+        let Ok(message) =
+            tokio::time::timeout(client_timeout / PINGS_PER_TIMEOUT, from_client.next()).await
+        else {
+            if last_message.elapsed() >= client_timeout {
+                tracing::info!("The client of a terminal timed out; ending the terminal.");
+                return TerminalEnd::Client;
             }
-            drop(say.try_send(Message::Ping(Bytes::new())));
+            drop(control.try_send(Message::Ping(Bytes::new())));
             continue;
         };
         match message {
             Some(Ok(Message::Binary(data))) => {
-                // A client that vanished is only noticed by reading or by asking.
-                while let Err(_elapsed) = tokio::time::timeout(ASK, typed.reserve())
-                    .await
-                    .map(|room| room.map(|room| room.send(data.clone())))
+                // A vanished client is noticed only by reading or by pings.
+                while let Err(_elapsed) =
+                    tokio::time::timeout(BLOCKED_PING_INTERVAL, input_queue.reserve())
+                        .await
+                        .map(|slot| slot.map(|slot| slot.send(data.clone())))
                 {
-                    drop(say.try_send(Message::Ping(Bytes::new())));
+                    drop(control.try_send(Message::Ping(Bytes::new())));
                 }
             }
             Some(Ok(Message::Text(text))) => match serde_json::from_str(&text) {
-                Ok(FromClient::Resize { cols, rows })
+                Ok(ClientMessage::Resize { cols, rows })
                     if (1..=1_000).contains(&cols) && (1..=1_000).contains(&rows) =>
                 {
                     size.send_replace(Some((cols, rows)));
@@ -305,8 +322,8 @@ async fn listen(
                     let detail =
                         "text frames are {\"type\":\"resize\",\"cols\":n,\"rows\":n}".to_owned();
                     drop(
-                        say.try_send(
-                            ToClient::Error {
+                        control.try_send(
+                            ServerMessage::Error {
                                 code: ErrorCode::InvalidRequest.as_str().to_owned(),
                                 detail,
                             }
@@ -316,41 +333,46 @@ async fn listen(
                 }
             },
             Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
-            Some(Ok(Message::Close(_)) | Err(_)) | None => return End::Client,
+            Some(Ok(Message::Close(_)) | Err(_)) | None => return TerminalEnd::Client,
         }
-        heard = Instant::now();
+        last_message = Instant::now();
     }
 }
 
-/// Writes what was typed, as fast as the program reads it. A terminal that takes no more is about to end, which its output says.
-async fn write(
+/// Writes queued input as fast as the program reads it. If a write fails, the output is about to
+/// end too.
+async fn write_input(
     mut input: Pin<Box<dyn AsyncWrite + Send>>,
-    mut typed: mpsc::Receiver<Bytes>,
-) -> End {
-    while let Some(data) = typed.recv().await {
+    mut queued_input: mpsc::Receiver<Bytes>,
+) -> TerminalEnd {
+    while let Some(data) = queued_input.recv().await {
         if input.write_all(&data).await.is_err() || input.flush().await.is_err() {
             break;
         }
     }
-    drop(typed);
+    drop(queued_input);
     std::future::pending().await
 }
 
-/// Gives the terminal the newest size that the client has said.
-async fn resize(live: &Live, id: &str, mut sizes: watch::Receiver<Option<Size>>) -> End {
+/// Applies the newest size requested by the client.
+async fn resize(
+    live: &Live,
+    id: &str,
+    mut sizes: watch::Receiver<Option<TerminalSize>>,
+) -> TerminalEnd {
     while sizes.changed().await.is_ok() {
         let size = *sizes.borrow_and_update();
         if let Some((cols, rows)) = size
             && let Err(error) = live.runtime.exec_resize(id, cols, rows).await
         {
-            tracing::warn!(%error, cols, rows, "Resizing a terminal failed.");
+            tracing::warn!(%error, cols, rows, "Failed to resize a terminal.");
         }
     }
     std::future::pending().await
 }
 
-/// The exit code, once the runtime has it.
-async fn ended(live: &Live, id: &str) -> Option<i64> {
+/// The exit code, once the runtime reports it.
+async fn exit_code(live: &Live, id: &str) -> Option<i64> {
     for _ in 0..100 {
         match live.runtime.exec_state(id).await {
             Ok(state) if !state.running => return state.exit_code,
@@ -361,9 +383,9 @@ async fn ended(live: &Live, id: &str) -> Option<i64> {
     None
 }
 
-/// The client is gone: the terminal's processes get HUP, then KILL.
+/// Sends HUP, then KILL, to the terminal's processes.
 async fn hang_up(live: &Live, id: &str) {
-    // Just after its start an exec does not run yet, as far as the runtime says.
+    // The runtime reports an exec as running only a moment after its start.
     let mut pid = 0;
     for _ in 0..100 {
         match live.runtime.exec_state(id).await {
@@ -400,7 +422,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_mark_of_a_sized_terminal_is_not_shown_and_nothing_else_is_lost() {
+    async fn the_size_mark_is_stripped_and_no_output_is_lost() {
         for (pieces, shown) in [
             (vec!["\0", "a", "b"], "ab"),
             (vec!["\0a\0"], "a\0"),
@@ -411,7 +433,7 @@ mod tests {
                 .into_iter()
                 .map(|piece| Ok((Stream::Stdout, Bytes::from(piece))))
                 .collect();
-            let output = sized(Box::pin(stream::iter(pieces))).await;
+            let output = wait_until_sized(Box::pin(stream::iter(pieces))).await;
             let seen: Vec<_> = output
                 .map(|piece| piece.expect("no error").1)
                 .collect()

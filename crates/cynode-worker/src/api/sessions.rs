@@ -18,12 +18,12 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::Api;
 use crate::{
-    calls::told,
+    calls::with_result,
     execs::kill_everything_by_runtime,
-    sessions::{Created, Entry, check_version},
+    sessions::{CreateOutcome, SessionEntry, check_version},
 };
 
-/// An id in a path; one that is not a UUID names nothing.
+/// An id in a path. A value that is not a UUID is reported as not found.
 pub(super) struct Id<T>(pub(super) T);
 
 impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<SessionId> {
@@ -60,33 +60,37 @@ pub(super) fn parse_id<T: std::str::FromStr>(
     })
 }
 
-/// Create a session. Answers when it runs; after 60 s with 202 and the state `creating`.
+/// Create a session. Responds once it runs, or after 60 s with 202 and the state `creating`.
 #[utoipa::path(post, path = "/v1/worker/sessions", tag = "sessions", request_body = SessionCreate,
-    responses((status = 201, body = Session), (status = 200, body = Session, description = "The same request came before"), (status = 202, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses(
+        (status = 201, body = Session),
+        (status = 200, body = Session, description = "An identical earlier request created it"),
+        (status = 202, body = Session),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn create(
     State(api): State<Api>,
     JsonBody(request): JsonBody<SessionCreate>,
 ) -> Result<Response, ApiError> {
-    created(api.sessions.create(request).await)
+    create_response(api.sessions.create(request).await)
 }
 
-fn created(outcome: Result<Created, ApiError>) -> Result<Response, ApiError> {
-    outcome.map(|created| match created {
-        Created::New(session) => answer(StatusCode::CREATED, session),
-        Created::Existing(session) => answer(StatusCode::OK, session),
-        Created::Creating(session) => answer(StatusCode::ACCEPTED, session),
+fn create_response(outcome: Result<CreateOutcome, ApiError>) -> Result<Response, ApiError> {
+    outcome.map(|outcome| match outcome {
+        CreateOutcome::New(session) => session_response(StatusCode::CREATED, session),
+        CreateOutcome::Existing(session) => session_response(StatusCode::OK, session),
+        CreateOutcome::Creating(session) => session_response(StatusCode::ACCEPTED, session),
     })
 }
 
-/// A session that was made or changed.
-fn answer(status: StatusCode, session: Session) -> Response {
-    told(&SessionOutcome::from(&session), (status, Json(session)))
+/// The response with a session that was created or changed.
+fn session_response(status: StatusCode, session: Session) -> Response {
+    with_result(&SessionOutcome::from(&session), (status, Json(session)))
 }
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct ListQuery {
+pub(super) struct SessionListQuery {
     #[param(value_type = Option<SessionState>)]
     state: Option<String>,
     task_id: Option<TaskId>,
@@ -98,11 +102,13 @@ pub(super) struct ListQuery {
 }
 
 /// List sessions, oldest first.
-#[utoipa::path(get, path = "/v1/worker/sessions", tag = "sessions", params(ListQuery),
-    responses((status = 200, body = Page<Session>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+#[utoipa::path(get, path = "/v1/worker/sessions", tag = "sessions", params(SessionListQuery),
+    responses(
+        (status = 200, body = Page<Session>),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
     State(api): State<Api>,
-    QueryParams(query): QueryParams<ListQuery>,
+    QueryParams(query): QueryParams<SessionListQuery>,
 ) -> Result<Json<Page<Session>>, ApiError> {
     let state = query
         .state
@@ -118,12 +124,12 @@ pub(super) async fn list(
                 None => session.labels.contains_key(label),
             })
     };
-    let object = |entry: &Arc<Entry>| {
+    let object = |entry: &Arc<SessionEntry>| {
         let session = entry.object();
-        let is_wanted = state.is_none_or(|state| session.state == state)
+        let matches = state.is_none_or(|state| session.state == state)
             && query.task_id.is_none_or(|task| session.task_id == task)
             && has_label(&session);
-        is_wanted.then_some(session)
+        matches.then_some(session)
     };
     page(
         api.sessions.entries(),
@@ -135,8 +141,8 @@ pub(super) async fn list(
     .map(Json)
 }
 
-/// The part of a list that a caller asks for, and the cursor of the next one: the id of the last item. Objects are made one by
-/// one, until the page is full; entries without one are left out.
+/// A page of a list; the cursor of the next page is the id of the last item. Objects are built one
+/// by one until the page is full; entries without one are skipped.
 pub(super) fn page<E, T: Serialize, I: PartialEq + ToString + std::str::FromStr>(
     entries: Vec<E>,
     limit: Option<usize>,
@@ -146,14 +152,14 @@ pub(super) fn page<E, T: Serialize, I: PartialEq + ToString + std::str::FromStr>
 ) -> Result<Page<T>, ApiError> {
     let limit = limit.unwrap_or(1_000);
     if !(1..=1_000).contains(&limit) {
-        return Err(ApiError::invalid("limit: must lie between 1 and 1000"));
+        return Err(ApiError::invalid("limit: must be between 1 and 1000"));
     }
     let first = match cursor {
         None => 0,
         Some(cursor) => {
             let after = cursor
                 .parse::<I>()
-                .map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
+                .map_err(|_| ApiError::invalid("cursor: is invalid"))?;
             entries
                 .iter()
                 .position(|entry| id(entry) == after)
@@ -179,8 +185,11 @@ pub(super) fn page<E, T: Serialize, I: PartialEq + ToString + std::str::FromStr>
 }
 
 /// Show a session.
-#[utoipa::path(get, path = "/v1/worker/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)),
-    responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+#[utoipa::path(get, path = "/v1/worker/sessions/{id}", tag = "sessions",
+    params(("id" = SessionId, Path)),
+    responses(
+        (status = 200, body = Session),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn show(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -188,9 +197,12 @@ pub(super) async fn show(
     Ok(Json(api.sessions.get(id)?.object()))
 }
 
-/// Change a session's limits of time, counted from now, or its labels.
-#[utoipa::path(patch, path = "/v1/worker/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionPatch,
-    responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Change a session's labels, or its time limits, counted from now.
+#[utoipa::path(patch, path = "/v1/worker/sessions/{id}", tag = "sessions",
+    params(("id" = SessionId, Path)), request_body = SessionPatch,
+    responses(
+        (status = 200, body = Session),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn patch(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -199,12 +211,15 @@ pub(super) async fn patch(
     api.sessions
         .patch(id, request)
         .await
-        .map(|session| answer(StatusCode::OK, session))
+        .map(|session| session_response(StatusCode::OK, session))
 }
 
-/// End a session. 200 also when it has ended already.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/end", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionEnd,
-    responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// End a session. Responds with 200 also if it has already ended.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/end", tag = "sessions",
+    params(("id" = SessionId, Path)), request_body = SessionEnd,
+    responses(
+        (status = 200, body = Session),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn end(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -213,7 +228,7 @@ pub(super) async fn end(
     api.sessions
         .end(id, request)
         .await
-        .map(|session| answer(StatusCode::OK, session))
+        .map(|session| session_response(StatusCode::OK, session))
 }
 
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
@@ -222,21 +237,28 @@ pub(super) struct SessionResume {
     version: Option<u32>,
 }
 
-/// Give a session whose container is gone a new one on its kept workspace.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/resume", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionResume,
-    responses((status = 201, body = Session), (status = 200, body = Session, description = "It runs already"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Start a new container for a lost or ended session on its retained workspace.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/resume", tag = "sessions",
+    params(("id" = SessionId, Path)), request_body = SessionResume,
+    responses(
+        (status = 201, body = Session),
+        (status = 200, body = Session, description = "The session is already running"),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn resume(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
     JsonBody(request): JsonBody<SessionResume>,
 ) -> Result<Response, ApiError> {
     check_version(request.version)?;
-    created(api.sessions.resume(id).await)
+    create_response(api.sessions.resume(id).await)
 }
 
-/// Signal everything in the sandbox but process 1. Needs no free process slot inside.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/signal", tag = "sessions", params(("id" = SessionId, Path)), request_body = SignalSession,
-    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+/// Signal all processes in the sandbox except process 1. Works without a free process slot inside.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/signal", tag = "sessions",
+    params(("id" = SessionId, Path)), request_body = SignalSession,
+    responses(
+        (status = 204),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn signal(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
@@ -254,7 +276,7 @@ pub(super) async fn signal(
         }
         ExecVia::Runtime => kill_everything_by_runtime(&live, request.signal.number()),
     }
-    Ok(told(
+    Ok(with_result(
         &SignalOutcome {
             exec_id: None,
             signal: request.signal,

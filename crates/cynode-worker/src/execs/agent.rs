@@ -1,4 +1,4 @@
-//! Running a command by the agent in the sandbox.
+//! Runs commands through the agent in the sandbox.
 
 use std::{sync::Arc, time::Duration};
 
@@ -11,37 +11,39 @@ use cynode_service::ApiError;
 use tokio::{sync::mpsc, time::Instant};
 
 use super::{
-    Exec, Input, Piece, SessionExecs,
+    Exec, ExecInput, Piece, SessionExecs,
     exec::{Stdin, lost_exit},
 };
 use crate::{
-    sandbox::{ANSWER, Channel, LinkError, agent_problem, unavailable, unexpected},
+    sandbox::{Channel, LinkError, REPLY_TIMEOUT, agent_problem, unavailable, unexpected},
     sessions::Live,
 };
 
-/// What the worker adds to an exec's own deadline before it doubts the agent.
-const DOUBT: Duration = Duration::from_secs(15);
+/// Added to an exec's own deadline before the worker stops relying on the agent.
+const AGENT_DEADLINE_SLACK: Duration = Duration::from_secs(15);
 
-/// What `start` needs beside the record.
+/// The parts of a command that its record does not hold.
 pub(crate) struct Command {
     pub(crate) argv: Vec<String>,
     pub(crate) env: Vec<(String, String)>,
-    pub(crate) input: Input,
+    pub(crate) input: ExecInput,
     pub(crate) stdin_open: bool,
-    /// The same may have been asked before, by a worker that died before it was answered: then the command that runs is it.
-    pub(crate) again: bool,
+    /// An earlier worker process may have started this command before it crashed; a duplicate id
+    /// from the agent then means success.
+    pub(crate) may_be_running: bool,
 }
 
-/// Starts a command; returns once it runs. From then on it is followed to its end, whoever waits.
+/// Starts a command and returns once it runs. A task then follows it to its end, with or without
+/// waiters.
 pub(crate) async fn start(
     live: Arc<Live>,
     execs: Arc<SessionExecs>,
     exec: Arc<Exec>,
     command: Command,
 ) -> Result<(), ApiError> {
-    let begun = match begin(&live, &exec, &command).await {
+    let channel = match begin(&live, &exec, &command).await {
         Ok(channel) => Some(channel),
-        Err(error) if command.again && error.0.is(ErrorCode::ExecIdInUse) => None,
+        Err(error) if command.may_be_running && error.is(ErrorCode::ExecIdInUse) => None,
         Err(error) => {
             execs.void(&exec, error.clone());
             return Err(error);
@@ -57,12 +59,12 @@ pub(crate) async fn start(
             command.stdin_open,
         ));
     }
-    tokio::spawn(follow(live, execs, exec, begun, stdin));
+    tokio::spawn(follow(live, execs, exec, channel, stdin));
     Ok(())
 }
 
-/// Passes the input on that came with the request.
-async fn feed(live: Arc<Live>, exec: Arc<Exec>, mut input: Input, stdin_open: bool) {
+/// Forwards the standard input of the request.
+async fn feed(live: Arc<Live>, exec: Arc<Exec>, mut input: ExecInput, stdin_open: bool) {
     loop {
         match input.next().await {
             Ok(Some(piece)) => {
@@ -71,9 +73,13 @@ async fn feed(live: Arc<Live>, exec: Arc<Exec>, mut input: Input, stdin_open: bo
                 }
             }
             Ok(None) => break,
-            // An end here would be taken for the end of the input.
+            // The command would take an early end of file for the end of its input.
             Err(error) => {
-                tracing::error!(%error, exec_id = %exec.id(), "The input of a command can't be read any more; ending it.");
+                tracing::error!(
+                    %error,
+                    exec_id = %exec.id(),
+                    "Failed to read a command's standard input; killing the command."
+                );
                 drop(kill_tree(&live, &exec).await);
                 return;
             }
@@ -97,7 +103,7 @@ async fn begin(live: &Live, exec: &Exec, command: &Command) -> Result<Channel, A
         stdin: wants_stdin(command),
     });
     let mut channel = link.open(&request).await.map_err(unavailable)?;
-    match channel.reply(ANSWER).await? {
+    match channel.reply(REPLY_TIMEOUT).await? {
         Reply::Started { .. } => Ok(channel),
         other => Err(unexpected(&format!("{other:?}"))),
     }
@@ -115,19 +121,19 @@ fn open_stdin(exec: &Exec, command: &Command) -> Option<mpsc::Receiver<Stdin>> {
     })
 }
 
-/// Goes on with the execs of a session after a restart of the worker. An exec that the agent does not know was recorded, but
-/// the crash came before it was started: it is lost, unless its owner starts it again.
+/// Resumes following a session's execs after a worker restart. An exec unknown to the agent was
+/// recorded but not started before the crash: it is lost, unless its owner starts it again.
 pub(crate) async fn adopt(
     live: Arc<Live>,
     execs: Arc<SessionExecs>,
-    started_again: bool,
+    will_be_restarted: bool,
 ) -> Result<(), ApiError> {
-    let known: Vec<ExecStatus> = match live.link()?.call(&Request::Execs).await? {
+    let statuses: Vec<ExecStatus> = match live.link()?.call(&Request::Execs).await? {
         Reply::Execs { execs } => execs,
         other => return Err(unexpected(&format!("{other:?}"))),
     };
     for exec in execs.running() {
-        if known.iter().any(|status| status.exec_id == exec.id()) {
+        if statuses.iter().any(|status| status.exec_id == exec.id()) {
             exec.set_started();
             let (sender, receiver) = mpsc::channel(1);
             *exec.stdin.lock() = Some(sender);
@@ -138,14 +144,14 @@ pub(crate) async fn adopt(
                 None,
                 Some(receiver),
             ));
-        } else if !started_again {
+        } else if !will_be_restarted {
             execs.finish(&exec, lost_exit(&exec));
         }
     }
     Ok(())
 }
 
-/// Takes output and exit, whatever happens to the connection, until the exec or its sandbox is gone.
+/// Receives output and the exit, reconnecting as needed, until the exec or its sandbox is gone.
 async fn follow(
     live: Arc<Live>,
     execs: Arc<SessionExecs>,
@@ -170,13 +176,17 @@ async fn follow(
         match pump(&live, &exec, &mut current, &mut stdin).await {
             Ok(report) => {
                 let exit = translate(&live, &exec, &report);
-                // As with output: what can't be recorded stays with the agent until it can.
+                // Without the acknowledgement the agent keeps the exit until it is recorded.
                 while let Err(error) = execs.try_finish(&exec, exit.clone()) {
                     if live.is_gone() {
                         execs.finish(&exec, exit);
                         break;
                     }
-                    tracing::error!(%error, exec_id = %exec.id(), "Recording an exec's end failed; trying again.");
+                    tracing::error!(
+                        %error,
+                        exec_id = %exec.id(),
+                        "Failed to record an exec's end; retrying."
+                    );
                     tokio::time::sleep(Duration::from_secs(1)).await;
                 }
                 drop(current.send(&Frame::ACK_EXIT).await);
@@ -185,7 +195,11 @@ async fn follow(
             }
             Err(LinkError::NoSuchExec) => break lost_exit(&exec),
             Err(error) => {
-                tracing::debug!(exec_id = %exec.id(), %error, "An exec's connection broke; attaching again.");
+                tracing::debug!(
+                    exec_id = %exec.id(),
+                    %error,
+                    "Lost the connection of an exec; attaching again."
+                );
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }
@@ -202,7 +216,7 @@ async fn attach(live: &Live, exec: &Exec) -> Result<Channel, ApiError> {
     live.link()?.open(&request).await.map_err(unavailable)
 }
 
-/// Moves output in and standard input out until the exit comes.
+/// Receives output and sends standard input until the exit arrives.
 async fn pump(
     live: &Live,
     exec: &Exec,
@@ -239,13 +253,14 @@ async fn pump(
                 let expected = exec.last_seq() + 1;
                 if seq > expected || data.len() > MAX_DATA {
                     return Err(LinkError::Protocol(format!(
-                        "output {seq} where {expected} was due"
+                        "received output {seq}, expected {expected}"
                     )));
                 }
                 exec.make_room().await;
-                live.room_for_output().await;
-                // A full disk on the node: the output can't be kept, so the agent keeps it and the program waits.
-                while let Err(error) = exec.keep(&Piece {
+                live.wait_for_output_space().await;
+                // If the node's disk is full, the agent keeps the output unacknowledged and the
+                // command blocks.
+                while let Err(error) = exec.append_output(&Piece {
                     seq,
                     at_ms,
                     stream,
@@ -254,7 +269,11 @@ async fn pump(
                     if live.is_gone() {
                         return Err(LinkError::Gone);
                     }
-                    tracing::error!(%error, exec_id = %exec.id(), "Keeping output failed; the program waits.");
+                    tracing::error!(
+                        %error,
+                        exec_id = %exec.id(),
+                        "Failed to store output; the command blocks until it is stored."
+                    );
                     tokio::time::sleep(Duration::from_secs(1)).await;
                 }
                 channel.send(&Frame::Ack(seq)).await?;
@@ -307,7 +326,7 @@ fn translate(live: &Live, exec: &Exec, report: &ExitReport) -> ExecExit {
         timed_out: report.timed_out,
         oom_killed: killed && !report.timed_out && live.saw_oom_kill(),
         bytes,
-        // The end of one that is lost was not seen, so neither was all that it wrote.
+        // The agent did not observe all output of a lost exec.
         sha256: if report.lost {
             None
         } else {
@@ -320,27 +339,33 @@ fn translate(live: &Live, exec: &Exec, report: &ExitReport) -> ExecExit {
     }
 }
 
-/// Ends a foreground exec that nobody waits for, and an exec whose agent does not keep its deadline.
+/// Kills a foreground exec that nobody waits for, and an exec that the agent let pass its deadline.
 async fn guard(live: Arc<Live>, exec: Arc<Exec>) {
-    let deadline = (exec.record.timeout_ms > 0)
-        .then(|| Instant::now() + Duration::from_millis(exec.record.timeout_ms + GRACE_MS) + DOUBT);
+    let deadline = (exec.record.timeout_ms > 0).then(|| {
+        Instant::now()
+            + Duration::from_millis(exec.record.timeout_ms + GRACE_MS)
+            + AGENT_DEADLINE_SLACK
+    });
     tokio::select! {
-        () = until(deadline) => enforce_deadline(&live, &exec).await,
+        () = sleep_until(deadline) => enforce_deadline(&live, &exec).await,
         () = abandoned(&exec) => {
-            tracing::info!(exec_id = %exec.id(), "Nobody waits for this exec any more; ending it.");
+            tracing::info!(exec_id = %exec.id(), "Killing an abandoned foreground exec.");
             drop(kill_tree(&live, &exec).await);
         }
     }
 }
 
-/// The exit is late. When the command has ended and only its output is held up, by a reader who may take his time, all is
-/// well. Otherwise the agent did not keep the deadline, and everything in the sandbox goes, step by step.
+/// Handles an overdue exit. A command that has ended and only waits for a slow reader is left
+/// alone. Otherwise the agent missed the deadline, and the worker kills ever more of the sandbox.
 async fn enforce_deadline(live: &Live, exec: &Exec) {
     if has_ended(live, exec).await {
-        tracing::info!(exec_id = %exec.id(), "An exec has ended; a reader holds up its output.");
+        tracing::info!(exec_id = %exec.id(), "An exec has ended; a slow reader delays its exit.");
         return;
     }
-    tracing::warn!(exec_id = %exec.id(), "The agent missed an exec's deadline; killing everything in the sandbox.");
+    tracing::warn!(
+        exec_id = %exec.id(),
+        "The agent missed an exec's deadline; killing everything in the sandbox."
+    );
     drop(kill_tree(live, exec).await);
     tokio::time::sleep(Duration::from_secs(2)).await;
     if has_ended(live, exec).await {
@@ -350,13 +375,13 @@ async fn enforce_deadline(live: &Live, exec: &Exec) {
         drop(link.call(&Request::SignalAll { signal: 9 }).await);
     }
     tokio::time::sleep(Duration::from_secs(5)).await;
-    // Past this, the container goes; what watches the sandbox sees that.
+    // Last resort: kill the container. The sandbox's monitor notices.
     if !has_ended(live, exec).await {
         live.kill_container().await;
     }
 }
 
-/// Whether the agent says that nothing of this exec is left to be ended.
+/// Asks the agent whether the exec has ended or is unknown.
 async fn has_ended(live: &Live, exec: &Exec) -> bool {
     let Ok(link) = live.link() else { return false };
     match link.call(&Request::Execs).await {
@@ -368,14 +393,14 @@ async fn has_ended(live: &Live, exec: &Exec) -> bool {
     }
 }
 
-async fn until(deadline: Option<Instant>) {
+async fn sleep_until(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => tokio::time::sleep_until(deadline).await,
         None => std::future::pending().await,
     }
 }
 
-/// Waits until a foreground exec has had no caller for a while.
+/// Waits until a foreground exec has had no caller for `ABANDONED_MS`.
 pub(super) async fn abandoned(exec: &Exec) {
     if exec.record.background {
         return std::future::pending().await;

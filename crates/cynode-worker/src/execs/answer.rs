@@ -1,4 +1,4 @@
-//! The answer to a foreground exec. A long one is written as JSON while it is read: only pieces of it are in memory.
+//! The answer to a foreground exec. Long output is streamed as JSON, piece by piece.
 
 use std::io;
 
@@ -13,29 +13,33 @@ use cynode_service::{ApiError, compute};
 use futures_util::stream;
 use http::header;
 
-use super::collect::Kept;
+use super::collect::CollectedStream;
 
-/// Bytes of output that are read at once. A multiple of three: each piece is whole in base64.
-const PIECE: usize = 48 * 1024;
+/// Bytes of output per read. A multiple of three, so that each read encodes to base64 without
+/// padding.
+const READ_BYTES: usize = 48 * 1024;
 
-/// How a command ended, and what it wrote.
+/// How a command ended, and its output.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) exec_id: ExecId,
     pub(crate) exit: ExecExit,
-    pub(super) stdout: Kept,
-    pub(super) stderr: Kept,
+    pub(super) stdout: CollectedStream,
+    pub(super) stderr: CollectedStream,
     pub(super) truncated: Truncated,
 }
 
 fn unreadable(error: &io::Error) -> ApiError {
-    ApiError::new(ErrorCode::Internal, format!("reading kept output: {error}"))
+    ApiError::new(
+        ErrorCode::Internal,
+        format!("reading stored output: {error}"),
+    )
 }
 
 impl Answer {
-    /// All of it in memory.
+    /// Reads the whole answer into memory.
     pub(crate) fn into_result(self) -> Result<ExecResult, ApiError> {
-        let whole = |kept: Kept| kept.whole().map_err(|error| unreadable(&error));
+        let whole = |stream: CollectedStream| stream.whole().map_err(|error| unreadable(&error));
         let (stdout, stderr, encoding) = encode_streams(whole(self.stdout)?, whole(self.stderr)?);
         Ok(ExecResult {
             exec_id: self.exec_id,
@@ -81,16 +85,16 @@ impl Answer {
         let mut begin = members.to_string();
         begin.truncate(begin.len() - 1);
         begin.push_str(",\"stdout\":\"");
-        let text = Text {
+        let body = JsonBody {
             begin: Some(begin),
             streams: vec![(stderr, "\"}"), (stdout, "\",\"stderr\":\"")],
             at: 0,
             is_text,
         };
-        let pieces = stream::unfold(Some(text), async |text| {
-            let mut text = text?;
-            match text.next() {
-                Ok(Some(piece)) => Some((Ok(Bytes::from(piece)), Some(text))),
+        let pieces = stream::unfold(Some(body), async |body| {
+            let mut body = body?;
+            match body.next() {
+                Ok(Some(piece)) => Some((Ok(Bytes::from(piece)), Some(body))),
                 Ok(None) => None,
                 Err(error) => Some((Err(error), None)),
             }
@@ -103,24 +107,24 @@ impl Answer {
     }
 }
 
-/// The text of an answer that is being written.
-struct Text {
+/// The JSON of an answer as it is streamed.
+struct JsonBody {
     begin: Option<String>,
-    /// Those that are left, the next one last, each with what follows it.
-    streams: Vec<(Kept, &'static str)>,
+    /// The remaining streams in reverse order, each with the JSON that follows it.
+    streams: Vec<(CollectedStream, &'static str)>,
     at: u64,
     is_text: bool,
 }
 
-impl Text {
+impl JsonBody {
     fn next(&mut self) -> io::Result<Option<String>> {
         if let Some(begin) = self.begin.take() {
             return Ok(Some(begin));
         }
-        let Some((kept, follows)) = self.streams.last() else {
+        let Some((stream, follows)) = self.streams.last() else {
             return Ok(None);
         };
-        let mut bytes = kept.read(self.at, PIECE)?;
+        let mut bytes = stream.read(self.at, READ_BYTES)?;
         if bytes.is_empty() {
             let follows = (*follows).to_owned();
             self.streams.pop();
@@ -139,7 +143,7 @@ impl Text {
     }
 }
 
-/// How many bytes are whole characters; the rest begins one that goes on behind them.
+/// The length of the prefix that consists of whole characters.
 fn whole_characters(bytes: &[u8]) -> io::Result<usize> {
     match std::str::from_utf8(bytes) {
         Ok(_) => Ok(bytes.len()),
@@ -150,18 +154,18 @@ fn whole_characters(bytes: &[u8]) -> io::Result<usize> {
     }
 }
 
-fn is_utf8(kept: &Kept) -> io::Result<bool> {
+fn is_utf8(stream: &CollectedStream) -> io::Result<bool> {
     let mut at = 0;
     loop {
-        let bytes = kept.read(at, PIECE)?;
+        let bytes = stream.read(at, READ_BYTES)?;
         if bytes.is_empty() {
             return Ok(true);
         }
         let Ok(length) = whole_characters(&bytes) else {
             return Ok(false);
         };
-        // A character that the very end cuts through is none.
-        if length < bytes.len() && at + bytes.len() as u64 == kept.len() {
+        // A character truncated by the end of the stream is invalid.
+        if length < bytes.len() && at + bytes.len() as u64 == stream.len() {
             return Ok(false);
         }
         at += length as u64;
@@ -170,18 +174,18 @@ fn is_utf8(kept: &Kept) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use cynode_api::{Bytes as Counts, ExecVia, Stream};
+    use cynode_api::{ExecVia, Stream};
     use serde_json::Value;
 
     use super::{
-        super::collect::{Collector, Overflow},
+        super::collect::{Collector, SpillSpace},
         *,
     };
 
     async fn answer(stdout: &[u8], stderr: &[u8]) -> (Value, Value, bool) {
         let directory = tempfile::tempdir().expect("a directory");
-        let overflow = Overflow::new(directory.path().to_owned(), 1 << 30);
-        let mut collector = Collector::new(1 << 20, &overflow);
+        let spill_space = SpillSpace::new(directory.path().to_owned(), 1 << 30);
+        let mut collector = Collector::new(1 << 20, &spill_space);
         for piece in stdout.chunks(10_007) {
             collector.push(Stream::Stdout, piece);
         }
@@ -190,15 +194,8 @@ mod tests {
             let (stdout, stderr, truncated) = collector.finish();
             let exit = ExecExit {
                 exit_code: Some(0),
-                signal: None,
-                timed_out: false,
-                oom_killed: false,
-                no_space: false,
-                bytes: Counts::default(),
-                sha256: None,
                 duration_ms: 1,
-                via: ExecVia::Agent,
-                lost: false,
+                ..ExecExit::never_ran(ExecVia::Agent)
             };
             Answer {
                 exec_id: ExecId::from_uuid(uuid::Uuid::nil()),
@@ -221,7 +218,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_long_answer_is_written_in_pieces_and_says_the_same() {
+    async fn a_streamed_answer_equals_the_one_built_in_memory() {
         let words = "ab\"\\\n\u{1}ü€𐍈".repeat(30_000);
         let binary: Vec<u8> = (0..=255).cycle().take(200_001).collect();
         let cut = "€".repeat(100_000);

@@ -1,7 +1,9 @@
-//! The output of a foreground exec's answer: within the limit all of it, over it the start and the end.
+//! Collects the output of a foreground exec for its answer: all of it within the limit, otherwise
+//! the head and the tail.
 //!
-//! What must stay true: a stream takes at most `IN_MEMORY` of the worker's memory, whatever limit its caller asked for. More is in
-//! a file without a name, and the files of a session have a budget; output that finds no room there is cut.
+//! Invariant: a stream takes at most `MAX_IN_MEMORY_BYTES` of memory, whatever limit the caller
+//! requested. Longer output spills to an unnamed file. The files of a session share a budget;
+//! output beyond it is truncated.
 
 use std::{
     collections::VecDeque,
@@ -17,17 +19,17 @@ use std::{
 
 use cynode_api::{Stream, Truncated};
 
-/// What a stream may take in memory.
-const IN_MEMORY: usize = 64 * 1024;
+/// Longer streams spill to a file.
+const MAX_IN_MEMORY_BYTES: usize = 64 * 1024;
 
-/// Where the output of a session's commands goes that is too long for memory.
+/// The directory and the byte budget of a session's spilled output.
 #[derive(Debug)]
-pub(crate) struct Overflow {
+pub(crate) struct SpillSpace {
     directory: PathBuf,
     left: AtomicU64,
 }
 
-impl Overflow {
+impl SpillSpace {
     pub(crate) fn new(directory: PathBuf, bytes: u64) -> Arc<Self> {
         Arc::new(Self {
             directory,
@@ -43,24 +45,24 @@ impl Overflow {
             });
         taken
             .map(drop)
-            .map_err(|_| io::Error::other("the session's answers take too much room"))
+            .map_err(|_| io::Error::other("the session's spilled output exceeds its budget"))
     }
 }
 
-/// A file that holds the start of a stream, and after it the end in a ring.
+/// A file that holds the head of a stream, followed by its tail in a ring.
 #[derive(Debug)]
-pub(crate) struct Ring {
+pub(crate) struct RingFile {
     file: File,
     extent: AtomicU64,
-    overflow: Arc<Overflow>,
+    spill_space: Arc<SpillSpace>,
 }
 
-impl Ring {
-    fn create(overflow: &Arc<Overflow>) -> io::Result<Self> {
+impl RingFile {
+    fn create(spill_space: &Arc<SpillSpace>) -> io::Result<Self> {
         Ok(Self {
-            file: tempfile::tempfile_in(&overflow.directory)?,
+            file: tempfile::tempfile_in(&spill_space.directory)?,
             extent: AtomicU64::new(0),
-            overflow: Arc::clone(overflow),
+            spill_space: Arc::clone(spill_space),
         })
     }
 
@@ -70,48 +72,48 @@ impl Ring {
             offset + data.len() as u64,
         );
         if end > before {
-            self.overflow.take(end - before)?;
+            self.spill_space.take(end - before)?;
             self.extent.store(end, Ordering::Relaxed);
         }
         self.file.write_all_at(data, offset)
     }
 }
 
-impl Drop for Ring {
+impl Drop for RingFile {
     fn drop(&mut self) {
-        self.overflow
+        self.spill_space
             .left
             .fetch_add(*self.extent.get_mut(), Ordering::Relaxed);
     }
 }
 
 #[derive(Debug)]
-enum Store {
+enum StreamStore {
     Memory { head: Vec<u8>, tail: VecDeque<u8> },
-    File(Arc<Ring>),
+    File(Arc<RingFile>),
 }
 
 #[derive(Debug)]
-struct Half {
+struct StreamCollector {
     limit: usize,
-    store: Store,
+    store: StreamStore,
     total: u64,
-    /// How much of the start is there, since something could not be kept.
+    /// Length of the head that was stored before a write failed.
     cut_at: Option<u64>,
-    overflow: Arc<Overflow>,
+    spill_space: Arc<SpillSpace>,
 }
 
-impl Half {
-    fn new(limit: usize, overflow: Arc<Overflow>) -> Self {
+impl StreamCollector {
+    fn new(limit: usize, spill_space: Arc<SpillSpace>) -> Self {
         Self {
             limit,
-            store: Store::Memory {
+            store: StreamStore::Memory {
                 head: Vec::new(),
                 tail: VecDeque::new(),
             },
             total: 0,
             cut_at: None,
-            overflow,
+            spill_space,
         }
     }
 
@@ -126,46 +128,47 @@ impl Half {
             return;
         }
         let kept = self.total.min(self.limit as u64);
-        if kept > IN_MEMORY as u64
+        if kept > MAX_IN_MEMORY_BYTES as u64
             && let Err(error) = self.spill(at, data)
         {
-            tracing::warn!(%error, "The output of a command could not be kept for its answer, and is cut.");
+            tracing::warn!(%error, "Failed to spill a command's output; truncating it.");
             self.cut_at = Some(at.min(self.head() as u64));
-        } else if kept <= IN_MEMORY as u64 {
+        } else if kept <= MAX_IN_MEMORY_BYTES as u64 {
             self.push_to_memory(data);
         }
     }
 
     fn push_to_memory(&mut self, data: &[u8]) {
-        let (most_head, limit) = (self.head(), self.limit);
-        let Store::Memory { head, tail } = &mut self.store else {
+        let (max_head, limit) = (self.head(), self.limit);
+        let StreamStore::Memory { head, tail } = &mut self.store else {
             return;
         };
-        let (first, rest) = data.split_at(data.len().min(most_head - head.len()));
+        let (first, rest) = data.split_at(data.len().min(max_head - head.len()));
         head.extend_from_slice(first);
-        let most_tail = limit - most_head;
-        let rest = &rest[rest.len().saturating_sub(most_tail)..];
-        let excess = (tail.len() + rest.len()).saturating_sub(most_tail);
+        let max_tail = limit - max_head;
+        let rest = &rest[rest.len().saturating_sub(max_tail)..];
+        let excess = (tail.len() + rest.len()).saturating_sub(max_tail);
         tail.drain(..excess.min(tail.len()));
         tail.extend(rest);
     }
 
-    /// Writes what came at a place of the stream to the file. What was in memory till then goes there first.
+    /// Writes a piece to the file at its position in the stream, after moving the in-memory part
+    /// there.
     fn spill(&mut self, at: u64, data: &[u8]) -> io::Result<()> {
         let ring = match &mut self.store {
-            Store::File(ring) => Arc::clone(ring),
-            Store::Memory { head, tail } => {
-                let ring = Ring::create(&self.overflow)?;
+            StreamStore::File(ring) => Arc::clone(ring),
+            StreamStore::Memory { head, tail } => {
+                let ring = RingFile::create(&self.spill_space)?;
                 ring.write(0, head)?;
                 ring.write(head.len() as u64, tail.make_contiguous())?;
                 let ring = Arc::new(ring);
-                self.store = Store::File(Arc::clone(&ring));
+                self.store = StreamStore::File(Arc::clone(&ring));
                 ring
             }
         };
         let (head, tail) = (self.head() as u64, (self.limit - self.head()) as u64);
         let (mut at, mut rest) = (at, data);
-        // Of what is longer than the ring, only the end is left in it.
+        // Only the end of a piece longer than the ring remains in it.
         let behind = (at + rest.len() as u64).saturating_sub(tail).max(head);
         while !rest.is_empty() {
             let (offset, room) = if at < head {
@@ -177,8 +180,8 @@ impl Half {
                 (at, rest) = (at + skipped as u64, &rest[skipped..]);
                 continue;
             } else {
-                let place = (at - head) % tail;
-                (head + place, tail - place)
+                let position = (at - head) % tail;
+                (head + position, tail - position)
             };
             let length = usize::try_from(room).unwrap_or(usize::MAX).min(rest.len());
             ring.write(offset, &rest[..length])?;
@@ -187,29 +190,29 @@ impl Half {
         Ok(())
     }
 
-    fn kept(&self) -> Kept {
+    fn collected(&self) -> CollectedStream {
         let (limit, head) = (self.limit as u64, self.head() as u64);
         let length = self.cut_at.unwrap_or_else(|| self.total.min(limit));
         match &self.store {
-            Store::Memory { head, tail } => Kept::Memory(
+            StreamStore::Memory { head, tail } => CollectedStream::Memory(
                 head.iter()
                     .chain(tail)
                     .copied()
                     .take(usize::try_from(length).unwrap_or(usize::MAX))
                     .collect(),
             ),
-            Store::File(ring) => {
-                let turned = if self.total > limit && self.cut_at.is_none() {
+            StreamStore::File(ring) => {
+                let tail_start = if self.total > limit && self.cut_at.is_none() {
                     (self.total - head) % (limit - head)
                 } else {
                     0
                 };
-                Kept::File {
+                CollectedStream::File {
                     ring: Arc::clone(ring),
                     length,
                     head,
                     limit,
-                    turned,
+                    tail_start,
                 }
             }
         }
@@ -220,21 +223,21 @@ impl Half {
     }
 }
 
-/// A stream of an answer.
+/// The collected output of one stream.
 #[derive(Clone, Debug)]
-pub(crate) enum Kept {
+pub(crate) enum CollectedStream {
     Memory(Vec<u8>),
     File {
-        ring: Arc<Ring>,
+        ring: Arc<RingFile>,
         length: u64,
         head: u64,
         limit: u64,
-        /// Where in the ring the end begins.
-        turned: u64,
+        /// Offset in the ring at which the tail begins.
+        tail_start: u64,
     },
 }
 
-impl Kept {
+impl CollectedStream {
     pub(crate) fn len(&self) -> u64 {
         match self {
             Self::Memory(bytes) => bytes.len() as u64,
@@ -246,12 +249,12 @@ impl Kept {
         matches!(self, Self::Memory(_))
     }
 
-    /// The bytes from a place on, at most so many.
-    pub(crate) fn read(&self, from: u64, most: usize) -> io::Result<Vec<u8>> {
+    /// Reads at most `max` bytes from an offset.
+    pub(crate) fn read(&self, from: u64, max: usize) -> io::Result<Vec<u8>> {
         let left = usize::try_from(self.len().saturating_sub(from))
             .unwrap_or(usize::MAX)
-            .min(most);
-        let (ring, head, limit, turned) = match self {
+            .min(max);
+        let (ring, head, limit, tail_start) = match self {
             Self::Memory(bytes) => {
                 let from = usize::try_from(from).unwrap_or(usize::MAX).min(bytes.len());
                 return Ok(bytes[from..from + left].to_vec());
@@ -260,9 +263,9 @@ impl Kept {
                 ring,
                 head,
                 limit,
-                turned,
+                tail_start,
                 ..
-            } => (ring, *head, *limit, *turned),
+            } => (ring, *head, *limit, *tail_start),
         };
         let mut bytes = vec![0; left];
         let (mut at, mut done) = (from, 0);
@@ -270,8 +273,8 @@ impl Kept {
             let (offset, room) = if at < head {
                 (at, head - at)
             } else {
-                let place = (turned + at - head) % (limit - head);
-                (head + place, limit - head - place)
+                let position = (tail_start + at - head) % (limit - head);
+                (head + position, limit - head - position)
             };
             let length = usize::try_from(room).unwrap_or(usize::MAX).min(left - done);
             ring.file
@@ -293,16 +296,16 @@ impl Kept {
 
 #[derive(Debug)]
 pub(crate) struct Collector {
-    stdout: Half,
-    stderr: Half,
+    stdout: StreamCollector,
+    stderr: StreamCollector,
 }
 
 impl Collector {
-    pub(crate) fn new(limit: u64, overflow: &Arc<Overflow>) -> Self {
+    pub(crate) fn new(limit: u64, spill_space: &Arc<SpillSpace>) -> Self {
         let limit = usize::try_from(limit).unwrap_or(usize::MAX);
         Self {
-            stdout: Half::new(limit, Arc::clone(overflow)),
-            stderr: Half::new(limit, Arc::clone(overflow)),
+            stdout: StreamCollector::new(limit, Arc::clone(spill_space)),
+            stderr: StreamCollector::new(limit, Arc::clone(spill_space)),
         }
     }
 
@@ -313,11 +316,11 @@ impl Collector {
         }
     }
 
-    /// Both streams and whether each was cut.
-    pub(crate) fn finish(&self) -> (Kept, Kept, Truncated) {
+    /// Both streams, and whether each is truncated.
+    pub(crate) fn finish(&self) -> (CollectedStream, CollectedStream, Truncated) {
         (
-            self.stdout.kept(),
-            self.stderr.kept(),
+            self.stdout.collected(),
+            self.stderr.collected(),
             Truncated {
                 stdout: self.stdout.is_cut(),
                 stderr: self.stderr.is_cut(),
@@ -330,17 +333,17 @@ impl Collector {
 mod tests {
     use super::*;
 
-    fn overflow(bytes: u64) -> (tempfile::TempDir, Arc<Overflow>) {
+    fn spill_space(bytes: u64) -> (tempfile::TempDir, Arc<SpillSpace>) {
         let directory = tempfile::tempdir().expect("a directory");
-        let overflow = Overflow::new(directory.path().to_owned(), bytes);
-        (directory, overflow)
+        let spill_space = SpillSpace::new(directory.path().to_owned(), bytes);
+        (directory, spill_space)
     }
 
     #[test]
-    fn the_middle_is_cut_and_the_ends_are_kept() {
-        let (_directory, overflow) = overflow(0);
+    fn the_middle_is_dropped_and_both_ends_are_retained() {
+        let (_directory, spill_space) = spill_space(0);
         for piece in [1, 3, 7, 100] {
-            let mut collector = Collector::new(10, &overflow);
+            let mut collector = Collector::new(10, &spill_space);
             let input: Vec<u8> = (0..100).collect();
             for part in input.chunks(piece) {
                 collector.push(Stream::Stdout, part);
@@ -356,8 +359,8 @@ mod tests {
 
     #[test]
     fn output_that_fits_is_whole() {
-        let (_directory, overflow) = overflow(0);
-        let mut collector = Collector::new(10, &overflow);
+        let (_directory, spill_space) = spill_space(0);
+        let mut collector = Collector::new(10, &spill_space);
         collector.push(Stream::Stderr, b"0123456");
         collector.push(Stream::Stderr, b"789");
         let (stdout, stderr, truncated) = collector.finish();
@@ -369,12 +372,12 @@ mod tests {
 
     #[test]
     fn long_output_is_the_same_in_a_file_as_in_memory() {
-        let (_directory, overflow) = overflow(1 << 30);
+        let (_directory, spill_space) = spill_space(1 << 30);
         for limit in [
-            IN_MEMORY - 1,
-            IN_MEMORY,
-            IN_MEMORY + 1,
-            2 * IN_MEMORY + 1,
+            MAX_IN_MEMORY_BYTES - 1,
+            MAX_IN_MEMORY_BYTES,
+            MAX_IN_MEMORY_BYTES + 1,
+            2 * MAX_IN_MEMORY_BYTES + 1,
             300_000,
         ] {
             for total in [
@@ -389,7 +392,7 @@ mod tests {
                     let input: Vec<u8> = (0..total)
                         .map(|n| u8::try_from(n % 251).expect("a byte"))
                         .collect();
-                    let mut collector = Collector::new(limit as u64, &overflow);
+                    let mut collector = Collector::new(limit as u64, &spill_space);
                     for part in input.chunks(piece) {
                         collector.push(Stream::Stdout, part);
                     }
@@ -402,7 +405,7 @@ mod tests {
                     assert_eq!(truncated.stdout, total > limit);
                     assert_eq!(
                         stdout.is_in_memory(),
-                        expected.len() <= IN_MEMORY,
+                        expected.len() <= MAX_IN_MEMORY_BYTES,
                         "{limit} {total}"
                     );
                     let pieces: Vec<u8> = (0..)
@@ -419,16 +422,16 @@ mod tests {
             }
         }
         assert_eq!(
-            overflow.left.load(Ordering::Relaxed),
+            spill_space.left.load(Ordering::Relaxed),
             1 << 30,
-            "all room was given back"
+            "the whole budget is released"
         );
     }
 
     #[test]
-    fn output_that_finds_no_room_is_cut_and_says_so() {
-        let (_directory, overflow) = overflow(200_000);
-        let mut collector = Collector::new(1 << 20, &overflow);
+    fn output_beyond_the_budget_is_reported_as_truncated() {
+        let (_directory, spill_space) = spill_space(200_000);
+        let mut collector = Collector::new(1 << 20, &spill_space);
         for _ in 0..10 {
             collector.push(Stream::Stdout, &b"x".repeat(50_000));
             collector.push(Stream::Stderr, b"y");

@@ -1,4 +1,4 @@
-//! One exec as the worker knows it: its output, its readers, its end.
+//! One exec: its record, output, readers and end.
 
 use std::{
     collections::HashMap,
@@ -19,41 +19,43 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::{
     answer::Answer,
-    collect::{Collector, Overflow},
+    collect::{Collector, SpillSpace},
     hashes::Hashes,
-    record::{Ended, ExecRecord},
+    registry::{ExecEnd, ExecRecord},
     spool::{Piece, Spool, SpoolReader},
 };
 
-/// What a page of output may have as JSON, whatever was asked for; it may go over this by one piece.
+/// Size of an output page as JSON, regardless of the limit in the request; the last piece may
+/// exceed it.
 const MAX_PAGE_BYTES: u64 = 4 * 1024 * 1024;
-/// Pieces in one page at most, however small they are.
+/// Pieces in one page, however small they are.
 const MAX_PAGE_PIECES: usize = 4_096;
 
-/// An exec's bookkeeping without its command.
-const RECORD_BYTES: usize = 1_024;
+/// Estimated size of an exec's record without its command.
+const RECORD_OVERHEAD_BYTES: usize = 1_024;
 
-/// A piece of standard input; `None` is its end. The answer says whether it was taken.
+/// A piece of standard input, `None` at its end. The sender reports whether the command accepted
+/// it.
 pub(super) type Stdin = (Option<Vec<u8>>, oneshot::Sender<bool>);
 
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) spool: Spool,
     pub(super) collector: Option<Collector>,
-    /// Of the output so far; gone when it ended.
+    /// Running hashes of the output; dropped when the exec ends.
     pub(super) hashes: Option<Box<Hashes>>,
-    pub(super) ended: Option<Ended>,
-    /// The start failed with this.
+    pub(super) ended: Option<ExecEnd>,
+    /// The error that the start failed with.
     pub(super) failed: Option<ApiError>,
     started: bool,
     pub(super) expired: bool,
-    /// The next piece that each attached reader needs.
+    /// The next sequence number that each attached reader needs.
     pub(super) readers: HashMap<u64, u64>,
 }
 
 impl Inner {
-    /// Shows a piece that is kept to those who want all of it.
-    fn pass(&mut self, piece: &Piece) {
+    /// Feeds a stored piece to the collector and the hashes.
+    fn feed(&mut self, piece: &Piece) {
         if let Some(collector) = &mut self.collector {
             collector.push(piece.stream, &piece.data);
         }
@@ -67,12 +69,12 @@ impl Inner {
 pub(crate) struct Exec {
     pub(crate) record: ExecRecord,
     pub(super) inner: Mutex<Inner>,
-    /// Counts changes: output, end, a reader's progress.
+    /// Version counter: incremented on output, on the end, and when a reader advances.
     changed: watch::Sender<u64>,
     pub(super) stdin: Mutex<Option<mpsc::Sender<Stdin>>>,
     watchers: AtomicUsize,
     reader_ids: AtomicU64,
-    overflow: Arc<Overflow>,
+    spill_space: Arc<SpillSpace>,
 }
 
 impl Exec {
@@ -81,7 +83,7 @@ impl Exec {
         spool: Spool,
         collector: Option<Collector>,
         hashes: Option<Box<Hashes>>,
-        overflow: Arc<Overflow>,
+        spill_space: Arc<SpillSpace>,
     ) -> Self {
         Self {
             record,
@@ -99,7 +101,7 @@ impl Exec {
             stdin: Mutex::new(None),
             watchers: AtomicUsize::new(0),
             reader_ids: AtomicU64::new(0),
-            overflow,
+            spill_space,
         }
     }
 
@@ -144,7 +146,7 @@ impl Exec {
         }
     }
 
-    /// Waits until it has started, or returns why it did not.
+    /// Waits for the start; returns the error if it fails.
     pub(crate) async fn started(&self) -> Result<(), ApiError> {
         let mut changes = self.changes();
         loop {
@@ -164,12 +166,12 @@ impl Exec {
         }
     }
 
-    /// Waits for the end and gives the whole answer.
+    /// Waits for the end and reads the whole result into memory.
     pub(crate) async fn result(&self) -> Result<ExecResult, ApiError> {
         self.answer().await?.into_result()
     }
 
-    /// Waits for the end. The answer may be long, and is not taken into memory for that.
+    /// Waits for the end. Long output stays on disk.
     pub(crate) async fn answer(&self) -> Result<Answer, ApiError> {
         let mut changes = self.changes();
         loop {
@@ -181,10 +183,14 @@ impl Exec {
                 if let Some(ended) = &inner.ended {
                     let (stdout, stderr, mut truncated) = match &inner.collector {
                         Some(collector) => collector.finish(),
-                        None => collect(&inner.spool, self.record.max_output_bytes, &self.overflow)
-                            .finish(),
+                        None => collect(
+                            &inner.spool,
+                            self.record.max_output_bytes,
+                            &self.spill_space,
+                        )
+                        .finish(),
                     };
-                    // What was dropped before it was collected is missing too.
+                    // Output dropped before it was collected counts as truncated.
                     truncated.stdout |= ended.exit.bytes.stdout > stdout.len();
                     truncated.stderr |= ended.exit.bytes.stderr > stderr.len();
                     return Ok(Answer {
@@ -203,37 +209,38 @@ impl Exec {
         }
     }
 
-    /// Whether the command is known to have been started.
+    /// Returns true once the command is known to have started.
     pub(crate) fn is_started(&self) -> bool {
         self.inner.lock().started
     }
 
-    /// Takes in a piece of output. False when it was there already.
-    pub(super) fn keep(&self, piece: &Piece) -> io::Result<bool> {
+    /// Stores a piece of output. Returns false for a duplicate.
+    pub(super) fn append_output(&self, piece: &Piece) -> io::Result<bool> {
         let mut inner = self.inner.lock();
         if piece.seq <= inner.spool.last_seq() {
             return Ok(false);
         }
         inner.spool.append(piece)?;
-        inner.pass(piece);
+        inner.feed(piece);
         drop(inner);
         self.announce();
         Ok(true)
     }
 
-    /// Takes in what an earlier worker kept. What it had dropped is missing: then the hash of the whole is not known.
-    pub(super) fn read_again(&self) {
+    /// Re-reads the output that an earlier worker process stored. If some was dropped, the hash of
+    /// the whole can't be computed.
+    pub(super) fn recover_output(&self) {
         let mut inner = self.inner.lock();
         inner.collector = (!self.record.background)
-            .then(|| Collector::new(self.record.max_output_bytes, &self.overflow));
+            .then(|| Collector::new(self.record.max_output_bytes, &self.spill_space));
         inner.hashes = (inner.spool.first_seq() == 1).then(Box::default);
         let mut reader = inner.spool.read_after(0);
         while inner.collector.is_some() || inner.hashes.is_some() {
             match reader.next(&inner.spool) {
-                Ok(Some(piece)) => inner.pass(&piece),
+                Ok(Some(piece)) => inner.feed(&piece),
                 Ok(None) => return,
                 Err(error) => {
-                    tracing::warn!(%error, exec_id = %self.id(), "Kept output can't be read.");
+                    tracing::warn!(%error, exec_id = %self.id(), "Failed to read stored output.");
                     inner.hashes = None;
                     return;
                 }
@@ -241,16 +248,17 @@ impl Exec {
         }
     }
 
-    /// Hashes of the whole streams, if it was these many bytes that passed here.
+    /// Hashes of the whole streams, or `None` if the lengths don't match the bytes hashed.
     pub(super) fn sha256(&self, bytes: Bytes) -> Option<StreamHashes> {
         self.inner
             .lock()
             .hashes
             .as_ref()
-            .and_then(|hashes| hashes.of(bytes))
+            .and_then(|hashes| hashes.digests(bytes))
     }
 
-    /// Drops old output, waiting for attached readers that still need it: a slow reader holds up its own program.
+    /// Drops old output, but waits for attached readers that still need it: a slow reader throttles
+    /// its own command.
     pub(super) async fn make_room(&self) {
         let mut changes = self.changes();
         loop {
@@ -259,7 +267,7 @@ impl Exec {
                 match inner.spool.droppable() {
                     None => return,
                     Some(next) if inner.readers.values().all(|needed| *needed >= next) => {
-                        inner.spool.drop_oldest()
+                        inner.spool.drop_oldest();
                     }
                     Some(_) => {}
                 }
@@ -282,10 +290,11 @@ impl Exec {
         self.announce();
     }
 
-    /// A page of kept output. Pieces are cut nowhere; at least one comes when there is one.
+    /// Reads a page of stored output. Pieces are never split; a page has at least one if any is
+    /// left.
     pub(crate) fn page(&self, after_seq: u64, max_bytes: u64) -> Result<Page, ApiError> {
         let inner = self.inner.lock();
-        self.check_kept(&inner)?;
+        self.check_not_expired(&inner)?;
         let mut reader = inner.spool.read_after(after_seq);
         let lost_before_seq = (after_seq.saturating_add(1) < inner.spool.first_seq())
             .then(|| inner.spool.first_seq());
@@ -328,14 +337,14 @@ impl Exec {
     /// The sequence number before the newest pieces that hold at least `tail_bytes`.
     pub(crate) fn before_tail(&self, tail_bytes: u64) -> Result<u64, ApiError> {
         let inner = self.inner.lock();
-        self.check_kept(&inner)?;
+        self.check_not_expired(&inner)?;
         inner
             .spool
             .before_tail(tail_bytes)
             .map_err(|error| unreadable(&error))
     }
 
-    fn check_kept(&self, inner: &Inner) -> Result<(), ApiError> {
+    fn check_not_expired(&self, inner: &Inner) -> Result<(), ApiError> {
         if inner.expired {
             Err(ApiError::new(
                 ErrorCode::OutputExpired,
@@ -349,10 +358,10 @@ impl Exec {
         }
     }
 
-    /// A reader for a stream; while it lives, nothing that it still needs is dropped.
+    /// Attaches a reader. Output that it still needs is not dropped while it lives.
     pub(crate) fn attach(self: &Arc<Self>, after_seq: u64) -> Result<Reader, ApiError> {
         let mut inner = self.inner.lock();
-        self.check_kept(&inner)?;
+        self.check_not_expired(&inner)?;
         let lost_before_seq = (after_seq.saturating_add(1) < inner.spool.first_seq())
             .then(|| inner.spool.first_seq());
         let reader = inner.spool.read_after(after_seq);
@@ -367,18 +376,19 @@ impl Exec {
         })
     }
 
-    /// Counts a caller who waits for this exec.
-    pub(crate) fn watch(self: &Arc<Self>) -> Watching {
+    /// Registers a caller that waits for this exec.
+    pub(crate) fn watch(self: &Arc<Self>) -> WatchGuard {
         self.watchers.fetch_add(1, Ordering::SeqCst);
         self.announce();
-        Watching(Arc::clone(self))
+        WatchGuard(Arc::clone(self))
     }
 
     pub(super) fn is_watched(&self) -> bool {
         self.watchers.load(Ordering::SeqCst) > 0
     }
 
-    /// Nobody waits any more: an exec that has ended need not hold its answer in memory, its output being in files.
+    /// Frees the collected output of an ended exec once nobody waits for it: the files still have
+    /// it.
     pub(super) fn release(&self) {
         let mut inner = self.inner.lock();
         if inner.ended.is_some() && !self.is_watched() {
@@ -386,9 +396,9 @@ impl Exec {
         }
     }
 
-    /// What its record takes in memory and in the log, about.
+    /// Approximate size of the record, in memory and in the log.
     pub(super) fn record_bytes(&self) -> usize {
-        RECORD_BYTES
+        RECORD_OVERHEAD_BYTES
             + self.record.cwd.len()
             + self
                 .record
@@ -398,7 +408,7 @@ impl Exec {
                 .sum::<usize>()
     }
 
-    /// Passes standard input on; false when the command takes no more.
+    /// Forwards standard input; returns false if the command accepts no more.
     pub(crate) async fn write_stdin(&self, data: Option<Vec<u8>>) -> bool {
         let Some(sender) = self.stdin.lock().clone() else {
             return false;
@@ -415,7 +425,7 @@ impl Exec {
     }
 }
 
-/// How long output is as JSON: control characters take six letters each.
+/// Length of output as JSON: a control character takes six bytes.
 fn written_bytes(data: &[u8]) -> u64 {
     data.iter()
         .map(|byte| {
@@ -429,11 +439,14 @@ fn written_bytes(data: &[u8]) -> u64 {
 }
 
 fn unreadable(error: &io::Error) -> ApiError {
-    ApiError::new(ErrorCode::Internal, format!("reading kept output: {error}"))
+    ApiError::new(
+        ErrorCode::Internal,
+        format!("reading stored output: {error}"),
+    )
 }
 
-pub(super) fn collect(spool: &Spool, limit: u64, overflow: &Arc<Overflow>) -> Collector {
-    let mut collector = Collector::new(limit, overflow);
+pub(super) fn collect(spool: &Spool, limit: u64, spill_space: &Arc<SpillSpace>) -> Collector {
+    let mut collector = Collector::new(limit, spill_space);
     let mut reader = spool.read_after(0);
     while let Ok(Some(piece)) = reader.next(spool) {
         collector.push(piece.stream, &piece.data);
@@ -449,11 +462,11 @@ pub(crate) struct Page {
     pub(crate) exit: Option<ExecExit>,
 }
 
-/// Somebody waits for the exec. A foreground exec that nobody waits for is ended after a while.
+/// Marks a caller that waits. A foreground exec that nobody watches is killed after a while.
 #[derive(Debug)]
-pub(crate) struct Watching(Arc<Exec>);
+pub(crate) struct WatchGuard(Arc<Exec>);
 
-impl Drop for Watching {
+impl Drop for WatchGuard {
     fn drop(&mut self) {
         if self.0.watchers.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.0.release();
@@ -462,21 +475,21 @@ impl Drop for Watching {
     }
 }
 
-/// A stream's place in the output.
+/// A position in an exec's output.
 #[derive(Debug)]
 pub(crate) struct Reader {
-    watching: Watching,
+    watching: WatchGuard,
     reader: SpoolReader,
     id: u64,
     pub(crate) lost_before_seq: Option<u64>,
 }
 
-/// What a reader finds next.
+/// The next event for a reader.
 #[derive(Debug)]
-pub(crate) enum Next {
+pub(crate) enum ReaderEvent {
     Piece(Piece),
     Exit(ExecExit, OffsetDateTime),
-    Nothing,
+    Pending,
 }
 
 impl Reader {
@@ -484,31 +497,31 @@ impl Reader {
         &self.watching.0
     }
 
-    /// The last piece that was given out.
+    /// The sequence number of the last piece returned.
     pub(crate) fn last_seq(&self) -> u64 {
         self.reader.next_seq() - 1
     }
 
-    pub(crate) fn next(&mut self) -> Result<Next, ApiError> {
+    pub(crate) fn next(&mut self) -> Result<ReaderEvent, ApiError> {
         let exec = Arc::clone(self.exec());
         let mut inner = exec.inner.lock();
-        exec.check_kept(&inner)?;
-        let found = self
+        exec.check_not_expired(&inner)?;
+        let piece = self
             .reader
             .next(&inner.spool)
             .map_err(|error| unreadable(&error))?;
         inner.readers.insert(self.id, self.reader.next_seq());
-        match found {
+        match piece {
             Some(piece) => {
                 let writer_waits = inner.spool.droppable().is_some();
                 drop(inner);
                 if writer_waits {
                     exec.announce();
                 }
-                Ok(Next::Piece(piece))
+                Ok(ReaderEvent::Piece(piece))
             }
-            None => Ok(inner.ended.as_ref().map_or(Next::Nothing, |ended| {
-                Next::Exit(ended.exit.clone(), ended.ended_at)
+            None => Ok(inner.ended.as_ref().map_or(ReaderEvent::Pending, |ended| {
+                ReaderEvent::Exit(ended.exit.clone(), ended.ended_at)
             })),
         }
     }
@@ -521,19 +534,12 @@ impl Drop for Reader {
     }
 }
 
-/// The exit of an exec whose end nobody saw.
+/// The exit of an exec whose end was not observed.
 pub(super) fn lost_exit(exec: &Exec) -> ExecExit {
     let elapsed = OffsetDateTime::now_utc() - exec.record.started_at;
     ExecExit {
-        exit_code: None,
-        signal: None,
-        timed_out: false,
-        oom_killed: false,
-        bytes: Bytes::default(),
-        sha256: None,
         duration_ms: u64::try_from(elapsed.whole_milliseconds()).unwrap_or(0),
-        via: cynode_api::ExecVia::Agent,
         lost: true,
-        no_space: false,
+        ..ExecExit::never_ran(cynode_api::ExecVia::Agent)
     }
 }

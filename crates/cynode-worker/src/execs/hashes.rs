@@ -1,9 +1,7 @@
-//! SHA-256 of all that a command writes, taken as it passes: of what is not kept, too.
+//! SHA-256 of everything a command writes, including output that is not retained.
 
 use cynode_api::{Bytes, Stream, StreamHashes};
 use sha2::{Digest as _, Sha256};
-
-use super::hex;
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Hashes {
@@ -22,11 +20,11 @@ impl Hashes {
         *bytes += data.len() as u64;
     }
 
-    /// The hashes, if these many bytes are all that there were. Else some never came here.
-    pub(super) fn of(&self, bytes: Bytes) -> Option<StreamHashes> {
+    /// The digests, or `None` if the lengths differ: then some output never passed through here.
+    pub(super) fn digests(&self, bytes: Bytes) -> Option<StreamHashes> {
         (bytes == self.bytes).then(|| StreamHashes {
-            stdout: hex(&self.stdout.clone().finalize()),
-            stderr: hex(&self.stderr.clone().finalize()),
+            stdout: hex::encode(self.stdout.clone().finalize()),
+            stderr: hex::encode(self.stderr.clone().finalize()),
         })
     }
 }
@@ -36,32 +34,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hashes_are_of_each_stream_and_of_nothing_when_some_is_missing() {
+    fn each_stream_has_a_hash_unless_output_is_missing() {
         let mut hashes = Hashes::default();
-        let of = |data: &[u8]| hex(&Sha256::digest(data));
+        let sha256 = |data: &[u8]| hex::encode(Sha256::digest(data));
         assert_eq!(
-            hashes.of(Bytes::default()),
+            hashes.digests(Bytes::default()),
             Some(StreamHashes {
-                stdout: of(b""),
-                stderr: of(b"")
+                stdout: sha256(b""),
+                stderr: sha256(b"")
             })
         );
         hashes.push(Stream::Stdout, b"he");
         hashes.push(Stream::Stderr, b"\xff");
         hashes.push(Stream::Stdout, b"llo");
         let expected = Some(StreamHashes {
-            stdout: of(b"hello"),
-            stderr: of(b"\xff"),
+            stdout: sha256(b"hello"),
+            stderr: sha256(b"\xff"),
         });
         assert_eq!(
-            hashes.of(Bytes {
+            hashes.digests(Bytes {
                 stdout: 5,
                 stderr: 1
             }),
             expected
         );
         for (stdout, stderr) in [(6, 1), (5, 2), (5, 0), (4, 1)] {
-            assert_eq!(hashes.of(Bytes { stdout, stderr }), None);
+            assert_eq!(hashes.digests(Bytes { stdout, stderr }), None);
         }
     }
 }

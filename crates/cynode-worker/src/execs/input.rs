@@ -1,4 +1,4 @@
-//! Standard input that comes with a request: in memory when it is short, else in a file without a name.
+//! Standard input sent with a request: in memory when short, otherwise in an unnamed file.
 
 use std::{
     io,
@@ -18,53 +18,52 @@ use tokio::{
     io::{AsyncReadExt as _, AsyncSeekExt as _, AsyncWriteExt as _},
 };
 
-use super::hex;
+/// Longer input spills to a file.
+const MAX_IN_MEMORY_BYTES: usize = 256 * 1024;
 
-/// Longer input goes to a file.
-const IN_MEMORY: usize = 256 * 1024;
-
-/// Input that has come whole.
+/// Input that has been received completely.
 #[derive(Debug, Default)]
-pub(crate) struct Input {
-    /// What has not been read yet; before what is in the file.
+pub(crate) struct ExecInput {
+    /// The unread part in memory; precedes the part in the file.
     bytes: Vec<u8>,
     taken: usize,
     rest: Option<File>,
     size: u64,
-    room: Option<Room>,
+    reservation: Option<InputReservation>,
 }
 
-/// Input on its way.
+/// Input that is being received.
 #[derive(Debug)]
-pub(crate) struct Spooling {
-    input: Input,
-    room: Room,
+pub(crate) struct InputSpool {
+    input: ExecInput,
+    reservation: InputReservation,
     hash: Sha256,
 }
 
-/// What a session's inputs take that their commands have not read yet.
+/// Bytes of a session's input that its commands have not read yet.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Rooms(Arc<AtomicU64>);
+pub(crate) struct InputQuota(Arc<AtomicU64>);
 
 #[derive(Debug)]
-struct Room {
-    all: Rooms,
+struct InputReservation {
+    quota: InputQuota,
     bytes: u64,
 }
 
-impl Drop for Room {
+impl Drop for InputReservation {
     fn drop(&mut self) {
-        self.all.0.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.quota.0.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
-impl Room {
+impl InputReservation {
     fn grow(&mut self, by: u64) -> Result<(), ApiError> {
-        let all = self.all.0.fetch_add(by, Ordering::Relaxed) + by;
+        let all = self.quota.0.fetch_add(by, Ordering::Relaxed) + by;
         self.bytes += by;
         if all > MAX_INPUT_PER_SESSION {
             let detail = format!(
-                "the commands of this session have not read {MAX_INPUT_PER_SESSION} bytes of their input yet, and there is room for no more"
+                "the commands of this session have {MAX_INPUT_PER_SESSION} bytes of unread input, \
+                 the maximum"
             );
             return Err(ApiError::new(ErrorCode::NoSpace, detail));
         }
@@ -72,22 +71,12 @@ impl Room {
     }
 }
 
-impl From<Vec<u8>> for Input {
-    fn from(bytes: Vec<u8>) -> Self {
-        Self {
-            size: bytes.len() as u64,
-            bytes,
-            ..Self::default()
-        }
-    }
-}
-
-impl Input {
+impl ExecInput {
     pub(crate) fn is_empty(&self) -> bool {
         self.size == 0
     }
 
-    /// The next piece, none longer than the agent takes; `None` at the end.
+    /// The next piece, within the agent's limit; `None` at the end.
     pub(crate) async fn next(&mut self) -> io::Result<Option<Vec<u8>>> {
         if self.taken < self.bytes.len() {
             let piece = &self.bytes[self.taken..self.bytes.len().min(self.taken + MAX_DATA)];
@@ -106,12 +95,12 @@ impl Input {
     }
 }
 
-impl Spooling {
-    pub(crate) fn new(rooms: &Rooms) -> Self {
+impl InputSpool {
+    pub(crate) fn new(quota: &InputQuota) -> Self {
         Self {
-            input: Input::default(),
-            room: Room {
-                all: rooms.clone(),
+            input: ExecInput::default(),
+            reservation: InputReservation {
+                quota: quota.clone(),
                 bytes: 0,
             },
             hash: Sha256::new(),
@@ -119,36 +108,40 @@ impl Spooling {
     }
 
     pub(crate) async fn push(&mut self, piece: &[u8], directory: &Path) -> Result<(), ApiError> {
-        self.room.grow(piece.len() as u64)?;
+        self.reservation.grow(piece.len() as u64)?;
         self.hash.update(piece);
         self.input.size += piece.len() as u64;
-        if self.input.rest.is_none() && self.input.bytes.len() + piece.len() <= IN_MEMORY {
+        if self.input.rest.is_none() && self.input.bytes.len() + piece.len() <= MAX_IN_MEMORY_BYTES
+        {
             self.input.bytes.extend_from_slice(piece);
             return Ok(());
         }
-        let file = match &mut self.input.rest {
-            Some(file) => file,
-            None => self.input.rest.insert(File::from_std(
-                tempfile::tempfile_in(directory).map_err(not_kept)?,
-            )),
+        let file = if let Some(file) = &mut self.input.rest {
+            file
+        } else {
+            let file = tempfile::tempfile_in(directory).map_err(spill_failed)?;
+            let mut file = File::from_std(file);
+            // The file keeps its buffer for as long as the command does not read.
+            file.set_max_buf_size(MAX_DATA);
+            self.input.rest.insert(file)
         };
-        file.write_all(piece).await.map_err(not_kept)
+        file.write_all(piece).await.map_err(spill_failed)
     }
 
-    /// The whole input, and its hash.
-    pub(crate) async fn finish(mut self) -> Result<(Input, String), ApiError> {
+    /// The whole input and its hash.
+    pub(crate) async fn finish(mut self) -> Result<(ExecInput, String), ApiError> {
         if let Some(file) = &mut self.input.rest {
-            file.flush().await.map_err(not_kept)?;
-            file.rewind().await.map_err(not_kept)?;
+            file.flush().await.map_err(spill_failed)?;
+            file.rewind().await.map_err(spill_failed)?;
         }
-        self.input.room = Some(self.room);
-        Ok((self.input, hex(&self.hash.finalize())))
+        self.input.reservation = Some(self.reservation);
+        Ok((self.input, hex::encode(self.hash.finalize())))
     }
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "it is a step of map_err")]
-fn not_kept(error: io::Error) -> ApiError {
-    tracing::warn!(%error, "The input of a command could not be kept.");
+#[expect(clippy::needless_pass_by_value, reason = "used with map_err")]
+fn spill_failed(error: io::Error) -> ApiError {
+    tracing::warn!(%error, "Failed to spill a command's standard input.");
     ApiError::new(ErrorCode::NoSpace, "the node has no room for the input")
 }
 
@@ -159,10 +152,10 @@ mod tests {
     async fn spooled(
         bytes: &[u8],
         piece: usize,
-        rooms: &Rooms,
-    ) -> Result<(Input, String), ApiError> {
+        quota: &InputQuota,
+    ) -> Result<(ExecInput, String), ApiError> {
         let directory = tempfile::tempdir().expect("a directory");
-        let mut spooling = Spooling::new(rooms);
+        let mut spooling = InputSpool::new(quota);
         for piece in bytes.chunks(piece) {
             spooling.push(piece, directory.path()).await?;
         }
@@ -171,17 +164,24 @@ mod tests {
 
     #[tokio::test]
     async fn input_comes_out_as_it_went_in_whether_short_or_long() {
-        for size in [0, 1, MAX_DATA, IN_MEMORY, IN_MEMORY + 1, 3 * IN_MEMORY] {
+        for size in [
+            0,
+            1,
+            MAX_DATA,
+            MAX_IN_MEMORY_BYTES,
+            MAX_IN_MEMORY_BYTES + 1,
+            3 * MAX_IN_MEMORY_BYTES,
+        ] {
             let bytes: Vec<u8> = (0..=250).cycle().take(size).collect();
-            let rooms = Rooms::default();
-            let (mut input, sha256) = spooled(&bytes, 10_000, &rooms).await.expect("room");
+            let quota = InputQuota::default();
+            let (mut input, sha256) = spooled(&bytes, 10_000, &quota).await.expect("room");
             assert_eq!(
                 (input.is_empty(), input.rest.is_some()),
-                (size == 0, size > IN_MEMORY)
+                (size == 0, size > MAX_IN_MEMORY_BYTES)
             );
             assert_eq!(
-                (rooms.0.load(Ordering::Relaxed), sha256),
-                (size as u64, hex(&Sha256::digest(&bytes)))
+                (quota.0.load(Ordering::Relaxed), sha256),
+                (size as u64, hex::encode(Sha256::digest(&bytes)))
             );
             let mut read = Vec::new();
             while let Some(piece) = input.next().await.expect("read") {
@@ -190,22 +190,22 @@ mod tests {
             }
             assert!(read == bytes);
             drop(input);
-            assert_eq!(rooms.0.load(Ordering::Relaxed), 0);
+            assert_eq!(quota.0.load(Ordering::Relaxed), 0);
         }
     }
 
     #[tokio::test]
-    async fn a_session_holds_so_much_input_and_no_more() {
-        let rooms = Rooms::default();
-        rooms.0.store(MAX_INPUT_PER_SESSION - 10, Ordering::Relaxed);
-        let (input, _) = spooled(&[7; 10], 5, &rooms).await.expect("room");
+    async fn unread_input_is_limited_per_session() {
+        let quota = InputQuota::default();
+        quota.0.store(MAX_INPUT_PER_SESSION - 10, Ordering::Relaxed);
+        let (input, _) = spooled(&[7; 10], 5, &quota).await.expect("room");
         assert!(
-            spooled(&[7], 1, &rooms)
+            spooled(&[7], 1, &quota)
                 .await
-                .is_err_and(|error| error.0.is(ErrorCode::NoSpace))
+                .is_err_and(|error| error.is(ErrorCode::NoSpace))
         );
         drop(input);
-        assert!(spooled(&[7; 10], 5, &rooms).await.is_ok());
-        assert_eq!(rooms.0.load(Ordering::Relaxed), MAX_INPUT_PER_SESSION - 10);
+        assert!(spooled(&[7; 10], 5, &quota).await.is_ok());
+        assert_eq!(quota.0.load(Ordering::Relaxed), MAX_INPUT_PER_SESSION - 10);
     }
 }

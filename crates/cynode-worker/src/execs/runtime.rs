@@ -1,9 +1,10 @@
-//! Running a command by the container runtime's own exec, for hosts that run without the agent.
+//! Runs commands through the container runtime's exec call, for hosts without the agent.
 //!
-//! The runtime has no call that ends an exec. So each exec carries a mark in its environment, and at a deadline the worker
-//! kills, from the host, what descends from the exec's process, what carries its mark, and orphans that carry no other
-//! live exec's mark. Output is numbered here. After a restart of the worker the streams are gone, and what still runs of
-//! the old execs is killed.
+//! The runtime can't kill an exec. Each exec therefore carries its id in an environment variable,
+//! and at a deadline the worker kills from the host: the descendants of the exec's process,
+//! processes with its id, and orphans without the id of another running exec. The worker numbers
+//! the output. Its streams don't survive a worker restart, so the worker then kills what is left of
+//! earlier execs.
 
 use std::{
     collections::HashSet,
@@ -26,16 +27,17 @@ use tokio::{io::AsyncWriteExt as _, sync::mpsc, time::Instant};
 
 use super::{Exec, Piece, SessionExecs, agent::Command, agent::abandoned};
 use crate::{
-    process::{self, Inside},
+    process::{self, SandboxProcess},
     runtime::{ExecOutput, ExecSpec, RuntimeExec},
     sessions::{Live, runtime_problem},
 };
 
-const MARK: &str = "CYNODE_EXEC_ID";
-/// How long a failed start may take to show itself.
-const FIRST_WORDS: Duration = Duration::from_millis(200);
-/// How often an exec's state is asked for once its streams have ended.
-const POLL: Duration = Duration::from_millis(20);
+/// Environment variable that marks the processes of an exec.
+const MARK_VARIABLE: &str = "CYNODE_EXEC_ID";
+/// Time in which a failed start is expected to report itself.
+const START_FAILURE_WINDOW: Duration = Duration::from_millis(200);
+/// Initial interval at which an exec's state is polled.
+const STATE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 pub(crate) async fn start(
     live: Arc<Live>,
@@ -43,7 +45,9 @@ pub(crate) async fn start(
     exec: Arc<Exec>,
     mut command: Command,
 ) -> Result<(), ApiError> {
-    command.env.push((MARK.to_owned(), exec.id().to_string()));
+    command
+        .env
+        .push((MARK_VARIABLE.to_owned(), exec.id().to_string()));
     let spec = ExecSpec {
         argv: std::mem::take(&mut command.argv),
         env: std::mem::take(&mut command.env),
@@ -51,9 +55,9 @@ pub(crate) async fn start(
         stdin: command.stdin_open || !command.input.is_empty(),
         tty: None,
     };
-    let begun = Instant::now();
+    let begun_at = Instant::now();
     let started = match live.runtime.exec(&live.container, &spec).await {
-        Ok(started) => see_start(&live, started).await,
+        Ok(started) => check_start(&live, started).await,
         Err(error) => {
             Err(start_problem(&error.to_string()).unwrap_or_else(|| runtime_problem(&error)))
         }
@@ -61,7 +65,11 @@ pub(crate) async fn start(
     match started {
         Ok(started) => {
             exec.set_started();
-            tokio::spawn(follow(live, execs, exec, started, command, begun));
+            let started = StartedExec {
+                exec: started,
+                begun_at,
+            };
+            tokio::spawn(follow(live, execs, exec, started, command));
             Ok(())
         }
         Err(problem) => {
@@ -71,26 +79,27 @@ pub(crate) async fn start(
     }
 }
 
-/// The runtime answers before the command runs, and says a failed start as output and exit code. So the first words are
-/// looked at, if they come at once.
-async fn see_start(live: &Live, started: RuntimeExec) -> Result<RuntimeExec, Problem> {
+/// Detects a failed start. The runtime replies before the command runs and reports a failure as
+/// output and an exit code, so the first piece of output is inspected if it arrives at once.
+async fn check_start(live: &Live, started: RuntimeExec) -> Result<RuntimeExec, Problem> {
     let RuntimeExec {
         id,
         input,
         mut output,
     } = started;
-    let first = tokio::time::timeout(FIRST_WORDS, output.next()).await;
-    if let Ok(Some(Ok((stream, words)))) = &first {
-        let words = String::from_utf8_lossy(words);
-        let podmans = *stream == Stream::Stderr
-            && words.starts_with("Error: ")
-            && words.contains("OCI runtime");
-        // Docker says it on the other stream.
-        let dockers = *stream == Stream::Stdout && words.starts_with("OCI runtime exec failed: ");
-        if (podmans || dockers)
-            && let Some(problem) = start_problem(&words.to_lowercase())
+    let first = tokio::time::timeout(START_FAILURE_WINDOW, output.next()).await;
+    if let Ok(Some(Ok((stream, text)))) = &first {
+        let text = String::from_utf8_lossy(text);
+        let from_podman = *stream == Stream::Stderr
+            && text.starts_with("Error: ")
+            && text.contains("OCI runtime");
+        // Docker reports it on stdout.
+        let from_docker =
+            *stream == Stream::Stdout && text.starts_with("OCI runtime exec failed: ");
+        if (from_podman || from_docker)
+            && let Some(problem) = start_problem(&text.to_lowercase())
             && matches!(
-                tokio::time::timeout(Duration::from_secs(5), exited(live, &id)).await,
+                tokio::time::timeout(Duration::from_secs(5), wait_for_exit(live, &id)).await,
                 Ok(Some(126 | 127))
             )
         {
@@ -105,7 +114,7 @@ async fn see_start(live: &Live, started: RuntimeExec) -> Result<RuntimeExec, Pro
     Ok(RuntimeExec { id, input, output })
 }
 
-/// What the runtime says when the command itself can't be started.
+/// Maps the runtime's message about a command that can't be started to a problem.
 fn start_problem(message: &str) -> Option<Problem> {
     let errno = if message.contains("not found") || message.contains("no such file or directory") {
         "ENOENT"
@@ -116,7 +125,7 @@ fn start_problem(message: &str) -> Option<Problem> {
     } else if message.contains("resource temporarily unavailable") {
         return Some(Problem::new(
             ErrorCode::PidsExhausted,
-            "no process slot is free",
+            "no process slot is available",
         ));
     } else {
         return None;
@@ -130,26 +139,34 @@ fn start_problem(message: &str) -> Option<Problem> {
     )
 }
 
+/// An exec that the runtime has started.
+struct StartedExec {
+    exec: RuntimeExec,
+    begun_at: Instant,
+}
+
 async fn follow(
     live: Arc<Live>,
     execs: Arc<SessionExecs>,
     exec: Arc<Exec>,
-    started: RuntimeExec,
+    started: StartedExec,
     command: Command,
-    begun: Instant,
 ) {
     let _activity = live.activity();
-    let RuntimeExec { id, input, output } = started;
+    let StartedExec {
+        exec: RuntimeExec { id, input, output },
+        begun_at,
+    } = started;
     feed(&exec, input, command);
     let counts = Counts::default();
     let mut timed_out = false;
-    let deadline =
-        (exec.record.timeout_ms > 0).then(|| begun + Duration::from_millis(exec.record.timeout_ms));
+    let deadline = (exec.record.timeout_ms > 0)
+        .then(|| begun_at + Duration::from_millis(exec.record.timeout_ms));
     let reading = read(&live, &exec, output, &counts);
     let ended = async {
-        // The stream ends with the last writer; the process may end before that.
+        // The stream ends with the last writer, which may outlive the process.
         let mut reading = std::pin::pin!(reading);
-        let mut polling = std::pin::pin!(exited(&live, &id));
+        let mut polling = std::pin::pin!(wait_for_exit(&live, &id));
         tokio::select! {
             () = &mut reading => polling.await,
             code = &mut polling => {
@@ -161,17 +178,18 @@ async fn follow(
     let mut ended = std::pin::pin!(ended);
     let code = tokio::select! {
         code = &mut ended => code,
-        () = async { match deadline { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {
+        () = sleep_until(deadline) => {
             timed_out = true;
-            end(&live, &execs, &id, exec.id(), GRACE_MS).await;
+            kill_exec(&live, &execs, &id, exec.id(), GRACE_MS).await;
             tokio::time::timeout(Duration::from_secs(5), ended).await.unwrap_or(None)
         }
         () = abandoned(&exec) => {
-            end(&live, &execs, &id, exec.id(), 0).await;
+            kill_exec(&live, &execs, &id, exec.id(), 0).await;
             tokio::time::timeout(Duration::from_secs(5), ended).await.unwrap_or(None)
         }
     };
-    // The runtime reports a signal as 128 and its number; a plain exit with such a code looks the same.
+    // The runtime reports a signal as 128 plus its number, indistinguishable from a plain exit with
+    // that code.
     let signal = code
         .filter(|code| timed_out && *code > 128)
         .map(|code| SignalName::name_of(code - 128))
@@ -186,9 +204,9 @@ async fn follow(
         signal,
         timed_out,
         bytes,
-        // Without a code the streams were left before their end.
+        // Without an exit code the streams were abandoned before their end.
         sha256: code.and_then(|_| exec.sha256(bytes)),
-        duration_ms: u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX),
+        duration_ms: u64::try_from(begun_at.elapsed().as_millis()).unwrap_or(u64::MAX),
         via: ExecVia::Runtime,
         lost: code.is_none() && !timed_out,
         no_space: code == Some(137) && !timed_out && live.was_stopped_after(exec.record.started_at),
@@ -196,7 +214,7 @@ async fn follow(
     execs.finish(&exec, exit);
 }
 
-/// Standard input: what came with the request, then what is written later.
+/// Writes standard input: first that of the request, then what is sent later.
 fn feed(
     exec: &Arc<Exec>,
     mut input: std::pin::Pin<Box<dyn tokio::io::AsyncWrite + Send>>,
@@ -246,30 +264,30 @@ async fn read(live: &Live, exec: &Exec, mut output: ExecOutput, counts: &Counts)
         };
         for part in data.chunks(MAX_DATA) {
             exec.make_room().await;
-            live.room_for_output().await;
+            live.wait_for_output_space().await;
             let at_ms = u64::try_from(OffsetDateTime::now_utc().unix_timestamp_nanos() / 1_000_000)
                 .unwrap_or(0);
-            if let Err(error) = exec.keep(&Piece {
+            if let Err(error) = exec.append_output(&Piece {
                 seq: exec.last_seq() + 1,
                 at_ms,
                 stream,
                 data: part.to_vec(),
             }) {
-                tracing::error!(%error, exec_id = %exec.id(), "Keeping output failed.");
+                tracing::error!(%error, exec_id = %exec.id(), "Failed to store output.");
             }
         }
     }
 }
 
-/// Asks until the runtime knows how the exec ended; `None` when it does not know the exec any more.
-async fn exited(live: &Live, id: &str) -> Option<i32> {
-    let mut pause = POLL;
+/// Polls until the exec has exited; `None` if the runtime no longer knows it.
+async fn wait_for_exit(live: &Live, id: &str) -> Option<i32> {
+    let mut pause = STATE_POLL_INTERVAL;
     loop {
         match live.runtime.exec_state(id).await {
             Ok(state) if !state.running => {
                 return state.exit_code.and_then(|code| i32::try_from(code).ok());
             }
-            Err(crate::runtime::Error::NotFound(_)) => return None,
+            Err(crate::runtime::RuntimeError::NotFound(_)) => return None,
             Err(_) if live.is_gone() => return None,
             Ok(_) | Err(_) => {}
         }
@@ -278,8 +296,8 @@ async fn exited(live: &Live, id: &str) -> Option<i32> {
     }
 }
 
-/// TERM, a grace, then KILL of all that belongs to the exec, until nothing does.
-async fn end(live: &Live, execs: &SessionExecs, id: &str, exec_id: ExecId, grace_ms: u64) {
+/// Kills the exec's processes: TERM, a grace period, then KILL until none is left.
+async fn kill_exec(live: &Live, execs: &SessionExecs, id: &str, exec_id: ExecId, grace_ms: u64) {
     let main = live
         .runtime
         .exec_state(id)
@@ -291,20 +309,20 @@ async fn end(live: &Live, execs: &SessionExecs, id: &str, exec_id: ExecId, grace
         .map(|exec| exec.id())
         .filter(|other| *other != exec_id)
         .collect();
-    let find = || belonging(live.init.pid, main, exec_id, &others);
+    let find = || processes_of(live.init.pid, main, exec_id, &others);
     if grace_ms > 0 {
         for pid in find() {
             process::kill(pid, 15);
         }
-        let until = Instant::now() + Duration::from_millis(grace_ms);
-        while Instant::now() < until && !find().is_empty() {
-            tokio::time::sleep(POLL).await;
+        let deadline = Instant::now() + Duration::from_millis(grace_ms);
+        while Instant::now() < deadline && !find().is_empty() {
+            tokio::time::sleep(STATE_POLL_INTERVAL).await;
         }
     }
-    let until = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + Duration::from_secs(5);
     loop {
         let left = find();
-        if left.is_empty() || Instant::now() > until {
+        if left.is_empty() || Instant::now() > deadline {
             return;
         }
         for pid in left {
@@ -314,12 +332,12 @@ async fn end(live: &Live, execs: &SessionExecs, id: &str, exec_id: ExecId, grace
     }
 }
 
-/// What belongs to an exec: its process and what descends from it, what carries its mark, and orphans without another
-/// live exec's mark.
-fn belonging(init: i32, main: i32, exec_id: ExecId, others: &[ExecId]) -> Vec<i32> {
+/// The processes of an exec: its main process and descendants, those with its mark, and marked
+/// orphans without the mark of another running exec.
+fn processes_of(init: i32, main: i32, exec_id: ExecId, others: &[ExecId]) -> Vec<i32> {
     let inside = process::in_namespace_of(init);
-    let mark = |id: &ExecId| format!("{MARK}={id}");
-    let own = mark(&exec_id);
+    let mark = |id: &ExecId| format!("{MARK_VARIABLE}={id}");
+    let own_mark = mark(&exec_id);
     let mut found: HashSet<i32> = HashSet::from([main]);
     loop {
         let before = found.len();
@@ -334,25 +352,25 @@ fn belonging(init: i32, main: i32, exec_id: ExecId, others: &[ExecId]) -> Vec<i3
             break;
         }
     }
-    let is_ours = |process: &Inside| {
+    let belongs = |process: &SandboxProcess| {
         found.contains(&process.pid)
-            || process::has_env(process.pid, &own)
+            || process::has_env(process.pid, &own_mark)
             || (process.parent == init
-                && process::has_mark(process.pid, MARK)
+                && process::has_mark(process.pid, MARK_VARIABLE)
                 && !others
                     .iter()
                     .any(|other| process::has_env(process.pid, &mark(other))))
     };
     inside
         .iter()
-        .filter(|process| is_ours(process))
+        .filter(|process| belongs(process))
         .map(|process| process.pid)
         .collect()
 }
 
-/// Signals what carries an exec's mark.
+/// Signals the processes with an exec's mark.
 pub(crate) fn signal(live: &Live, exec_id: ExecId, signal: i32) {
-    let mark = format!("{MARK}={exec_id}");
+    let mark = format!("{MARK_VARIABLE}={exec_id}");
     for process in process::in_namespace_of(live.init.pid) {
         if process::has_env(process.pid, &mark) {
             process::kill(process.pid, signal);
@@ -360,25 +378,27 @@ pub(crate) fn signal(live: &Live, exec_id: ExecId, signal: i32) {
     }
 }
 
-/// What a worker finds of the execs of an earlier one.
-pub(crate) struct Leftovers;
-
-impl Leftovers {
-    /// Their streams are gone: they are ended and counted as lost.
-    pub(crate) fn end(live: &Live, execs: &Arc<SessionExecs>) {
-        for process in process::in_namespace_of(live.init.pid) {
-            if process::has_mark(process.pid, MARK) {
-                process::kill(process.pid, 9);
-            }
+/// Kills the execs of an earlier worker process and marks them lost: their streams are gone.
+pub(crate) fn end_orphans(live: &Live, execs: &Arc<SessionExecs>) {
+    for process in process::in_namespace_of(live.init.pid) {
+        if process::has_mark(process.pid, MARK_VARIABLE) {
+            process::kill(process.pid, 9);
         }
-        execs.lose_all();
+    }
+    execs.mark_all_lost();
+}
+
+async fn sleep_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
+        None => std::future::pending().await,
     }
 }
 
 /// Signals everything in the sandbox but its process 1, from the host.
 pub(crate) fn kill_everything(live: &Live, signal: i32) {
     let inside = process::in_namespace_of(live.init.pid);
-    // Else the number was another sandbox's by the time it was looked up.
+    // Otherwise the pid may have been reused by another sandbox before the lookup.
     if live.init.is_alive() {
         for process in inside {
             process::kill(process.pid, signal);

@@ -1,8 +1,9 @@
-//! The kept output of one exec: numbered pieces in segment files, the newest 16 MiB of them.
+//! The stored output of one exec: numbered pieces in segment files, of which the newest 16 MiB are
+//! retained.
 //!
-//! What must stay true: a piece is in the file before the agent is told that we have it, so a worker that dies loses
-//! nothing; segments are dropped only from the front. Files are written through the page cache in small pieces, so these
-//! calls do not block for long and are made without leaving the async thread.
+//! Invariants: a piece is in the file before the agent is acknowledged, so a worker crash loses
+//! nothing; segments are dropped only from the front. Writes are small and go through the page
+//! cache, so they run on the async thread.
 
 use std::{
     io::{self, BufReader, Read, Write as _},
@@ -11,9 +12,9 @@ use std::{
 
 use cynode_api::{ExecId, Stream, exec_limits::KEPT_PER_EXEC};
 
-/// One segment. Four of them and the one being written make the kept output at least 16 MiB.
-const SEGMENT: u64 = KEPT_PER_EXEC / 4;
-const HEADER: usize = 21;
+/// Four full segments and the one being written retain at least 16 MiB.
+const SEGMENT_BYTES: u64 = KEPT_PER_EXEC / 4;
+const HEADER_BYTES: usize = 21;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
@@ -50,7 +51,8 @@ impl Spool {
         }
     }
 
-    /// Finds what an earlier worker wrote. A piece that was cut off by its death is cut away: the agent still has it.
+    /// Recovers the segments of an earlier worker process. A piece truncated by a crash is removed:
+    /// the agent still has it.
     pub(crate) fn recover(directory: PathBuf, exec_id: ExecId) -> io::Result<Self> {
         let mut spool = Self::new(directory, exec_id);
         let prefix = format!("{exec_id}.");
@@ -76,13 +78,13 @@ impl Spool {
             let length = fs_err::metadata(&path)?.len();
             let mut whole = 0;
             while let Some((header, data_bytes)) = read_header(&mut file)? {
-                let end = whole + HEADER as u64 + data_bytes;
+                let end = whole + HEADER_BYTES as u64 + data_bytes;
                 let due = if whole == 0 {
                     first_seq
                 } else {
                     spool.last_seq.saturating_add(1)
                 };
-                // Cut off, or not what we wrote: a disk that lies must not make us take its word for a number.
+                // Truncated or corrupt: a sequence number from a bad disk must not be trusted.
                 if end > length || header.seq != due || due == u64::MAX {
                     break;
                 }
@@ -130,7 +132,7 @@ impl Spool {
         let full = self
             .segments
             .last()
-            .is_none_or(|segment| segment.bytes >= SEGMENT);
+            .is_none_or(|segment| segment.bytes >= SEGMENT_BYTES);
         if full || self.current.is_none() {
             let first_seq = if full {
                 piece.seq
@@ -154,7 +156,7 @@ impl Spool {
                 });
             }
         }
-        let mut record = Vec::with_capacity(HEADER + piece.data.len());
+        let mut record = Vec::with_capacity(HEADER_BYTES + piece.data.len());
         record.extend_from_slice(&piece.seq.to_le_bytes());
         record.extend_from_slice(&piece.at_ms.to_le_bytes());
         record.push(u8::from(piece.stream == Stream::Stderr));
@@ -166,7 +168,7 @@ impl Spool {
         record.extend_from_slice(&piece.data);
         if let (Some(file), Some(segment)) = (&mut self.current, self.segments.last_mut()) {
             if let Err(error) = file.write_all(&record) {
-                // What was written of it must not be taken for a piece.
+                // Remove the partial record, or it would be read as a piece.
                 drop(file.set_len(segment.bytes));
                 return Err(error);
             }
@@ -176,7 +178,8 @@ impl Spool {
         Ok(())
     }
 
-    /// The oldest segment, when the rest alone keeps enough. The caller drops it when no attached reader needs it.
+    /// The sequence number up to which the oldest segment can be dropped, if the rest retains
+    /// enough. The caller drops it once no attached reader needs it.
     pub(crate) fn droppable(&self) -> Option<u64> {
         let oldest = self.segments.first()?;
         (self.segments.len() > 1 && self.bytes() - oldest.bytes >= KEPT_PER_EXEC)
@@ -189,12 +192,12 @@ impl Spool {
         }
     }
 
-    /// Nothing more is written: the file is closed until somebody reads.
+    /// Closes the file: nothing more is written.
     pub(crate) fn close(&mut self) {
         self.current = None;
     }
 
-    /// Forgets everything.
+    /// Removes all stored output.
     pub(crate) fn clear(&mut self) {
         self.current = None;
         for segment in self.segments.drain(..) {
@@ -210,7 +213,7 @@ impl Spool {
         }
     }
 
-    /// The sequence number before the newest pieces that hold at least so many bytes.
+    /// The sequence number before the newest pieces that hold at least `tail_bytes`.
     pub(crate) fn before_tail(&self, tail_bytes: u64) -> io::Result<u64> {
         let mut bytes = 0;
         for segment in self.segments.iter().rev() {
@@ -251,11 +254,11 @@ fn open(path: &Path) -> io::Result<BufReader<fs_err::File>> {
 
 fn remove(path: &Path) {
     if let Err(error) = fs_err::remove_file(path) {
-        tracing::warn!(%error, "Removing kept output failed.");
+        tracing::warn!(%error, "Failed to remove stored output.");
     }
 }
 
-/// A place in a spool. Holds its own file, so that reading goes on undisturbed while the writer appends.
+/// A position in a spool. Has its own file handle, so that reads don't interfere with appends.
 #[derive(Debug)]
 pub(crate) struct SpoolReader {
     next_seq: u64,
@@ -267,7 +270,7 @@ impl SpoolReader {
         self.next_seq
     }
 
-    /// The next piece, if it is there.
+    /// The next piece, or `None` if there is none yet.
     pub(crate) fn next(&mut self, spool: &Spool) -> io::Result<Option<Piece>> {
         loop {
             if self.next_seq > spool.last_seq {
@@ -287,11 +290,11 @@ impl SpoolReader {
                 }
             };
             let Some((header, data_bytes)) = read_header(file)? else {
-                // The end of this segment, although the piece should be in it: look again from its start.
+                // End of the segment although the piece should be in it: reopen it next time.
                 self.file = None;
                 return Err(io::Error::new(
                     io::ErrorKind::InvalidData,
-                    "the kept output has a gap",
+                    "the stored output has a gap",
                 ));
             };
             if header.seq < self.next_seq {
@@ -306,11 +309,12 @@ impl SpoolReader {
     }
 }
 
-/// A record's header, as a piece without its data, and how many bytes follow. `None` at the end or within a cut header.
+/// Reads a record's header as a piece without data, and the length of its data. `None` at the end
+/// of the file or in a truncated header.
 fn read_header(file: &mut impl Read) -> io::Result<Option<(Piece, u64)>> {
-    let mut header = [0; HEADER];
+    let mut header = [0; HEADER_BYTES];
     let mut filled = 0;
-    while filled < HEADER {
+    while filled < HEADER_BYTES {
         match file.read(&mut header[filled..])? {
             0 => return Ok(None),
             count => filled += count,
@@ -361,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_kept_is_read_again_from_any_place() {
+    fn stored_output_is_readable_from_any_position() {
         let directory = tempfile::tempdir().expect("a directory");
         let mut spool = Spool::new(directory.path().to_owned(), ExecId::generate());
         let pieces: Vec<Piece> = (1..=50)
@@ -383,20 +387,24 @@ mod tests {
     }
 
     #[test]
-    fn the_tail_begins_at_a_piece_and_holds_what_was_asked_for() {
+    fn the_tail_begins_at_a_piece_and_holds_the_requested_bytes() {
         let directory = tempfile::tempdir().expect("a directory");
         let mut spool = Spool::new(directory.path().to_owned(), ExecId::generate());
         assert_eq!(spool.before_tail(10).expect("reads"), 0);
         for seq in 1..=10 {
             spool.append(&piece(seq, 10)).expect("appends");
         }
-        for (asked, before) in [(0, 10), (1, 9), (10, 9), (11, 8), (95, 0), (1_000, 0)] {
-            assert_eq!(spool.before_tail(asked).expect("reads"), before, "{asked}");
+        for (requested, before) in [(0, 10), (1, 9), (10, 9), (11, 8), (95, 0), (1_000, 0)] {
+            assert_eq!(
+                spool.before_tail(requested).expect("reads"),
+                before,
+                "{requested}"
+            );
         }
     }
 
     #[test]
-    fn only_the_newest_part_is_kept_and_at_least_the_promised_amount() {
+    fn only_the_newest_output_is_retained_and_at_least_the_promised_amount() {
         let directory = tempfile::tempdir().expect("a directory");
         let mut spool = Spool::new(directory.path().to_owned(), ExecId::generate());
         for seq in 1..=600 {
@@ -406,18 +414,25 @@ mod tests {
             }
         }
         assert!(
-            spool.bytes() >= KEPT_PER_EXEC && spool.bytes() < KEPT_PER_EXEC + 2 * SEGMENT,
+            spool.bytes() >= KEPT_PER_EXEC && spool.bytes() < KEPT_PER_EXEC + 2 * SEGMENT_BYTES,
             "{}",
             spool.bytes()
         );
-        let kept = all(&spool, 0);
-        assert_eq!(kept.first().map(|piece| piece.seq), Some(spool.first_seq()));
-        assert!(kept.windows(2).all(|pair| pair[1].seq == pair[0].seq + 1));
-        assert_eq!(kept.last().map(|piece| piece.seq), Some(600));
+        let retained = all(&spool, 0);
+        assert_eq!(
+            retained.first().map(|piece| piece.seq),
+            Some(spool.first_seq())
+        );
+        assert!(
+            retained
+                .windows(2)
+                .all(|pair| pair[1].seq == pair[0].seq + 1)
+        );
+        assert_eq!(retained.last().map(|piece| piece.seq), Some(600));
     }
 
-    /// Three pieces of 100 bytes, and the file that holds them.
-    fn three() -> (tempfile::TempDir, ExecId, PathBuf) {
+    /// A spool of three pieces of 100 bytes, and its file.
+    fn three_pieces() -> (tempfile::TempDir, ExecId, PathBuf) {
         let directory = tempfile::tempdir().expect("a directory");
         let id = ExecId::generate();
         let mut spool = Spool::new(directory.path().to_owned(), id);
@@ -429,10 +444,14 @@ mod tests {
     }
 
     #[test]
-    fn what_a_broken_disk_says_is_not_believed() {
-        let (directory, id, path) = three();
+    fn corrupt_sequence_numbers_are_not_trusted() {
+        let (directory, id, path) = three_pieces();
         let good = fs_err::read(&path).expect("there");
-        for (place, last) in [(0, 0), (HEADER + 100, 1), (2 * (HEADER + 100), 2)] {
+        for (place, last) in [
+            (0, 0),
+            (HEADER_BYTES + 100, 1),
+            (2 * (HEADER_BYTES + 100), 2),
+        ] {
             let mut bad = good.clone();
             bad[place..place + 8].fill(0xff);
             fs_err::write(&path, &bad).expect("writes");
@@ -449,8 +468,8 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_cut_off_by_a_crash_is_cut_away_and_can_be_written_again() {
-        let (directory, id, path) = three();
+    fn a_piece_truncated_by_a_crash_is_removed_and_can_be_rewritten() {
+        let (directory, id, path) = three_pieces();
         let length = fs_err::metadata(&path).expect("there").len();
         for cut in [1, 50, 100, 110] {
             fs_err::OpenOptions::new()

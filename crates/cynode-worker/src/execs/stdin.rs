@@ -1,4 +1,4 @@
-//! Standard input for a command that may not read it.
+//! Standard input for a running command, which may not read it.
 
 use std::time::Duration;
 
@@ -9,40 +9,45 @@ use tokio::{
 
 use super::Exec;
 
-/// What became of a piece of standard input.
+/// The outcome of offering a piece of standard input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Offered {
-    /// The command's pipe has it.
+pub(crate) enum StdinDelivery {
+    /// The piece is in the command's pipe.
     Taken,
-    /// It is on its way and reaches the command when that reads.
+    /// The piece is queued and reaches the command when it reads.
     Waiting,
-    /// Not even its way is free: an earlier piece waits there.
+    /// The queue is full: an earlier piece is still in it.
     Refused,
-    /// The command takes no more.
+    /// The command accepts no more input.
     Closed,
 }
 
 impl Exec {
-    /// Passes a piece of standard input on, `None` being its end, and waits so long until the command has taken it.
-    pub(crate) async fn offer_stdin(&self, data: Option<Vec<u8>>, limit: Duration) -> Offered {
+    /// Forwards a piece of standard input, `None` being its end, and waits up to `limit` for the
+    /// command to accept it.
+    pub(crate) async fn offer_stdin(
+        &self,
+        data: Option<Vec<u8>>,
+        limit: Duration,
+    ) -> StdinDelivery {
         let deadline = Instant::now() + limit;
         let Some(sender) = self.stdin.lock().clone() else {
-            return Offered::Closed;
+            return StdinDelivery::Closed;
         };
-        let room = match timeout_at(deadline, sender.reserve()).await {
-            Ok(Ok(room)) => room,
-            Ok(Err(_)) => return Offered::Closed,
-            Err(_) => return Offered::Refused,
+        let slot = match timeout_at(deadline, sender.reserve()).await {
+            Ok(Ok(slot)) => slot,
+            Ok(Err(_)) => return StdinDelivery::Closed,
+            Err(_) => return StdinDelivery::Refused,
         };
         if data.is_none() {
             self.stdin.lock().take();
         }
         let (taken, answer) = oneshot::channel();
-        room.send((data, taken));
+        slot.send((data, taken));
         match timeout_at(deadline, answer).await {
-            Ok(Ok(true)) => Offered::Taken,
-            Ok(_) => Offered::Closed,
-            Err(_) => Offered::Waiting,
+            Ok(Ok(true)) => StdinDelivery::Taken,
+            Ok(_) => StdinDelivery::Closed,
+            Err(_) => StdinDelivery::Waiting,
         }
     }
 }
@@ -54,11 +59,11 @@ mod tests {
     use tokio::sync::mpsc;
 
     use super::{
-        super::{collect::Overflow, record::ExecRecord, spool::Spool},
+        super::{collect::SpillSpace, registry::ExecRecord, spool::Spool},
         *,
     };
 
-    const SOON: Duration = Duration::from_millis(50);
+    const SHORT_WAIT: Duration = Duration::from_millis(50);
 
     fn record(exec_id: ExecId) -> ExecRecord {
         ExecRecord {
@@ -75,19 +80,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_offered_is_taken_or_waits_or_has_no_room_or_comes_too_late() {
+    async fn offered_input_is_accepted_queued_refused_or_too_late() {
         let directory = tempfile::tempdir().expect("a directory");
         let id = ExecId::generate();
-        let overflow = Overflow::new(directory.path().to_owned(), 0);
+        let spill_space = SpillSpace::new(directory.path().to_owned(), 0);
         let exec = Exec::new(
             record(id),
             Spool::new(directory.path().to_owned(), id),
             None,
             None,
-            overflow,
+            spill_space,
         );
         let piece = || Some(b"piece".to_vec());
-        assert_eq!(exec.offer_stdin(piece(), SOON).await, Offered::Closed);
+        assert_eq!(
+            exec.offer_stdin(piece(), SHORT_WAIT).await,
+            StdinDelivery::Closed
+        );
 
         let (sender, mut receiver) = mpsc::channel(1);
         *exec.stdin.lock() = Some(sender);
@@ -97,18 +105,30 @@ mod tests {
             taken.send(true).expect("somebody waits");
         };
         assert_eq!(
-            tokio::join!(exec.offer_stdin(piece(), 100 * SOON), taking).0,
-            Offered::Taken
+            tokio::join!(exec.offer_stdin(piece(), 100 * SHORT_WAIT), taking).0,
+            StdinDelivery::Taken
         );
-        // Nobody takes anything any more: the first one is on its way, the second one is not.
-        assert_eq!(exec.offer_stdin(piece(), SOON).await, Offered::Waiting);
-        assert_eq!(exec.offer_stdin(piece(), SOON).await, Offered::Refused);
+        // Nobody reads any more: the first piece is queued, the second does not fit.
+        assert_eq!(
+            exec.offer_stdin(piece(), SHORT_WAIT).await,
+            StdinDelivery::Waiting
+        );
+        assert_eq!(
+            exec.offer_stdin(piece(), SHORT_WAIT).await,
+            StdinDelivery::Refused
+        );
         assert!(
             receiver.try_recv().is_ok() && receiver.try_recv().is_err(),
-            "exactly what was said to wait"
+            "exactly the queued piece"
         );
 
-        assert_eq!(exec.offer_stdin(None, SOON).await, Offered::Waiting);
-        assert_eq!(exec.offer_stdin(piece(), SOON).await, Offered::Closed);
+        assert_eq!(
+            exec.offer_stdin(None, SHORT_WAIT).await,
+            StdinDelivery::Waiting
+        );
+        assert_eq!(
+            exec.offer_stdin(piece(), SHORT_WAIT).await,
+            StdinDelivery::Closed
+        );
     }
 }

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use cynode_api::{LargestLimits, Unenforced};
 use rustix::process::{Resource, getrlimit};
 
-use super::{Check, Ran, run};
+use super::{Check, TrialSetup, run};
 use crate::{
-    capacity::{Capacity, Parent},
+    capacity::{Capacity, ParentCgroup},
     config::{Config, Engine},
     disk::Disks,
     runtime::IdSpace,
@@ -18,21 +18,18 @@ fn is_root() -> bool {
 }
 
 pub(super) fn root() -> Check {
-    Check::ok(
-        "privileges",
-        "root: each sandbox gets 65,536 ids of its own",
-    )
+    Check::ok("privileges", "root: each sandbox gets its own 65,536 ids")
 }
 
-/// Docker's daemon is root and the files that sandboxes share with it are made by us.
+/// Docker's daemon runs as root, and the worker creates the files that sandboxes mount.
 pub(super) fn root_for_docker() -> Check {
     if is_root() {
         Check::ok("privileges", "root")
     } else {
         Check::problem(
             "privileges",
-            "an ordinary user can't hand workspaces over to Docker's sandboxes",
-            "Run it as root, or use Podman.",
+            "an ordinary user can't change the owner of workspaces for Docker's sandboxes",
+            "Run the worker as root, or use Podman.",
         )
     }
 }
@@ -51,27 +48,28 @@ pub(super) fn cgroups() -> Check {
         (false, true) => Check::adapted("cgroups", "version 1"),
         (false, false) => Check::problem(
             "cgroups",
-            "the memory, pids and cpu controllers are not all there",
-            "Boot with cgroup v2, or enable these controllers (kernel parameter cgroup_enable=memory).",
+            "the memory, pids and cpu controllers are not all available",
+            "Boot with cgroup v2, or enable these controllers (kernel parameter \
+             cgroup_enable=memory).",
         ),
     }
 }
 
-/// Systemd manages cgroups where it runs, for an ordinary user where it runs for that user too.
+/// Systemd manages cgroups where it runs; for an ordinary user it must have a user instance.
 pub(super) fn choose_cgroup_manager() -> &'static str {
-    let for_us = || is_root() && !in_user_namespace();
+    let for_root = || is_root() && !in_user_namespace();
     let for_user = || {
         std::env::var_os("XDG_RUNTIME_DIR")
             .is_some_and(|directory| Path::new(&directory).join("systemd/private").exists())
     };
-    if Path::new("/run/systemd/system").is_dir() && (for_us() || for_user()) {
+    if Path::new("/run/systemd/system").is_dir() && (for_root() || for_user()) {
         "systemd"
     } else {
         "cgroupfs"
     }
 }
 
-/// Whether root here is somebody else outside.
+/// Returns whether this process is in a user namespace, where root is not the host's root.
 fn in_user_namespace() -> bool {
     let map = fs_err::read_to_string("/proc/self/uid_map").unwrap_or_default();
     map.split_ascii_whitespace().ne(["0", "0", "4294967295"])
@@ -82,14 +80,14 @@ pub(super) fn cgroup_manager() -> Check {
         "systemd" => Check::ok("cgroup manager", "systemd"),
         _ => Check::adapted(
             "cgroup manager",
-            "cgroupfs, because systemd does not run here, or not for this user",
+            "cgroupfs, because systemd does not run here or has no instance for this user",
         ),
     }
 }
 
-/// Our ranges must not meet those handed out to users.
+/// The ids of sandboxes must not overlap with the subordinate ids of users.
 pub(super) fn id_ranges() -> Check {
-    let (first, last) = (u64::from(crate::idrange::FIRST), (1_u64 << 31) - 1);
+    let (first, last) = (u64::from(crate::idrange::FIRST_ID), (1_u64 << 31) - 1);
     for file in ["/etc/subuid", "/etc/subgid"] {
         for line in fs_err::read_to_string(file).unwrap_or_default().lines() {
             let mut parts = line.split(':');
@@ -108,21 +106,21 @@ pub(super) fn id_ranges() -> Check {
                 return Check::problem(
                     "id ranges",
                     format!(
-                        "{file} gives '{name}' ids from {start} to {}, which sandboxes use",
+                        "{file} assigns '{name}' ids from {start} to {}, which sandboxes use",
                         start + count - 1
                     ),
-                    format!("Give '{name}' a range below {first} in {file}."),
+                    format!("Assign '{name}' a range below {first} in {file}."),
                 );
             }
         }
     }
     Check::ok(
         "id ranges",
-        format!("{first} to {last}, used by nobody else"),
+        format!("{first} to {last}, not assigned to any user"),
     )
 }
 
-/// What a sandbox's limits may be at most, since they can't be raised above ours.
+/// The highest rlimits of a sandbox, which can't exceed the worker's own.
 pub(super) fn rlimits() -> (Check, u64) {
     let hard = |resource| getrlimit(resource).maximum.unwrap_or(u64::MAX);
     let (nofile, nproc) = (hard(Resource::Nofile), hard(Resource::Nproc));
@@ -132,7 +130,7 @@ pub(super) fn rlimits() -> (Check, u64) {
         .find_map(|line| line.strip_prefix("CapEff:"))
         .and_then(|value| u64::from_str_radix(value.trim(), 16).ok())
         .is_some_and(|capabilities| capabilities & 1 << 24 != 0);
-    let most = if may_raise {
+    let max_nofile = if may_raise {
         nofile.max(1 << 20)
     } else {
         nofile
@@ -147,8 +145,8 @@ pub(super) fn rlimits() -> (Check, u64) {
     let check = if nofile < 1_024 {
         Check::problem(
             "rlimits",
-            format!("the hard limit of open files is {nofile}"),
-            "Raise it: 'ulimit -Hn 4096' before the start, or LimitNOFILE= in the unit.",
+            format!("the hard limit on open files is {nofile}"),
+            "Raise it with 'ulimit -Hn 4096' before starting, or LimitNOFILE= in the unit.",
         )
     } else if may_raise {
         Check::ok(
@@ -159,17 +157,18 @@ pub(super) fn rlimits() -> (Check, u64) {
         Check::adapted(
             "rlimits",
             format!(
-                "can't be raised here (no CAP_SYS_RESOURCE): sandboxes get explicit ones, at most nofile {} and nproc {}",
+                "can't be raised here (no CAP_SYS_RESOURCE): sandboxes get at most nofile {} and \
+                 nproc {}",
                 text(nofile),
                 text(nproc)
             ),
         )
     };
-    (check, most)
+    (check, max_nofile)
 }
 
-/// What one sandbox gets at most, and whether all of them together leave the rest of the machine its reserve.
-pub(super) fn memory(config: &Config, ran: Option<&Ran>, max_nofile: u64) -> Check {
+/// Checks the largest limits of one sandbox, and whether the total memory of all is limited.
+pub(super) fn memory(config: &Config, setup: Option<&TrialSetup>, max_nofile: u64) -> Check {
     const NAME: &str = "sandbox limits";
     let capacity = Capacity::of(config, max_nofile);
     let LargestLimits {
@@ -177,43 +176,41 @@ pub(super) fn memory(config: &Config, ran: Option<&Ran>, max_nofile: u64) -> Che
         cpus,
         pids,
     } = capacity.largest;
-    #[expect(clippy::cast_precision_loss, reason = "for people")]
+    #[expect(clippy::cast_precision_loss, reason = "for display")]
     let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1_u64 << 30) as f64);
     let each = format!(
-        "a sandbox gets at most {} of memory, {cpus} processors, {pids} processes; {} of memory stay reserved, and limits may add up to {}",
+        "a sandbox gets at most {} of memory, {cpus} processors, {pids} processes; {} of memory \
+         are reserved, and the limits of all may add up to {}",
         gib(memory_bytes),
         gib(capacity.reserved_memory_bytes),
         gib(capacity.promised_memory_bytes)
     );
-    let Some(ran) = ran else {
+    let Some(setup) = setup else {
         return Check::adapted(NAME, each);
     };
-    let together = match (&config.podman_socket, ran.cgroup_manager.as_str()) {
+    let cgroup = match (&config.podman_socket, setup.cgroup_manager.as_str()) {
         (Some(_), _) if config.engine == Engine::Podman => {
-            Err("somebody else's Podman service decides where its containers run".to_owned())
+            Err("an external Podman service chooses the cgroups of its containers".to_owned())
         }
         (_, "systemd") => Ok(format!("{}.slice", config.cgroup_parent)),
-        _ if matches!(ran.ids, IdSpace::Within(_)) => {
-            Err("an ordinary user has no cgroup of its own here".to_owned())
+        _ if matches!(setup.ids, IdSpace::Within(_)) => {
+            Err("an ordinary user has no delegated cgroup here".to_owned())
         }
-        _ => Parent::probe().map(|()| format!("/{}", config.cgroup_parent)),
+        _ => ParentCgroup::probe().map(|()| format!("/{}", config.cgroup_parent)),
     };
-    match together {
+    match cgroup {
         Ok(cgroup) => Check::ok(
             NAME,
             format!(
-                "{each}; all together {} in the cgroup {cgroup}",
+                "{each}; all of them {} in the cgroup {cgroup}",
                 gib(memory_bytes)
             ),
         ),
-        Err(why) => Check::adapted(
-            NAME,
-            format!("{each}; all together are not limited ({why})"),
-        ),
+        Err(reason) => Check::adapted(NAME, format!("{each}; the total is not limited ({reason})")),
     }
 }
 
-/// The sum of what all sandboxes and the worker's own user may have.
+/// Checks that the inotify instances suffice for all sandboxes and the worker's user.
 pub(super) fn inotify(max_sandboxes: usize) -> Check {
     let read = |name: &str| {
         fs_err::read_to_string(format!("/proc/sys/fs/inotify/{name}"))
@@ -221,7 +218,7 @@ pub(super) fn inotify(max_sandboxes: usize) -> Check {
             .and_then(|text| text.trim().parse::<usize>().ok())
     };
     let instances = read("max_user_instances").unwrap_or(0);
-    let each = crate::sandbox::namespace::INOTIFY_INSTANCES as usize;
+    let each = crate::sandbox::namespace::MAX_INOTIFY_INSTANCES as usize;
     if instances >= max_sandboxes * each {
         Check::ok(
             "inotify",
@@ -231,8 +228,9 @@ pub(super) fn inotify(max_sandboxes: usize) -> Check {
         Check::adapted(
             "inotify",
             format!(
-                "{instances} instances for all sandboxes and this user together; {} sandboxes with {each} each use them up. \
-                 'sysctl fs.inotify.max_user_instances={}' gives room for {max_sandboxes}",
+                "{instances} instances for all sandboxes and this user together; {} sandboxes \
+                 with {each} each exhaust them. 'sysctl fs.inotify.max_user_instances={}' allows \
+                 {max_sandboxes}",
                 instances / each,
                 (max_sandboxes + 8) * each
             ),
@@ -240,42 +238,45 @@ pub(super) fn inotify(max_sandboxes: usize) -> Check {
     }
 }
 
-/// Whether each workspace can have a disk of its own: one is made and mounted.
+/// Checks that workspaces can have their own disks, by creating and mounting one.
 pub(super) async fn loop_devices(config: &Config) -> Check {
     const NAME: &str = "loop devices";
-    // Where the worker would put it, and nothing is left there.
-    let place = config
+    // On the file system of the state directory; removed afterwards.
+    let directory = config
         .state_dir
         .ancestors()
         .find(|path| path.is_dir())
         .unwrap_or(Path::new("/"))
         .join(format!(".cynode-{}", uuid::Uuid::new_v4().simple()));
-    let probed = Disks::new(place.clone()).probe().await;
-    drop(fs_err::remove_dir_all(&place));
-    match probed {
+    let result = Disks::new(directory.clone()).probe().await;
+    drop(fs_err::remove_dir_all(&directory));
+    match result {
         Ok(()) => Check::ok(
             NAME,
-            "a disk was made and mounted: the disk limit of sandboxes is kept",
+            "created and mounted a disk: the disk limit of sandboxes is enforced",
         ),
-        Err(why) if config.allow_unenforced.contains(&Unenforced::Disk) => Check::adapted(
+        Err(reason) if config.allow_unenforced.contains(&Unenforced::Disk) => Check::adapted(
             NAME,
             format!(
-                "no disk can be mounted ({why}): sandboxes have no disk limit, as worker.allow_unenforced allows"
+                "no disk can be mounted ({reason}): sandboxes have no disk limit, as \
+                 worker.allow_unenforced permits"
             ),
         ),
-        Err(why) => Check::problem(
+        Err(reason) => Check::problem(
             NAME,
-            format!("no disk can be mounted ({why}): the disk limit of sandboxes can't be kept"),
+            format!("no disk can be mounted ({reason}): the disk limit can't be enforced"),
             format!(
-                "Run it as root on a host with loop devices, or do without the limit: {} in the configuration.",
+                "Run the worker as root on a host with loop devices, or waive the limit: {} in \
+                 the configuration.",
                 config.allowance(&[Unenforced::Disk])
             ),
         ),
     }
 }
 
-const LITTLE: u64 = 5 << 30;
-const TOO_LITTLE: u64 = 1 << 30;
+/// Less free space is reported as a problem, or as a warning.
+const MIN_FREE_BYTES: u64 = 1 << 30;
+const RECOMMENDED_FREE_BYTES: u64 = 5 << 30;
 
 pub(super) fn disk(state_dir: &Path) -> Check {
     let existing: PathBuf = state_dir
@@ -286,24 +287,24 @@ pub(super) fn disk(state_dir: &Path) -> Check {
     let Ok(stat) = rustix::fs::statvfs(&existing) else {
         return Check::problem(
             "free disk",
-            format!("{} can't be looked at", existing.display()),
+            format!("{} can't be inspected", existing.display()),
             "Choose another --state-dir.",
         );
     };
     let free = stat.f_bavail * stat.f_frsize;
-    #[expect(clippy::cast_precision_loss, reason = "for people")]
+    #[expect(clippy::cast_precision_loss, reason = "for display")]
     let text = format!(
         "{:.1} GiB under {}",
         free as f64 / (1_u64 << 30) as f64,
         existing.display()
     );
-    if free < TOO_LITTLE {
+    if free < MIN_FREE_BYTES {
         Check::problem(
             "free disk",
             text,
             "Free at least 5 GiB, or choose another --state-dir.",
         )
-    } else if free < LITTLE {
+    } else if free < RECOMMENDED_FREE_BYTES {
         Check::adapted("free disk", format!("only {text}"))
     } else {
         Check::ok("free disk", text)

@@ -1,4 +1,4 @@
-//! Checks of Docker, by what its daemon says and by a trial.
+//! Checks of Docker, by the daemon's information and by a trial container.
 
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
@@ -9,23 +9,23 @@ use cynode_api::{LABEL_SANDBOX_ID, Limits, Unenforced};
 use super::Check;
 use crate::{
     config::Config,
-    runtime::{Docker, Error, IdMap, IdSpace, Runtime as _, Spec, docker_ids},
+    runtime::{Docker, IdMap, IdSpace, Runtime as _, RuntimeError, Spec, docker_ids},
 };
 
 pub(super) const INSTALL: &str =
-    "Install and start it (apt-get install docker.io), or name its socket in worker.docker_socket.";
+    "Install and start it (apt-get install docker.io), or set worker.docker_socket to its socket.";
 
 #[derive(Debug)]
-pub(super) struct Engine {
+pub(super) struct DockerEngine {
     pub(super) check: Check,
-    /// Absent when nothing answers.
+    /// `None` if the daemon does not answer.
     pub(super) info: Option<SystemInfo>,
 }
 
-pub(super) async fn engine(config: &Config, docker: &Docker) -> Engine {
+pub(super) async fn engine(config: &Config, docker: &Docker) -> DockerEngine {
     const NAME: &str = "container engine";
     match docker.info().await {
-        Err(error) => Engine {
+        Err(error) => DockerEngine {
             check: Check::problem(NAME, error.to_string(), INSTALL),
             info: None,
         },
@@ -50,7 +50,7 @@ pub(super) async fn engine(config: &Config, docker: &Docker) -> Engine {
                     "Install Docker 20.10 or newer.",
                 )
             };
-            Engine {
+            DockerEngine {
                 check,
                 info: Some(info),
             }
@@ -58,7 +58,7 @@ pub(super) async fn engine(config: &Config, docker: &Docker) -> Engine {
     }
 }
 
-/// What decides the host's choice anew when it changes.
+/// The properties of the daemon that invalidate a cached host profile when they change.
 pub(super) fn fingerprint(info: &SystemInfo) -> String {
     let mut runtimes: Vec<&String> = info
         .runtimes
@@ -73,7 +73,7 @@ pub(super) fn fingerprint(info: &SystemInfo) -> String {
     )
 }
 
-/// Whether root inside is root outside, and whether sandboxes share their ids.
+/// Checks how the daemon maps the ids of sandboxes.
 pub(super) fn id_space(config: &Config, info: &SystemInfo) -> Check {
     const NAME: &str = "user namespace";
     let space = match docker_ids(info) {
@@ -82,7 +82,7 @@ pub(super) fn id_space(config: &Config, info: &SystemInfo) -> Check {
             return Check::problem(
                 NAME,
                 error,
-                "Change the daemon's configuration as said, or use Podman.",
+                "Change the daemon's configuration accordingly, or use Podman.",
             );
         }
     };
@@ -90,18 +90,22 @@ pub(super) fn id_space(config: &Config, info: &SystemInfo) -> Check {
     let (detail, remedy) = match space {
         IdSpace::Shared(map) => (
             format!(
-                "userns-remap: all sandboxes share the ids from {} on",
+                "userns-remap: all sandboxes share the ids from {}",
                 map.first
             ),
-            "use Podman, which gives each sandbox ids of its own",
+            "use Podman, which gives each sandbox its own ids",
         ),
         _ => (
-            "none: ids in a sandbox are the host's own".to_owned(),
-            "set \"userns-remap\": \"default\" in /etc/docker/daemon.json and restart the daemon, or use Podman",
+            "none: ids in a sandbox equal those of the host".to_owned(),
+            "set \"userns-remap\": \"default\" in /etc/docker/daemon.json and restart the daemon, \
+             or use Podman",
         ),
     };
     if missing.is_empty() {
-        Check::adapted(NAME, format!("{detail}, as allowed by name"))
+        Check::adapted(
+            NAME,
+            format!("{detail}, as worker.allow_unenforced permits"),
+        )
     } else {
         Check::problem(
             NAME,
@@ -111,7 +115,7 @@ pub(super) fn id_space(config: &Config, info: &SystemInfo) -> Check {
     }
 }
 
-/// What the ids leave unenforced without having been allowed to.
+/// The separations that the id space does not provide and the configuration does not waive.
 pub(crate) fn missing(config: &Config, space: IdSpace) -> Vec<Unenforced> {
     space
         .unenforced()
@@ -131,25 +135,26 @@ pub(super) fn cgroups(info: &SystemInfo) -> Check {
         .cgroup_version
         .map(|version| version.to_string())
         .unwrap_or_default();
-    let lacking: Vec<&str> = [
+    let missing: Vec<&str> = [
         ("memory", info.memory_limit),
         ("swap", info.swap_limit),
         ("cpu quota", info.cpu_cfs_quota),
         ("pids", info.pids_limit),
     ]
     .into_iter()
-    .filter_map(|(name, there)| (there != Some(true)).then_some(name))
+    .filter_map(|(name, present)| (present != Some(true)).then_some(name))
     .collect();
-    if lacking.is_empty() {
+    if missing.is_empty() {
         Check::ok(NAME, format!("version {version}, driver {driver}"))
     } else {
         Check::problem(
             NAME,
             format!(
-                "version {version}, driver {driver}: no limits of {}",
-                lacking.join(", ")
+                "version {version}, driver {driver}: no limits for {}",
+                missing.join(", ")
             ),
-            "Enable these controllers (kernel parameters cgroup_enable=memory swapaccount=1), or boot with cgroup v2.",
+            "Enable these controllers (kernel parameters cgroup_enable=memory swapaccount=1), or \
+             boot with cgroup v2.",
         )
     }
 }
@@ -167,7 +172,8 @@ pub(super) fn store(info: &SystemInfo) -> Vec<Check> {
         "vfs" => Check::problem(
             "storage driver",
             "vfs copies the whole image for every sandbox",
-            "Set \"storage-driver\": \"overlay2\" in /etc/docker/daemon.json and restart the daemon.",
+            "Set \"storage-driver\": \"overlay2\" in /etc/docker/daemon.json and restart the \
+             daemon.",
         ),
         other => Check::adapted("storage driver", other),
     };
@@ -188,8 +194,8 @@ pub(super) fn store(info: &SystemInfo) -> Vec<Check> {
     vec![storage, seccomp]
 }
 
-/// Whether the OCI runtime is there and runs a sandbox: the agent itself, in an otherwise empty image, with every flag of
-/// ours.
+/// Checks that the OCI runtime is known and can run a sandbox: the agent, in an otherwise empty
+/// image, with all options that the worker uses.
 pub(super) async fn oci_runtime(
     config: &Config,
     docker: &Docker,
@@ -207,7 +213,8 @@ pub(super) async fn oci_runtime(
         let mut names: Vec<String> = known.into_keys().collect();
         names.sort();
         let fix = format!(
-            "Install it and name it under \"runtimes\" in /etc/docker/daemon.json, or set worker.oci_runtime to one of: {}.",
+            "Install it and add it to \"runtimes\" in /etc/docker/daemon.json, or set \
+             worker.oci_runtime to one of: {}.",
             names.join(", ")
         );
         return (
@@ -223,24 +230,25 @@ pub(super) async fn oci_runtime(
         Err(error) => (
             Check::problem(
                 NAME,
-                format!("{name} did not run a container: {error}"),
-                "See the daemon's log, or name another in worker.oci_runtime.",
+                format!("{name} failed to run a container: {error}"),
+                "See the daemon's log, or set worker.oci_runtime to another runtime.",
             ),
             None,
         ),
     }
 }
 
-/// How long the trial's container may take to end.
-const TRIAL: Duration = Duration::from_secs(20);
+/// How long the trial container may take to exit.
+const TRIAL_TIMEOUT: Duration = Duration::from_secs(20);
 
-async fn trial(docker: &Docker, agent: &Path) -> Result<(), Error> {
+async fn trial(docker: &Docker, agent: &Path) -> Result<(), RuntimeError> {
     let name = format!("cynode-trial-{}", uuid::Uuid::new_v4().simple());
-    let binary = fs_err::read(agent).map_err(|error| Error::Unavailable(error.to_string()))?;
+    let binary =
+        fs_err::read(agent).map_err(|error| RuntimeError::Unavailable(error.to_string()))?;
     docker
         .import(
             &name,
-            layer(&binary).map_err(|error| Error::Unavailable(error.to_string()))?,
+            layer(&binary).map_err(|error| RuntimeError::Unavailable(error.to_string()))?,
         )
         .await?;
     let ran = run_trial(docker, &name).await;
@@ -249,7 +257,7 @@ async fn trial(docker: &Docker, agent: &Path) -> Result<(), Error> {
     ran.and(removed).and(forgotten)
 }
 
-async fn run_trial(docker: &Docker, name: &str) -> Result<(), Error> {
+async fn run_trial(docker: &Docker, name: &str) -> Result<(), RuntimeError> {
     let ids = match docker.ids().await? {
         IdSpace::Shared(map) => map,
         _ => IdMap {
@@ -274,21 +282,21 @@ async fn run_trial(docker: &Docker, name: &str) -> Result<(), Error> {
     };
     docker.create(&spec).await?;
     docker.start(name).await?;
-    let deadline = tokio::time::Instant::now() + TRIAL;
+    let deadline = tokio::time::Instant::now() + TRIAL_TIMEOUT;
     loop {
-        let found = docker.inspect(name).await?;
-        match found.exit_code {
+        let container = docker.inspect(name).await?;
+        match container.exit_code {
             Some(0) => return Ok(()),
             Some(code) => {
-                return Err(Error::Refused {
+                return Err(RuntimeError::Refused {
                     call: "trial",
-                    message: format!("the container ended with {code}"),
+                    message: format!("the container exited with code {code}"),
                 });
             }
             None if tokio::time::Instant::now() >= deadline => {
-                return Err(Error::Timeout {
+                return Err(RuntimeError::Timeout {
                     call: "trial",
-                    limit: TRIAL,
+                    limit: TRIAL_TIMEOUT,
                 });
             }
             None => tokio::time::sleep(Duration::from_millis(20)).await,
@@ -313,7 +321,8 @@ fn layer(binary: &[u8]) -> std::io::Result<Bytes> {
 }
 
 pub(super) async fn default_image(config: &Config, docker: &Docker) -> Check {
-    const FIX: &str = "Build it and load it ('make images', then 'podman save IMAGE | docker load'), or name an image on this node in worker.default_image.";
+    const FIX: &str = "Build and load it ('make images', then 'podman save IMAGE | docker load'), \
+                       or set worker.default_image to an image on this node.";
     let labels = docker
         .image(&config.default_image)
         .await

@@ -1,7 +1,7 @@
-//! What this host can do, found out by trying.
+//! The capabilities of this host, determined by trial.
 //!
-//! `cynode doctor` prints it; the worker decides by it at start. Each check says that all is well, what was chosen instead
-//! and why, or what is wrong with the exact fix.
+//! `cynode doctor` prints them, and the worker adapts to them at startup. Each check reports that
+//! all is well, what was chosen instead and why, or what is wrong and how to fix it.
 
 mod checks;
 mod docker;
@@ -23,7 +23,7 @@ pub(crate) use docker::missing as missing_allowances;
 #[serde(rename_all = "snake_case")]
 pub enum Status {
     Ok,
-    /// Not as usual here; something else was chosen that works.
+    /// Not the usual setup; the worker adapted to it.
     Adapted,
     Problem,
 }
@@ -33,7 +33,7 @@ pub struct Check {
     pub name: &'static str,
     pub status: Status,
     pub detail: String,
-    /// What to do, when there is something to do.
+    /// The remedy, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fix: Option<String>,
 }
@@ -67,21 +67,21 @@ impl Check {
     }
 }
 
-/// What the worker does differently on this host.
+/// How the worker runs sandboxes on this host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Choice {
-    /// The OCI runtime that ran a container.
+    /// The OCI runtime that ran the trial container.
     pub oci_runtime: String,
     pub cgroup_manager: String,
     pub max_nofile: u64,
-    /// How it keeps the ids of sandboxes apart.
+    /// How the runtime separates the ids of sandboxes.
     pub ids: IdSpace,
 }
 
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     pub checks: Vec<Check>,
-    /// Absent when no container could be run.
+    /// `None` if no container could be run.
     pub choice: Option<Choice>,
 }
 
@@ -95,7 +95,7 @@ impl Report {
     }
 }
 
-/// Looks at everything.
+/// Runs all checks.
 pub async fn examine(config: &Config) -> Report {
     let agent = agent_binary(config);
     let (mut checks, runtime) = match config.engine {
@@ -114,7 +114,7 @@ pub async fn examine(config: &Config) -> Report {
     checks.push(checks::disk(&config.state_dir));
     checks.push(checks::git().await);
     let choice = runtime.map(
-        |Ran {
+        |TrialSetup {
              oci_runtime,
              cgroup_manager,
              ids,
@@ -128,8 +128,8 @@ pub async fn examine(config: &Config) -> Report {
     Report { checks, choice }
 }
 
-/// With what a container ran.
-struct Ran {
+/// The setup in which the trial container ran.
+struct TrialSetup {
     oci_runtime: String,
     cgroup_manager: String,
     ids: IdSpace,
@@ -138,19 +138,19 @@ struct Ran {
 async fn with_podman(
     config: &Config,
     agent: &Result<PathBuf, String>,
-) -> (Vec<Check>, Option<Ran>) {
+) -> (Vec<Check>, Option<TrialSetup>) {
     let engine = podman::engine(config).await;
     let (runtime, name) = match (&engine.version, agent) {
         (Some(_), Ok(agent)) => podman::oci_runtime(config, agent).await,
         (None, _) => (
             Check::problem(
                 "OCI runtime",
-                "can't be tried without Podman",
+                "can't be tested without Podman",
                 podman::INSTALL,
             ),
             None,
         ),
-        (_, Err(error)) => (untried(error), None),
+        (_, Err(error)) => (untested(error), None),
     };
     let rootless = engine.is_rootless();
     let mut checks = vec![engine.check.clone()];
@@ -171,7 +171,7 @@ async fn with_podman(
     let ids = engine.ids();
     (
         checks,
-        name.map(|oci_runtime| Ran {
+        name.map(|oci_runtime| TrialSetup {
             oci_runtime,
             cgroup_manager: checks::choose_cgroup_manager().to_owned(),
             ids,
@@ -182,7 +182,7 @@ async fn with_podman(
 async fn with_docker(
     config: &Config,
     agent: &Result<PathBuf, String>,
-) -> (Vec<Check>, Option<Ran>) {
+) -> (Vec<Check>, Option<TrialSetup>) {
     let docker = crate::docker(config);
     let engine = docker::engine(config, &docker).await;
     let mut checks = vec![engine.check, checks::root_for_docker()];
@@ -193,7 +193,7 @@ async fn with_docker(
     checks.push(docker::cgroups(&info));
     let (runtime, name) = match agent {
         Ok(agent) => docker::oci_runtime(config, &docker, &info, agent).await,
-        Err(error) => (untried(error), None),
+        Err(error) => (untested(error), None),
     };
     checks.push(runtime);
     checks.extend(docker::store(&info));
@@ -202,25 +202,25 @@ async fn with_docker(
         .cgroup_driver
         .map(|driver| driver.to_string())
         .unwrap_or_default();
-    let ran = name
+    let setup = name
         .zip(docker_ids(&info).ok())
-        .map(|(oci_runtime, ids)| Ran {
+        .map(|(oci_runtime, ids)| TrialSetup {
             oci_runtime,
             cgroup_manager,
             ids,
         });
-    (checks, ran)
+    (checks, setup)
 }
 
-fn untried(error: &str) -> Check {
+fn untested(error: &str) -> Check {
     Check::problem(
         "OCI runtime",
-        format!("can't be tried without the agent: {error}"),
+        format!("can't be tested without the agent: {error}"),
         AGENT_FIX,
     )
 }
 
-/// Whether the default image is there, by its labels, and may be used.
+/// Checks that the default image is loaded and labeled as compatible.
 fn default_image(
     config: &Config,
     labels: Result<std::collections::BTreeMap<String, String>, String>,
@@ -248,9 +248,9 @@ fn default_image(
     }
 }
 
-const AGENT_FIX: &str = "Build it with 'cargo xtask sba', or name it in worker.agent_binary.";
+const AGENT_FIX: &str = "Build it with 'cargo xtask sba', or set worker.agent_binary.";
 
-/// The agent's binary: as configured, else beside this program.
+/// The agent's binary: from the configuration, or next to this program.
 pub(crate) fn agent_binary(config: &Config) -> Result<PathBuf, String> {
     if let Some(path) = &config.agent_binary {
         return if path.is_file() {
@@ -263,43 +263,43 @@ pub(crate) fn agent_binary(config: &Config) -> Result<PathBuf, String> {
         };
     }
     let program = std::env::current_exe()
-        .map_err(|error| format!("where this program lies is unknown: {error}"))?;
+        .map_err(|error| format!("failed to locate this program: {error}"))?;
     let directory = program.parent().unwrap_or(Path::new("/"));
-    // A build tree keeps the static one apart from the one that its tests are linked with.
-    let places = [
+    // A build tree has the static binary apart from the one that tests link with.
+    let candidates = [
         directory.join("../sba/cynode-sba"),
         directory.join("cynode-sba"),
         directory.join("../lib/cynode/cynode-sba"),
         PathBuf::from("/usr/lib/cynode/cynode-sba"),
     ];
-    places
+    candidates
         .iter()
         .find(|path| path.is_file())
         .cloned()
         .ok_or_else(|| {
             format!(
-                "cynode-sba is not beside {} nor in any usual place",
+                "cynode-sba is neither next to {} nor in a standard location",
                 program.display()
             )
         })
 }
 
 #[derive(Serialize, Deserialize)]
-struct Remembered {
+struct CachedSetup {
     key: String,
     choice: Choice,
 }
 
-/// The choice for this host. What was found since the last boot with the same engine still holds, so a worker that
-/// restarts does not try again.
+/// The setup for this host. A cached one is valid until the next boot with the same engine, so that
+/// a restarted worker skips the trial.
 pub(crate) async fn choose(config: &Config) -> Result<Choice, Report> {
-    let memory = config.directory().join("host.json");
+    let cache = config.directory().join("host.json");
     let key = key(config).await;
-    let remembered = fs_err::read(&memory)
+    let cached = fs_err::read(&cache)
         .ok()
-        .and_then(|bytes| serde_json::from_slice::<Remembered>(&bytes).ok());
-    if let Some(Remembered { choice, .. }) =
-        remembered.filter(|remembered| remembered.key == key && !key.is_empty())
+        .and_then(|bytes| serde_json::from_slice::<CachedSetup>(&bytes).ok());
+    if let Some(CachedSetup { choice, .. }) =
+        cached.filter(|cached| cached.key == key && !key.is_empty())
     {
         return Ok(choice);
     }
@@ -326,11 +326,11 @@ pub(crate) async fn choose(config: &Config) -> Result<Choice, Report> {
     }
     match &report.choice {
         Some(choice) => {
-            if let Ok(bytes) = serde_json::to_vec(&Remembered {
+            if let Ok(bytes) = serde_json::to_vec(&CachedSetup {
                 key,
                 choice: choice.clone(),
             }) {
-                drop(cynode_service::files::replace(&memory, &bytes));
+                drop(cynode_service::files::replace(&cache, &bytes));
             }
             Ok(choice.clone())
         }
@@ -338,7 +338,7 @@ pub(crate) async fn choose(config: &Config) -> Result<Choice, Report> {
     }
 }
 
-/// What the choice depends on: the boot, the engine, and what the operator set.
+/// The inputs that determine the choice: the boot, the engine, and the configuration.
 async fn key(config: &Config) -> String {
     let boot = fs_err::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let engine = match config.engine {
@@ -349,7 +349,7 @@ async fn key(config: &Config) -> String {
             .ok()
             .map(|info| docker::fingerprint(&info)),
     };
-    // An ordinary user may have been given other ids meanwhile.
+    // An ordinary user's subordinate ids may have changed.
     let ids = fs_err::read_to_string("/proc/self/uid_map").unwrap_or_default();
     let ids: Vec<&str> = ids.split_ascii_whitespace().collect();
     engine
@@ -365,7 +365,7 @@ async fn key(config: &Config) -> String {
         .unwrap_or_default()
 }
 
-/// Runs a program to its end, within half a minute; its output, or what it complained of.
+/// Runs a program for at most 30 s; returns its output, or the last line of its errors.
 pub(crate) async fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
     let mut command = process::command(program);
     command
@@ -373,7 +373,7 @@ pub(crate) async fn run(program: &str, arguments: &[&str]) -> Result<String, Str
         .stdin(std::process::Stdio::null())
         .kill_on_drop(true);
     match tokio::time::timeout(std::time::Duration::from_secs(30), command.output()).await {
-        Err(_) => Err("it did not answer within 30 s".to_owned()),
+        Err(_) => Err("timed out after 30 s".to_owned()),
         Ok(Err(error)) => Err(error.to_string()),
         Ok(Ok(output)) if output.status.success() => {
             Ok(String::from_utf8_lossy(&output.stdout).into_owned())
@@ -384,7 +384,7 @@ pub(crate) async fn run(program: &str, arguments: &[&str]) -> Result<String, Str
                 .trim()
                 .lines()
                 .last()
-                .unwrap_or("it failed without a word")
+                .unwrap_or("failed without a message")
                 .to_owned())
         }
     }

@@ -1,4 +1,4 @@
-//! Checks of Podman and what it runs on.
+//! Checks of Podman and its host.
 
 use std::{os::unix::fs::DirBuilderExt as _, path::Path};
 
@@ -16,17 +16,17 @@ pub(super) const INSTALL: &str =
     "Install it: apt-get install podman runc uidmap (or run scripts/setup).";
 
 #[derive(Debug)]
-pub(super) struct Engine {
+pub(super) struct PodmanEngine {
     pub(super) check: Check,
     pub(super) version: Option<String>,
     info: Value,
 }
 
-pub(super) async fn engine(config: &Config) -> Engine {
+pub(super) async fn engine(config: &Config) -> PodmanEngine {
     let version = match run(&config.podman, &["--version"]).await {
         Ok(text) => text.trim().trim_start_matches("podman version ").to_owned(),
         Err(error) => {
-            return Engine {
+            return PodmanEngine {
                 check: Check::problem(
                     "container engine",
                     format!("'{}' does not run: {error}", config.podman),
@@ -46,11 +46,11 @@ pub(super) async fn engine(config: &Config) -> Engine {
     match run(&command[0], &arguments).await {
         Ok(text) => {
             let socket = match &config.podman_socket {
-                Some(socket) => format!("its service at {}", socket.display()),
-                None => "a private service of ours".to_owned(),
+                Some(socket) => format!("the service at {}", socket.display()),
+                None => "a private service".to_owned(),
             };
             let check = if major(&version) >= 4 {
-                Check::ok("container engine", format!("Podman {version}, by {socket}"))
+                Check::ok("container engine", format!("Podman {version}, {socket}"))
             } else {
                 Check::problem(
                     "container engine",
@@ -58,17 +58,17 @@ pub(super) async fn engine(config: &Config) -> Engine {
                     "Install Podman 4 or newer.",
                 )
             };
-            Engine {
+            PodmanEngine {
                 check,
                 version: Some(version),
                 info: serde_json::from_str(&text).unwrap_or(Value::Null),
             }
         }
-        Err(error) => Engine {
+        Err(error) => PodmanEngine {
             check: Check::problem(
                 "container engine",
                 format!("Podman {version} can't use its store: {error}"),
-                "Run 'podman info' and follow what it says.",
+                "Run 'podman info' and fix the error that it reports.",
             ),
             version: Some(version),
             info: Value::Null,
@@ -76,7 +76,7 @@ pub(super) async fn engine(config: &Config) -> Engine {
     }
 }
 
-impl Engine {
+impl PodmanEngine {
     pub(super) fn ids(&self) -> IdSpace {
         podman_ids(&self.info)
     }
@@ -88,23 +88,25 @@ impl Engine {
     }
 }
 
-/// An ordinary user: how many ids there are for sandboxes.
+/// Checks that an ordinary user has enough ids for sandboxes.
 pub(super) async fn privileges(config: &Config) -> Check {
     const NAME: &str = "privileges";
-    match rootless::look(config).await {
+    match rootless::inspect_namespace(config).await {
         Err(error) => Check::problem(
             NAME,
             error,
-            "Install uidmap (apt-get install uidmap), give the user ids (scripts/setup does both), or run it as root.",
+            "Install uidmap (apt-get install uidmap) and assign the user subordinate ids \
+             (scripts/setup does both), or run the worker as root.",
         ),
         Ok(namespace) => match rootless::too_few(namespace.ids) {
             Some((problem, remedy)) => Check::problem(NAME, problem, remedy),
             None => Check::adapted(
                 NAME,
                 format!(
-                    "an ordinary user with {} subordinate ids: each sandbox gets {} of its own, and a worker can have {} at once",
+                    "an ordinary user with {} subordinate ids: each sandbox gets its own {}, and \
+                     a worker can have {} sandboxes",
                     namespace.ids,
-                    rootless::BLOCK,
+                    rootless::ROOTLESS_BLOCK_SIZE,
                     idrange::sandboxes_within(namespace.ids)
                 ),
             ),
@@ -112,8 +114,9 @@ pub(super) async fn privileges(config: &Config) -> Check {
     }
 }
 
-/// Which limits Podman can set for an ordinary user: those of the controllers that were delegated, and none in version 1.
-pub(super) fn cgroups(config: &Config, engine: &Engine) -> Check {
+/// Checks which limits Podman can set for an ordinary user: those of delegated controllers, none in
+/// cgroup version 1.
+pub(super) fn cgroups(config: &Config, engine: &PodmanEngine) -> Check {
     const NAME: &str = "cgroups";
     let host = &engine.info["host"];
     let version = host["cgroupVersion"]
@@ -125,7 +128,7 @@ pub(super) fn cgroups(config: &Config, engine: &Engine) -> Check {
         .flatten()
         .filter_map(Value::as_str)
         .collect();
-    let lacking: Vec<Unenforced> = [
+    let missing: Vec<Unenforced> = [
         ("memory", Unenforced::Memory),
         ("cpu", Unenforced::Cpus),
         ("pids", Unenforced::Pids),
@@ -133,27 +136,31 @@ pub(super) fn cgroups(config: &Config, engine: &Engine) -> Check {
     .into_iter()
     .filter_map(|(controller, limit)| (!delegated.contains(&controller)).then_some(limit))
     .collect();
-    if lacking.is_empty() {
+    if missing.is_empty() {
         return Check::ok(
             NAME,
             format!("{version}, with memory, cpu and pids delegated to this user"),
         );
     }
-    let names = serde_json::to_string(&lacking).unwrap_or_default();
+    let names = serde_json::to_string(&missing).unwrap_or_default();
     let detail =
-        format!("{version}: for an ordinary user the limits {names} are not enforced here");
-    if lacking
+        format!("{version}: the limits {names} are not enforced for an ordinary user here");
+    if missing
         .iter()
         .all(|name| config.allow_unenforced.contains(name))
     {
-        Check::adapted(NAME, format!("{detail}, as allowed by name"))
+        Check::adapted(
+            NAME,
+            format!("{detail}, as worker.allow_unenforced permits"),
+        )
     } else {
         Check::problem(
             NAME,
             detail,
             format!(
-                "Run it as root, or boot with cgroup v2 and have systemd delegate cpu, memory and pids to users, or allow it: {}.",
-                config.allowance(&lacking)
+                "Run the worker as root, or boot with cgroup v2 and have systemd delegate cpu, \
+                 memory and pids to users, or allow it: {}.",
+                config.allowance(&missing)
             ),
         )
     }
@@ -167,7 +174,8 @@ fn major(version: &str) -> u32 {
         .unwrap_or(0)
 }
 
-/// Finds an OCI runtime that runs a container here, by running one: the agent itself, in an otherwise empty root.
+/// Finds an OCI runtime that works here, by running a container: the agent in an otherwise empty
+/// root file system.
 pub(super) async fn oci_runtime(config: &Config, agent: &Path) -> (Check, Option<String>) {
     const NAME: &str = "OCI runtime";
     let root = match prepare_root(agent) {
@@ -176,8 +184,8 @@ pub(super) async fn oci_runtime(config: &Config, agent: &Path) -> (Check, Option
             return (
                 Check::problem(
                     NAME,
-                    format!("the trial could not be prepared: {error}"),
-                    "Check free disk and permissions of the temporary directory.",
+                    format!("failed to prepare the trial: {error}"),
+                    "Check the free space and permissions of the temporary directory.",
                 ),
                 None,
             );
@@ -206,7 +214,7 @@ pub(super) async fn oci_runtime(config: &Config, agent: &Path) -> (Check, Option
                 );
             }
             Err(error) => failures.push(format!(
-                "{name} did not: {}",
+                "{name} failed: {}",
                 error.chars().take(200).collect::<String>()
             )),
         }
@@ -215,31 +223,32 @@ pub(super) async fn oci_runtime(config: &Config, agent: &Path) -> (Check, Option
         Check::problem(
             NAME,
             failures.join("; "),
-            "Install runc (apt-get install runc), or name one that works in worker.oci_runtime.",
+            "Install runc (apt-get install runc), or set worker.oci_runtime to one that works.",
         ),
         None,
     )
 }
 
-struct Root(std::path::PathBuf);
+struct TrialRoot(std::path::PathBuf);
 
-impl Root {
+impl TrialRoot {
     fn path(&self) -> &Path {
         &self.0
     }
 }
 
-impl Drop for Root {
+impl Drop for TrialRoot {
     fn drop(&mut self) {
         drop(fs_err::remove_dir_all(&self.0));
     }
 }
 
-fn prepare_root(agent: &Path) -> std::io::Result<Root> {
+fn prepare_root(agent: &Path) -> std::io::Result<TrialRoot> {
     let root = std::env::temp_dir().join(format!("cynode-trial-{}", uuid::Uuid::new_v4().simple()));
-    // New, and for nobody else to write to, whatever the umask is: what is put here is run.
+    // Created exclusively and not writable by others, whatever the umask: its contents are
+    // executed.
     std::fs::DirBuilder::new().mode(0o755).create(&root)?;
-    let root = Root(root);
+    let root = TrialRoot(root);
     fs_err::set_permissions(
         root.path(),
         std::os::unix::fs::PermissionsExt::from_mode(0o755),
@@ -307,8 +316,8 @@ async fn trial(config: &Config, runtime: &str, root: &Path) -> Result<(), String
     run(&command[0], &arguments).await.map(drop)
 }
 
-/// What Podman says of its store and of seccomp.
-pub(super) fn store(engine: &Engine) -> Vec<Check> {
+/// Checks Podman's storage driver and seccomp.
+pub(super) fn store(engine: &PodmanEngine) -> Vec<Check> {
     if engine.info.is_null() {
         return Vec::new();
     }
@@ -349,9 +358,9 @@ pub(super) fn store(engine: &Engine) -> Vec<Check> {
 
 pub(super) async fn default_image(config: &Config, have_podman: bool) -> Check {
     const NAME: &str = "default image";
-    const FIX: &str = "Run 'make images', or name an image on this node in worker.default_image.";
+    const FIX: &str = "Run 'make images', or set worker.default_image to an image on this node.";
     if !have_podman {
-        return Check::problem(NAME, "can't be looked for without Podman", INSTALL);
+        return Check::problem(NAME, "can't be checked without Podman", INSTALL);
     }
     let command = config.podman_command();
     let arguments: Vec<&str> = command[1..]

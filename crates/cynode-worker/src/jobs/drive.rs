@@ -1,9 +1,10 @@
-//! One job from its acceptance to its end: whoever waits, and whichever worker does it.
+//! Drives one job from its acceptance to its end, with or without waiters, across worker restarts.
 //!
-//! Each step can be done again. The container bears the job's id, so there is one. The command has one exec id, which is in
-//! the sandbox's log before the agent is asked, and the agent starts an id once: so a worker that takes a job up either finds
-//! its end in the log, or follows the command that runs, or starts it because nobody did. A sandbox that is gone takes the
-//! answer with it: then the job has failed, and is not run again.
+//! Each step is idempotent. The container is named after the job, so there is only one. The command
+//! has a fixed exec id, which is in the sandbox's log before the agent is called, and the agent
+//! starts an id only once. A worker that resumes a job therefore finds its end in the log, follows
+//! the running command, or starts it because it never started. If the sandbox is gone, the outcome
+//! is unknown: the job fails and is not run again.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -19,21 +20,20 @@ use time::OffsetDateTime;
 
 use super::{
     Jobs,
-    record::{Entry, JobRecord, Outcome},
+    record::{JobEntry, JobOutcome, JobRecord},
 };
 use crate::{
-    execs::{self, Begun, Command, Exec, Input, Watching},
-    sessions::{Entry as Sandbox, Live, Room, exec_environment},
+    execs::{self, Command, Exec, ExecInput, OpenExec, WatchGuard},
+    sessions::{Admission, Live, SessionEntry as Sandbox, exec_environment},
 };
 
-/// How often a start is tried while the agent does not answer.
-const START_TRIES: u32 = 5;
-/// From KILL until the container goes too.
-const KILLED: Duration = Duration::from_secs(5);
-/// Before something that failed is tried again.
-const PAUSE: Duration = Duration::from_secs(1);
+/// Attempts to start the command while the agent does not answer.
+const START_ATTEMPTS: u32 = 5;
+/// From KILL until the container is killed too.
+const KILL_TIMEOUT: Duration = Duration::from_secs(5);
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// The one exec of a job.
+/// The id of the job's only exec.
 pub(super) fn exec_id(record: &JobRecord) -> ExecId {
     ExecId::from_uuid(*record.job.job_id.as_uuid())
 }
@@ -54,116 +54,116 @@ fn exec_request(record: &JobRecord, run: &JobRun) -> ExecRequest {
 }
 
 impl Jobs {
-    pub(super) fn spawn_drive(self: &Arc<Self>, entry: &Arc<Entry>) {
+    pub(super) fn spawn_drive(self: &Arc<Self>, entry: &Arc<JobEntry>) {
         let (jobs, entry) = (Arc::clone(self), Arc::clone(entry));
         self.drivers.spawn(async move {
             if !entry.is_final() {
                 let outcome = jobs.run_to_end(&entry).await;
                 jobs.conclude(&entry, outcome).await;
             }
-            jobs.clear(&entry).await;
+            jobs.clean_up(&entry).await;
         });
     }
 
-    async fn run_to_end(self: &Arc<Self>, entry: &Arc<Entry>) -> Outcome {
+    async fn run_to_end(self: &Arc<Self>, entry: &Arc<JobEntry>) -> JobOutcome {
         let record = entry.record();
         let Some(run) = record.request.clone() else {
-            return Outcome::interrupted("the job's record lacks its request");
+            return JobOutcome::interrupted("the job's record lacks its request");
         };
         let sandbox = match self.sandbox(&record, &run).await {
             Ok(sandbox) => sandbox,
             Err(outcome) => return outcome,
         };
-        // From an earlier worker. Somebody waits for it from the first moment, so that it is never taken for abandoned.
-        let found = sandbox.execs.get(exec_id(&record)).ok();
-        let _watching = found.as_ref().map(Exec::watch);
-        if let Some(exec) = found.as_ref().filter(|exec| !exec.is_running()) {
-            return Outcome::of(exec.result().await);
+        // The exec of an earlier worker process. Watch it from the start, so that it is never
+        // considered abandoned.
+        let exec = sandbox.execs.get(exec_id(&record)).ok();
+        let _watch_guard = exec.as_ref().map(Exec::watch);
+        if let Some(exec) = exec.as_ref().filter(|exec| !exec.is_running()) {
+            return JobOutcome::from_exec(exec.result().await);
         }
         let live = tokio::select! {
             live = sandbox.until_live() => live,
-            () = stopped(entry), if found.is_none() => return Outcome::canceled(),
+            () = stopped(entry), if exec.is_none() => return JobOutcome::canceled(),
         };
-        let live = match (live, found) {
+        let live = match (live, exec) {
             (Ok(live), _) => live,
-            (Err(_), Some(exec)) => return Outcome::of(exec.result().await),
-            (Err(SessionState::Failed), None) => return Outcome::failed(&sandbox.failure()),
+            (Err(_), Some(exec)) => return JobOutcome::from_exec(exec.result().await),
+            (Err(SessionState::Failed), None) => return JobOutcome::failed(&sandbox.failure()),
             (Err(_), None) => {
-                return Outcome::interrupted(
-                    "the sandbox went away before the command was started",
-                );
+                return JobOutcome::interrupted("the sandbox was lost before the command started");
             }
         };
-        let (exec, _watching) = match self.start(&sandbox, &live, &record, &run).await {
+        let (exec, _watch_guard) = match self.start(&sandbox, &live, &record, &run).await {
             Ok(started) => started,
             Err(outcome) => return outcome,
         };
         self.set_in_progress(entry, exec.record.started_at).await;
         tokio::select! {
-            result = exec.result() => return Outcome::of(result),
+            result = exec.result() => return JobOutcome::from_exec(result),
             () = stopped(entry) => {}
         }
         self.terminate(&live, &exec).await;
-        Outcome::of(exec.result().await)
+        JobOutcome::from_exec(exec.result().await)
     }
 
-    /// The job's sandbox. One that was promised and never written down is made now: nothing has run.
+    /// Looks up the job's sandbox. If it was admitted but never recorded, it is created now:
+    /// nothing has run.
     async fn sandbox(
         self: &Arc<Self>,
         record: &JobRecord,
         run: &JobRun,
-    ) -> Result<Arc<Sandbox>, Outcome> {
-        if let Some(sandbox) = self.sessions.of_job(record.session_id) {
+    ) -> Result<Arc<Sandbox>, JobOutcome> {
+        if let Some(sandbox) = self.sessions.job_sandbox(record.session_id) {
             return Ok(sandbox);
         }
         if self.sessions.is_unreadable(record.session_id) {
-            return Err(Outcome::interrupted(
-                "the record of the job's sandbox can't be read",
+            return Err(JobOutcome::interrupted(
+                "the record of the job's sandbox is unreadable",
             ));
         }
-        self.sessions.settled().await;
+        self.sessions.reconciled().await;
         let made = async {
             let image = self
                 .sessions
                 .any_image(&run.sandbox.image_ref, run.sandbox.image_digest.as_deref())
                 .await?;
             self.sessions
-                .place(run, record.session_id, image, Room::WasPromised)
+                .reserve(run, record.session_id, image, Admission::AlreadyGranted)
                 .await?
-                .take()
+                .commit()
                 .await
         };
         made.await
-            .map_err(|error: ApiError| Outcome::failed(&error))
+            .map_err(|error: ApiError| JobOutcome::failed(&error))
     }
 
-    /// Starts the command, unless it was.
+    /// Starts the command, unless it has started already.
     async fn start(
         &self,
         sandbox: &Sandbox,
         live: &Arc<Live>,
         record: &JobRecord,
         run: &JobRun,
-    ) -> Result<(Arc<Exec>, Watching), Outcome> {
+    ) -> Result<(Arc<Exec>, WatchGuard), JobOutcome> {
         let request = exec_request(record, run);
-        let mut tries = 0;
+        let mut attempts = 0;
         loop {
-            let (Begun::New(exec) | Begun::Existing(exec)) = sandbox
+            let (OpenExec::New(exec) | OpenExec::Existing(exec)) = sandbox
                 .execs
                 .begin(&request, WORKSPACE.to_owned(), None)
-                .map_err(|error| Outcome::failed(&error))?;
-            let watching = exec.watch();
+                .map_err(|error| JobOutcome::failed(&error))?;
+            let watch_guard = exec.watch();
             if exec.is_started() || !exec.is_running() {
-                return Ok((exec, watching));
+                return Ok((exec, watch_guard));
             }
             tracing::debug!(job_id = %record.job.job_id, "Starting the command of a job.");
             let env = exec_environment(&sandbox.record(), &request.env);
             let command = Command {
                 argv: request.argv.clone(),
                 env,
-                input: Input::default(),
+                input: ExecInput::default(),
                 stdin_open: false,
-                again: true,
+                may_be_running: true,
             };
             let (live, execs, started) = (
                 Arc::clone(live),
@@ -171,7 +171,7 @@ impl Jobs {
                 Arc::clone(&exec),
             );
             let via = self.sessions.config.exec_via;
-            let begun = match via {
+            let result = match via {
                 ExecVia::Agent => {
                     execs::start_by_agent(Arc::clone(&live), execs, started, command).await
                 }
@@ -179,40 +179,41 @@ impl Jobs {
                     execs::start_by_runtime(Arc::clone(&live), execs, started, command).await
                 }
             };
-            tries += 1;
-            match begun {
-                Ok(()) => return Ok((exec, watching)),
-                // It may have been started or not; to ask again is safe, because the agent starts an id once.
-                Err(error) if error.0.is(ErrorCode::AgentUnavailable) => {
-                    if tries >= START_TRIES || live.is_gone() || via == ExecVia::Runtime {
-                        return Err(Outcome::interrupted(format!(
-                            "whether the command was started is not known: {}",
-                            error.0.detail
+            attempts += 1;
+            match result {
+                Ok(()) => return Ok((exec, watch_guard)),
+                // Unknown whether it started. A retry is safe, because the agent starts an id only
+                // once.
+                Err(error) if error.is(ErrorCode::AgentUnavailable) => {
+                    if attempts >= START_ATTEMPTS || live.is_gone() || via == ExecVia::Runtime {
+                        return Err(JobOutcome::interrupted(format!(
+                            "the agent failed before confirming the start of the command: {}",
+                            error.detail
                         )));
                     }
-                    tokio::time::sleep(PAUSE).await;
+                    tokio::time::sleep(RETRY_DELAY).await;
                 }
-                Err(error) => return Err(Outcome::failed(&error)),
+                Err(error) => return Err(JobOutcome::failed(&error)),
             }
         }
     }
 
-    async fn set_in_progress(&self, entry: &Arc<Entry>, started_at: OffsetDateTime) {
+    async fn set_in_progress(&self, entry: &Arc<JobEntry>, started_at: OffsetDateTime) {
         let set = move |record: &mut JobRecord| {
             record.job.state = JobState::InProgress;
             record.job.started_at = Some(started_at);
             true
         };
         if let Err(error) = self.update(entry, set).await {
-            // The sandbox's own log has the start; this only says so.
-            tracing::error!(%error, "Recording that a job has started failed.");
+            // The sandbox's log has the start already; this record only repeats it.
+            tracing::error!(%error, "Failed to record the start of a job.");
             let mut record = entry.record();
             set(&mut record);
             entry.set(record);
         }
     }
 
-    /// TERM, a grace, KILL; and when even that is not obeyed, the container.
+    /// Sends TERM, waits the grace period, sends KILL, and as a last resort kills the container.
     async fn terminate(&self, live: &Live, exec: &Exec) {
         self.signal(live, exec, SignalName::TERM, SignalScope::Group)
             .await;
@@ -224,14 +225,17 @@ impl Jobs {
         }
         self.signal(live, exec, SignalName::KILL, SignalScope::Tree)
             .await;
-        if tokio::time::timeout(KILLED, exec.result()).await.is_err() {
+        if tokio::time::timeout(KILL_TIMEOUT, exec.result())
+            .await
+            .is_err()
+        {
             live.kill_container().await;
         }
     }
 
     async fn signal(&self, live: &Live, exec: &Exec, signal: SignalName, scope: SignalScope) {
         match live.link() {
-            // That it has ended meanwhile is what is wanted.
+            // An error means that it has ended meanwhile.
             Ok(link) => drop(
                 link.call(&Request::Signal {
                     exec_id: exec.id(),
@@ -244,8 +248,8 @@ impl Jobs {
         }
     }
 
-    /// Records the end, as often as it takes: a result is never lost.
-    pub(super) async fn conclude(&self, entry: &Arc<Entry>, outcome: Outcome) {
+    /// Records the end, retrying until it succeeds: a result must not be lost.
+    pub(super) async fn conclude(&self, entry: &Arc<JobEntry>, outcome: JobOutcome) {
         loop {
             let outcome = outcome.clone();
             let written = self
@@ -260,49 +264,53 @@ impl Jobs {
             match written {
                 Ok(()) => break,
                 Err(error) => {
-                    tracing::error!(%error, "Recording the end of a job failed; trying again.")
+                    tracing::error!(%error, "Failed to record the end of a job; retrying.");
                 }
             }
-            tokio::time::sleep(PAUSE).await;
+            tokio::time::sleep(RETRY_DELAY).await;
         }
         metrics::counter!("cynode_jobs_total", "state" => entry.job().state.as_str()).increment(1);
     }
 
-    /// Ends the sandbox of a job that has ended; and drops its output when that is not needed any more.
-    async fn clear(self: &Arc<Self>, entry: &Arc<Entry>) {
+    /// Ends the sandbox of an ended job, and drops its output if the result is acknowledged.
+    async fn clean_up(self: &Arc<Self>, entry: &Arc<JobEntry>) {
         let id = entry.record().session_id;
-        self.sessions.settled().await;
-        while let Err(error) = self.sessions.end_of_job(id).await {
-            tracing::warn!(session_id = %id, error = %error.0, "Ending the sandbox of a job failed; trying again.");
-            tokio::time::sleep(PAUSE).await;
+        self.sessions.reconciled().await;
+        while let Err(error) = self.sessions.end_job_sandbox(id).await {
+            tracing::warn!(
+                session_id = %id,
+                error = %error,
+                "Failed to end the sandbox of a job; retrying."
+            );
+            tokio::time::sleep(RETRY_DELAY).await;
         }
         if entry.is_acknowledged() {
-            self.sessions.forget_of_job(id);
+            self.sessions.forget_job_sandbox(id);
         }
     }
 }
 
-async fn stopped(entry: &Entry) {
-    entry.until(|record| record.stop.is_some()).await;
+async fn stopped(entry: &JobEntry) {
+    entry.wait_until(|record| record.stop.is_some()).await;
 }
 
-/// Bounds of what a plain command may be.
+/// Validates a job's command.
 pub(super) fn check_command(run: &JobRun) -> Result<(), ApiError> {
     use cynode_api::{
         exec_limits::{MAX_ENV, MAX_ENV_BYTES},
         job_limits::MAX_TIMEOUT_SECONDS,
     };
-    let within = |mut error: ApiError| {
-        error.0.detail.insert_str(0, "sandbox.");
+    let prefix = |mut error: ApiError| {
+        error.detail.insert_str(0, "sandbox.");
         error
     };
     let env: &BTreeMap<String, String> = &run.sandbox.env;
-    checks::check_argv("command", &run.sandbox.command).map_err(within)?;
-    checks::check_env(env, MAX_ENV, MAX_ENV_BYTES).map_err(within)?;
+    checks::check_argv("command", &run.sandbox.command).map_err(prefix)?;
+    checks::check_env(env, MAX_ENV, MAX_ENV_BYTES).map_err(prefix)?;
     match run.sandbox.timeout_seconds {
         None | Some(1..=MAX_TIMEOUT_SECONDS) => Ok(()),
         Some(_) => Err(ApiError::invalid(format!(
-            "sandbox.timeout_seconds: must lie between 1 and {MAX_TIMEOUT_SECONDS}"
+            "sandbox.timeout_seconds: must be between 1 and {MAX_TIMEOUT_SECONDS}"
         ))),
     }
 }

@@ -1,8 +1,9 @@
-//! Jobs: one command each, run to its end once, its result kept until somebody has it.
+//! Jobs: each runs one command to completion once and retains its result until acknowledged.
 //!
-//! What must stay true: a job is on disk before its caller hears of it, and its end before anybody does. A worker that dies
-//! at any moment neither runs a command twice nor loses its result; the next one takes every job up (`drive.rs`). The result
-//! stays until it is acknowledged; then the id is remembered for a day, so that a request that comes late runs nothing.
+//! Invariants: a job is on disk before its caller is answered, and its end is on disk before it is
+//! published. A worker crash therefore neither runs a command twice nor loses its result; the next
+//! worker resumes every job (`drive.rs`). After the acknowledgement the id stays reserved for a
+//! day, so that a delayed request runs nothing.
 
 mod drive;
 mod record;
@@ -28,61 +29,63 @@ use crate::{
     execs::Exec,
     journal::{Journal, blocking, interrupted},
     runtime::Image,
-    sessions::{Room, Sessions, check_version, journal_error},
+    sessions::{Admission, Sessions, check_version, journal_error},
 };
 
-pub(crate) use record::Entry;
-use record::{JobRecord, Outcome, Stop, fingerprint};
+pub(crate) use record::JobEntry;
+use record::{JobOutcome, JobRecord, StopRequester, fingerprint};
 
-/// How often it is looked for ids that need no longer be remembered.
-const FORGET_EVERY: Duration = Duration::from_secs(60);
-/// How long a worker that stops waits for its jobs to end.
-const STOP_WAIT: Duration = Duration::from_secs(45);
+/// How often expired ids are removed.
+const CLEANUP_INTERVAL: Duration = Duration::from_secs(60);
+/// How long a worker that shuts down waits for its jobs to end.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(45);
 
 #[derive(Debug)]
 pub(crate) struct Jobs {
     sessions: Arc<Sessions>,
     journal: Journal,
-    known: Mutex<BTreeMap<JobId, Arc<Entry>>>,
-    /// Held from the look for an id to its admission; holds whether the worker stops and takes no more.
+    by_id: Mutex<BTreeMap<JobId, Arc<JobEntry>>>,
+    /// Held from the lookup of an id to its admission. The value is true once the worker shuts down
+    /// and admits no more jobs.
     gate: tokio::sync::Mutex<bool>,
     drivers: TaskTracker,
-    /// Jobs to which something happened, for who tells the orchestrator. Nobody waits for it: what is lost, is asked for.
-    news: mpsc::Sender<JobId>,
+    /// Ids of changed jobs, for the reports to the orchestrator. Lossy: the orchestrator polls for
+    /// missed changes.
+    changes: mpsc::Sender<JobId>,
 }
 
 impl Jobs {
-    /// Reads what an earlier worker left. Nothing is done yet.
+    /// Reads the jobs of an earlier worker process without resuming them.
     pub(crate) fn open(
         sessions: Arc<Sessions>,
         journal: Journal,
-        news: mpsc::Sender<JobId>,
+        changes: mpsc::Sender<JobId>,
     ) -> io::Result<Arc<Self>> {
-        let mut known = BTreeMap::new();
+        let mut by_id = BTreeMap::new();
         for id in journal.jobs()? {
             if let Some(record) = journal.job::<JobRecord>(id)? {
-                known.insert(id, Arc::new(Entry::new(record)));
+                by_id.insert(id, Arc::new(JobEntry::new(record)));
             }
         }
         Ok(Arc::new(Self {
             sessions,
             journal,
-            known: Mutex::new(known),
+            by_id: Mutex::new(by_id),
             gate: tokio::sync::Mutex::new(false),
             drivers: TaskTracker::new(),
-            news,
+            changes,
         }))
     }
 
-    /// Takes up every job where it was.
-    pub(crate) fn take_up(self: &Arc<Self>) {
-        let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
+    /// Resumes every unfinished job.
+    pub(crate) fn resume(self: &Arc<Self>) {
+        let entries: Vec<Arc<JobEntry>> = self.by_id.lock().values().cloned().collect();
         for entry in &entries {
             self.spawn_drive(entry);
         }
-        let jobs: HashSet<JobId> = self.known.lock().keys().copied().collect();
-        for session_id in self.sessions.of_other_jobs(&jobs) {
-            tracing::error!(%session_id, "A sandbox of a job has no job: the job's record is gone. It is ended.");
+        let jobs: HashSet<JobId> = self.by_id.lock().keys().copied().collect();
+        for session_id in self.sessions.sandboxes_of_other_jobs(&jobs) {
+            tracing::error!(%session_id, "Ending a job's sandbox whose job record is gone.");
             let jobs = Arc::clone(self);
             self.drivers
                 .spawn(async move { jobs.drop_sandbox(session_id).await });
@@ -90,17 +93,22 @@ impl Jobs {
     }
 
     async fn drop_sandbox(&self, id: SessionId) {
-        self.sessions.settled().await;
-        match self.sessions.end_of_job(id).await {
-            Ok(()) => drop(self.sessions.forget_of_job(id)),
+        self.sessions.reconciled().await;
+        match self.sessions.end_job_sandbox(id).await {
+            Ok(()) => drop(self.sessions.forget_job_sandbox(id)),
             Err(error) => {
-                tracing::error!(session_id = %id, error = %error.0, "Ending it failed; the next start tries again.")
+                tracing::error!(
+                    session_id = %id,
+                    error = %error,
+                    "Failed to end an orphaned sandbox; the next start retries."
+                );
             }
         }
     }
 
-    /// Runs a job, or finds the one that the same request made before. It is on disk when this returns.
-    pub(crate) async fn run(self: &Arc<Self>, request: JobRun) -> Result<Arc<Entry>, ApiError> {
+    /// Runs a job, or returns the one that the same request created before. The job is on disk when
+    /// this returns.
+    pub(crate) async fn run(self: &Arc<Self>, request: JobRun) -> Result<Arc<JobEntry>, ApiError> {
         check_version(request.version)?;
         if request.job.is_some() {
             return Err(Problem::new(
@@ -122,7 +130,7 @@ impl Jobs {
         if let Some(existing) = self.existing(&request, &fingerprint)? {
             return Ok(existing);
         }
-        self.sessions.wait_until_settled().await?;
+        self.sessions.wait_until_reconciled().await?;
         let image = self
             .sessions
             .any_image(
@@ -130,7 +138,7 @@ impl Jobs {
                 request.sandbox.image_digest.as_deref(),
             )
             .await;
-        // To its end even when the caller goes away: a job is either not there or is driven.
+        // Runs to completion even if the caller disconnects: an admitted job is always run.
         let jobs = Arc::clone(self);
         let admitted =
             tokio::spawn(async move { jobs.admit(request, fingerprint, image).await }).await;
@@ -143,43 +151,43 @@ impl Jobs {
         request: JobRun,
         fingerprint: String,
         image: Result<Image, ApiError>,
-    ) -> Result<Arc<Entry>, ApiError> {
+    ) -> Result<Arc<JobEntry>, ApiError> {
         let stopping = self.gate.lock().await;
         let id = request.job_id;
         if let Some(existing) = self.existing(&request, &fingerprint)? {
             return Ok(existing);
         }
-        // Whether it ran is not known, so it does not run now.
+        // Unknown whether it already ran, so it must not run now.
         self.check_readable(id)?;
         if *stopping {
             return Err(ApiError::new(
                 ErrorCode::ShuttingDown,
-                "the worker is stopping",
+                "the worker is shutting down",
             ));
         }
         if self
-            .known
+            .by_id
             .lock()
             .values()
             .filter(|entry| !entry.is_acknowledged())
             .count()
             >= MAX_UNACKNOWLEDGED
         {
-            let detail = format!("{MAX_UNACKNOWLEDGED} jobs on this node are not acknowledged");
+            let detail = format!("this node has {MAX_UNACKNOWLEDGED} unacknowledged jobs");
             return Err(Problem::new(ErrorCode::NoCapacity, detail)
                 .with_remedy("Acknowledge the jobs whose results are known.")
                 .into());
         }
         let image = match image {
             Ok(image) => image,
-            // A job's own failure, as everything that is wrong with what it wants to run.
+            // The job itself fails, as with any other error in what it asks to run.
             Err(error)
-                if error.0.is(ErrorCode::ImageNotFound)
-                    || error.0.is(ErrorCode::ImageDigestMismatch) =>
+                if error.is(ErrorCode::ImageNotFound)
+                    || error.is(ErrorCode::ImageDigestMismatch) =>
             {
                 let mut record = JobRecord::new(request, fingerprint, self.sessions.node_id, None);
-                record.conclude(Outcome::failed(&error));
-                return self.write_down(record).await;
+                record.conclude(JobOutcome::failed(&error));
+                return self.record_job(record).await;
             }
             Err(error) => return Err(error),
         };
@@ -189,33 +197,37 @@ impl Jobs {
             self.sessions.node_id,
             Some(image.digest.clone()),
         );
-        let place = self
+        let reservation = self
             .sessions
-            .place(&request, record.session_id, image, Room::MustBeFree)
+            .reserve(&request, record.session_id, image, Admission::CheckCapacity)
             .await?;
-        let entry = match self.write_down(record).await {
+        let entry = match self.record_job(record).await {
             Ok(entry) => entry,
             Err(error) => {
-                place.give_up().await;
+                reservation.cancel().await;
                 return Err(error);
             }
         };
-        if let Err(error) = place.take().await {
-            // It is accepted: whoever drives it tries once more, and says why when that fails too.
-            tracing::error!(job_id = %id, error = %error.0, "Writing down the sandbox of a job failed.");
+        if let Err(error) = reservation.commit().await {
+            // The job is accepted: its driver retries, and reports the error if that fails too.
+            tracing::error!(
+                job_id = %id,
+                error = %error,
+                "Failed to record the sandbox of a job."
+            );
         }
         self.spawn_drive(&entry);
         Ok(entry)
     }
 
-    async fn write_down(&self, record: JobRecord) -> Result<Arc<Entry>, ApiError> {
+    async fn record_job(&self, record: JobRecord) -> Result<Arc<JobEntry>, ApiError> {
         let id = record.job.job_id;
         let (journal, written) = (self.journal.clone(), record.clone());
         blocking(move || journal.write_job(id, &written))
             .await
             .map_err(|error| journal_error(&error))?;
-        let entry = Arc::new(Entry::new(record));
-        self.known.lock().insert(id, Arc::clone(&entry));
+        let entry = Arc::new(JobEntry::new(record));
+        self.by_id.lock().insert(id, Arc::clone(&entry));
         Ok(entry)
     }
 
@@ -223,14 +235,16 @@ impl Jobs {
         &self,
         request: &JobRun,
         fingerprint: &str,
-    ) -> Result<Option<Arc<Entry>>, ApiError> {
+    ) -> Result<Option<Arc<JobEntry>>, ApiError> {
         let id = request.job_id;
-        match self.known.lock().get(&id) {
-            Some(entry) if !entry.record.lock().is_of(request, fingerprint) => Err(ApiError::new(
-                ErrorCode::JobIdInUse,
-                format!("job {id} was made by another request"),
-            )),
-            found => Ok(found.cloned()),
+        match self.by_id.lock().get(&id) {
+            Some(entry) if !entry.record.lock().matches(request, fingerprint) => {
+                Err(ApiError::new(
+                    ErrorCode::JobIdInUse,
+                    format!("job {id} belongs to a different request"),
+                ))
+            }
+            entry => Ok(entry.cloned()),
         }
     }
 
@@ -239,22 +253,22 @@ impl Jobs {
             return Ok(());
         };
         let detail = format!(
-            "job {id} was made before, and its record can't be read: {}",
+            "job {id} exists, and its record is unreadable: {}",
             path.display()
         );
         Err(Problem::new(ErrorCode::JobIdInUse, detail)
-            .with_remedy("Look at that file, or use a new job_id.")
+            .with_remedy("Inspect that file, or use a new job_id.")
             .into())
     }
 
-    pub(crate) fn get(&self, id: JobId) -> Result<Arc<Entry>, ApiError> {
-        self.known.lock().get(&id).cloned().ok_or_else(|| {
+    pub(crate) fn get(&self, id: JobId) -> Result<Arc<JobEntry>, ApiError> {
+        self.by_id.lock().get(&id).cloned().ok_or_else(|| {
             ApiError::new(ErrorCode::JobNotFound, format!("no job {id} on this node"))
         })
     }
 
-    /// The job as callers see it, with its streams from its end to its acknowledgement.
-    pub(crate) async fn object(&self, entry: &Entry) -> Result<Job, ApiError> {
+    /// The job as callers see it; includes the output from its end to its acknowledgement.
+    pub(crate) async fn object(&self, entry: &JobEntry) -> Result<Job, ApiError> {
         let job = entry.job();
         if !job.state.is_final() || job.acknowledged {
             return Ok(job);
@@ -264,7 +278,7 @@ impl Jobs {
             Ok(Some(record)) => Ok(record.job),
             Ok(None) => Err(ApiError::new(
                 ErrorCode::Internal,
-                format!("the record of job {id} can't be read; it is set aside"),
+                format!("the record of job {id} is unreadable and was set aside"),
             )),
             Err(error) => Err(ApiError::new(
                 ErrorCode::Internal,
@@ -273,10 +287,10 @@ impl Jobs {
         }
     }
 
-    /// Jobs that are not acknowledged, by their ids, without their streams.
-    pub(crate) fn entries(&self, after: Option<JobId>) -> Vec<(JobId, Arc<Entry>)> {
-        let known = self.known.lock();
-        let entries = known.iter().filter(|(id, entry)| {
+    /// Unacknowledged jobs in the order of their ids, without output.
+    pub(crate) fn entries(&self, after: Option<JobId>) -> Vec<(JobId, Arc<JobEntry>)> {
+        let by_id = self.by_id.lock();
+        let entries = by_id.iter().filter(|(id, entry)| {
             after.is_none_or(|after| **id > after) && !entry.is_acknowledged()
         });
         entries
@@ -284,20 +298,21 @@ impl Jobs {
             .collect()
     }
 
-    /// The job's command, once it has been started.
-    pub(crate) fn exec(&self, entry: &Entry) -> Option<Arc<Exec>> {
+    /// The exec of the job's command, once it has started.
+    pub(crate) fn exec(&self, entry: &JobEntry) -> Option<Arc<Exec>> {
         let record = entry.record();
         if record.job.state == JobState::Accepted {
             return None;
         }
         self.sessions
-            .of_job(record.session_id)?
+            .job_sandbox(record.session_id)?
             .execs
             .get(drive::exec_id(&record))
             .ok()
     }
 
-    /// The caller has the result: the output goes, the id is remembered for a while.
+    /// Drops the output of a job whose result the caller has received; the id stays reserved for a
+    /// while.
     pub(crate) async fn acknowledge(&self, id: JobId) -> Result<(), ApiError> {
         let entry = self.get(id)?;
         if !entry.is_final() {
@@ -316,21 +331,25 @@ impl Jobs {
         self.update(&entry, acknowledge)
             .await
             .map_err(|error| journal_error(&error))?;
-        // While its sandbox is on its way out, whoever ends it does this.
-        self.sessions.forget_of_job(entry.record().session_id);
+        // If the sandbox is still live, its driver does this after ending it.
+        self.sessions.forget_job_sandbox(entry.record().session_id);
         Ok(())
     }
 
-    /// Stops a job and waits for its end. One that has ended stays as it ended; one that is not known never runs.
-    pub(crate) async fn stop(self: &Arc<Self>, request: &JobStop) -> Result<Arc<Entry>, ApiError> {
+    /// Stops a job and waits for its end. A job that has ended keeps its result; an unknown one is
+    /// barred from running.
+    pub(crate) async fn stop(
+        self: &Arc<Self>,
+        request: &JobStop,
+    ) -> Result<Arc<JobEntry>, ApiError> {
         check_version(request.version)?;
         let entry = if let Ok(entry) = self.get(request.job_id) {
             entry
         } else {
-            // To its end even when the caller goes away, as an admission.
+            // Runs to completion even if the caller disconnects, like an admission.
             let (jobs, record) = (
                 Arc::clone(self),
-                JobRecord::never_to_run(request, self.sessions.node_id),
+                JobRecord::stopped_before_start(request, self.sessions.node_id),
             );
             let barred = tokio::spawn(async move { jobs.bar(record).await }).await;
             barred.map_err(|_| {
@@ -340,70 +359,75 @@ impl Jobs {
         if entry.job().task_id != request.task_id {
             return Err(ApiError::new(
                 ErrorCode::JobNotFound,
-                format!("no job {} of this task on this node", request.job_id),
+                format!("this task has no job {} on this node", request.job_id),
             ));
         }
-        self.ask_to_stop(&entry, Stop::Caller)
+        self.request_stop(&entry, StopRequester::Caller)
             .await
             .map_err(|error| journal_error(&error))?;
         Ok(entry)
     }
 
-    /// Remembers the id of a job that was stopped before anybody asked to run it: its request may be on its way, or wait
-    /// at the gate.
-    async fn bar(&self, record: JobRecord) -> Result<Arc<Entry>, ApiError> {
+    /// Reserves the id of a job that was stopped before its request arrived: the request may be in
+    /// flight or waiting at the gate.
+    async fn bar(&self, record: JobRecord) -> Result<Arc<JobEntry>, ApiError> {
         let _gate = self.gate.lock().await;
         let id = record.job.job_id;
         if let Ok(entry) = self.get(id) {
             return Ok(entry);
         }
         self.check_readable(id)?;
-        self.write_down(record).await
+        self.record_job(record).await
     }
 
-    async fn ask_to_stop(&self, entry: &Arc<Entry>, stop: Stop) -> io::Result<()> {
-        let ask = move |record: &mut JobRecord| {
+    async fn request_stop(&self, entry: &Arc<JobEntry>, stop: StopRequester) -> io::Result<()> {
+        let set_stop = move |record: &mut JobRecord| {
             let new = !record.is_final() && record.stop.is_none();
             if new {
                 record.stop = Some(stop);
             }
             new
         };
-        self.update(entry, ask).await
+        self.update(entry, set_stop).await
     }
 
-    /// Stops everything that runs, and takes no more. Returns when the sandboxes are gone, or when that takes too long.
+    /// Stops all jobs and admits no more. Returns when their sandboxes are gone, or after
+    /// `SHUTDOWN_TIMEOUT`.
     pub(crate) async fn stop_all(&self) {
         *self.gate.lock().await = true;
-        let running: Vec<Arc<Entry>> = self
-            .known
+        let running: Vec<Arc<JobEntry>> = self
+            .by_id
             .lock()
             .values()
             .filter(|entry| !entry.is_final())
             .cloned()
             .collect();
         for entry in running {
-            if let Err(error) = self.ask_to_stop(&entry, Stop::Node).await {
-                tracing::error!(%error, "Recording that a job is to stop failed.");
+            if let Err(error) = self.request_stop(&entry, StopRequester::Node).await {
+                tracing::error!(%error, "Failed to record a stop request for a job.");
             }
         }
         self.drivers.close();
-        if tokio::time::timeout(STOP_WAIT, self.drivers.wait())
+        if tokio::time::timeout(SHUTDOWN_TIMEOUT, self.drivers.wait())
             .await
             .is_err()
         {
-            tracing::warn!("Not every job could be ended in time; the next worker goes on.");
+            tracing::warn!("Not all jobs ended in time; the next worker resumes them.");
         }
     }
 
-    /// Changes a record: written down first, then seen. `change` says whether there is something to write. Goes to its end
-    /// even when the caller goes away.
+    /// Changes a record on disk, then in memory. `change` returns whether there is anything to
+    /// write. Runs to completion even if the caller disconnects.
     async fn update(
         &self,
-        entry: &Arc<Entry>,
+        entry: &Arc<JobEntry>,
         change: impl FnOnce(&mut JobRecord) -> bool + Send + 'static,
     ) -> io::Result<()> {
-        let (journal, entry, news) = (self.journal.clone(), Arc::clone(entry), self.news.clone());
+        let (journal, entry, changes) = (
+            self.journal.clone(),
+            Arc::clone(entry),
+            self.changes.clone(),
+        );
         let updated = tokio::spawn(async move {
             let _writing = entry.writing.lock().await;
             let mut changed = entry.record();
@@ -418,45 +442,45 @@ impl Jobs {
             .await?;
             let id = changed.job.job_id;
             entry.set(changed);
-            // Full, or nobody listens: then it is found out by asking.
-            news.try_send(id).ok();
+            // If the queue is full or closed, the orchestrator finds the change by polling.
+            changes.try_send(id).ok();
             Ok(())
         });
         updated.await.unwrap_or_else(|_| Err(interrupted()))
     }
 
-    /// Forgets ids whose time is over, until it is told to stop.
-    pub(crate) async fn keep_time(self: Arc<Self>, stop: CancellationToken) {
+    /// Removes expired ids until stopped.
+    pub(crate) async fn run_timers(self: Arc<Self>, stop: CancellationToken) {
         while stop
-            .run_until_cancelled(tokio::time::sleep(FORGET_EVERY))
+            .run_until_cancelled(tokio::time::sleep(CLEANUP_INTERVAL))
             .await
             .is_some()
         {
-            self.forget(OffsetDateTime::now_utc()).await;
+            self.remove_expired(OffsetDateTime::now_utc()).await;
         }
     }
 
-    async fn forget(&self, now: OffsetDateTime) {
-        // Nobody may find an id between the look and its end.
+    async fn remove_expired(&self, now: OffsetDateTime) {
+        // No request may use an id between the check and its removal.
         let _gate = self.gate.lock().await;
-        let over: Vec<JobId> = self
-            .known
+        let expired: Vec<JobId> = self
+            .by_id
             .lock()
             .iter()
             .filter(|(_, entry)| entry.record.lock().is_forgotten(now))
             .map(|(id, _)| *id)
             .collect();
-        for id in over {
+        for id in expired {
             let Ok(entry) = self.get(id) else { continue };
-            // Its id names a container: not before that is gone.
-            if !self.sessions.forget_of_job(entry.record().session_id) {
+            // The id names a container, which must be gone first.
+            if !self.sessions.forget_job_sandbox(entry.record().session_id) {
                 continue;
             }
             let journal = self.journal.clone();
             match blocking(move || journal.forget_job(id)).await {
-                Ok(()) => drop(self.known.lock().remove(&id)),
+                Ok(()) => drop(self.by_id.lock().remove(&id)),
                 Err(error) => {
-                    tracing::warn!(job_id = %id, %error, "Forgetting a job failed; it is tried again.")
+                    tracing::warn!(job_id = %id, %error, "Failed to remove a job; will retry.");
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! A job as it is on disk and in memory, and what its end says.
+//! A job's record on disk and in memory, and its outcome.
 
 use cynode_api::{
     ErrorCode, ExecResult, Job, JobError, JobOutput, JobRun, JobState, JobStop, NodeId, SessionId,
@@ -11,33 +11,34 @@ use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
 use tokio::sync::watch;
 
-/// Codes of a job's own; the others are those of the API.
+/// Error codes specific to jobs; all others are those of the API.
 const RUNNER_INTERRUPTED: &str = "runner_interrupted";
 const OOM_KILLED: &str = "oom_killed";
 const NODE_STOPPED: &str = "node_stopped";
 
-/// Who wants it to stop.
+/// Who requested the stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Stop {
+pub(crate) enum StopRequester {
     Caller,
-    /// The worker was told to end its sandboxes.
+    /// The worker is shutting down and ends its sandboxes.
     Node,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct JobRecord {
-    /// Until its end; from then on its fingerprint is enough.
+    /// Dropped at the end of the job; the fingerprint then suffices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) request: Option<JobRun>,
-    /// Of the request, so that a repetition can be told from another request. Empty when it was stopped before one came.
+    /// Hash of the request: tells a retry from a different request under the same id. Empty if the
+    /// job was stopped before its request arrived.
     pub(crate) fingerprint: String,
-    /// With the streams only on disk, from its end to its acknowledgement.
+    /// The on-disk record alone has the output, from the end of the job to its acknowledgement.
     pub(crate) job: Job,
-    /// Its sandbox.
+    /// The job's sandbox.
     pub(crate) session_id: SessionId,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) stop: Option<Stop>,
+    pub(crate) stop: Option<StopRequester>,
     #[serde(default, with = "time::serde::rfc3339::option")]
     pub(crate) acknowledged_at: Option<OffsetDateTime>,
 }
@@ -64,7 +65,7 @@ impl JobRecord {
             sba_result: None,
             artifacts: Vec::new(),
             error: None,
-            reported_by: "worker".to_owned(),
+            reported_by: cynode_api::Reporter::Worker,
             late_result: None,
             created_by: None,
             acknowledged: false,
@@ -79,18 +80,18 @@ impl JobRecord {
         }
     }
 
-    /// Of a job that was stopped before anybody asked to run it. Nobody waits for a result.
-    pub(crate) fn never_to_run(stop: &JobStop, node_id: NodeId) -> Self {
-        let nothing = JobRun::command(stop.task_id, stop.job_id, "", [""; 0]);
-        let mut record = Self::new(nothing, String::new(), node_id, None);
-        record.stop = Some(Stop::Caller);
-        record.conclude(Outcome::canceled());
+    /// The record of a job that was stopped before its request arrived. Nobody waits for a result.
+    pub(crate) fn stopped_before_start(stop: &JobStop, node_id: NodeId) -> Self {
+        let empty = JobRun::command(stop.task_id, stop.job_id, "", [""; 0]);
+        let mut record = Self::new(empty, String::new(), node_id, None);
+        record.stop = Some(StopRequester::Caller);
+        record.conclude(JobOutcome::canceled());
         record.acknowledge();
         record
     }
 
-    /// Whether this request made it, or would have.
-    pub(crate) fn is_of(&self, request: &JobRun, fingerprint: &str) -> bool {
+    /// Returns whether `request` is the one that created this job.
+    pub(crate) fn matches(&self, request: &JobRun, fingerprint: &str) -> bool {
         if self.fingerprint.is_empty() {
             self.job.task_id == request.task_id
         } else {
@@ -102,9 +103,9 @@ impl JobRecord {
         self.job.state.is_final()
     }
 
-    /// Writes down how it ended. What was told to stop before that was seen is canceled, however its command took it.
-    pub(crate) fn conclude(&mut self, outcome: Outcome) {
-        let Outcome {
+    /// Records the end. A job that was told to stop first is canceled, whatever its command did.
+    pub(crate) fn conclude(&mut self, outcome: JobOutcome) {
+        let JobOutcome {
             state,
             exit_code,
             signal,
@@ -113,8 +114,8 @@ impl JobRecord {
         } = outcome;
         (self.job.state, self.job.error) = match self.stop {
             None => (state, error),
-            Some(Stop::Caller) => (JobState::Canceled, None),
-            Some(Stop::Node) => (
+            Some(StopRequester::Caller) => (JobState::Canceled, None),
+            Some(StopRequester::Node) => (
                 JobState::Canceled,
                 Some(problem(
                     NODE_STOPPED,
@@ -129,7 +130,7 @@ impl JobRecord {
         self.request = None;
     }
 
-    /// The caller has the result: what is left says only that the id was used, for what, and how it ended.
+    /// Marks the result as received by the caller. The record then only reserves the id.
     pub(crate) fn acknowledge(&mut self) {
         self.acknowledged_at = Some(OffsetDateTime::now_utc());
         self.job.acknowledged = true;
@@ -141,20 +142,21 @@ impl JobRecord {
         self.job.output.stderr = String::new();
     }
 
-    /// As it is kept in memory.
+    /// The record as held in memory.
     pub(crate) fn without_streams(mut self) -> Self {
         self.drop_streams();
         self
     }
 
-    /// Whether its id may be used again.
+    /// Returns whether the retention of the id is over.
     pub(crate) fn is_forgotten(&self, now: OffsetDateTime) -> bool {
-        let remember = time::Duration::seconds(i64::try_from(REMEMBER_SECONDS).unwrap_or(i64::MAX));
-        self.acknowledged_at.is_some_and(|at| now - at > remember)
+        let retention =
+            time::Duration::seconds(i64::try_from(REMEMBER_SECONDS).unwrap_or(i64::MAX));
+        self.acknowledged_at.is_some_and(|at| now - at > retention)
     }
 }
 
-/// Tells requests apart. One with and one without the version are the same, and so are two whose members come in another order.
+/// Hash of a request that ignores its version and the order of its members.
 pub(crate) fn fingerprint(request: &JobRun) -> String {
     let mut request = JobRun {
         version: None,
@@ -163,14 +165,14 @@ pub(crate) fn fingerprint(request: &JobRun) -> String {
     if let Some(job) = &mut request.job {
         job.sort_all_objects();
     }
-    crate::execs::hex(&Sha256::digest(
+    hex::encode(Sha256::digest(
         serde_json::to_vec(&request).unwrap_or_default(),
     ))
 }
 
 /// How a job ended.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Outcome {
+pub(crate) struct JobOutcome {
     state: JobState,
     exit_code: Option<i32>,
     signal: Option<String>,
@@ -185,7 +187,7 @@ fn problem(code: &str, detail: impl Into<String>) -> JobError {
     }
 }
 
-impl Outcome {
+impl JobOutcome {
     fn without_exit(state: JobState, error: Option<JobError>) -> Self {
         Self {
             state,
@@ -196,21 +198,20 @@ impl Outcome {
         }
     }
 
-    /// Its command did not run, and why.
+    /// The command did not run.
     pub(crate) fn failed(error: &ApiError) -> Self {
         let errno = error
-            .0
             .extensions
             .get("errno")
             .and_then(|errno| errno.as_str());
         let detail = errno.map_or_else(
-            || error.0.detail.clone(),
-            |errno| format!("{errno}: {}", error.0.detail),
+            || error.detail.clone(),
+            |errno| format!("{errno}: {}", error.detail),
         );
-        Self::without_exit(JobState::Failed, Some(problem(&error.0.code, detail)))
+        Self::without_exit(JobState::Failed, Some(problem(&error.code, detail)))
     }
 
-    /// Nobody knows how far its command came.
+    /// The progress of the command is unknown.
     pub(crate) fn interrupted(detail: impl Into<String>) -> Self {
         Self::without_exit(JobState::Failed, Some(problem(RUNNER_INTERRUPTED, detail)))
     }
@@ -219,8 +220,8 @@ impl Outcome {
         Self::without_exit(JobState::Canceled, None)
     }
 
-    /// Of a command that was started.
-    pub(crate) fn of(result: Result<ExecResult, ApiError>) -> Self {
+    /// The outcome of a command that was started.
+    pub(crate) fn from_exec(result: Result<ExecResult, ApiError>) -> Self {
         let ExecResult {
             exit,
             stdout,
@@ -230,8 +231,8 @@ impl Outcome {
             ..
         } = match result {
             Ok(result) => result,
-            Err(error) if error.0.is(ErrorCode::AgentUnavailable) => {
-                return Self::interrupted(error.0.detail);
+            Err(error) if error.is(ErrorCode::AgentUnavailable) => {
+                return Self::interrupted(error.into_problem().detail);
             }
             Err(error) => return Self::failed(&error),
         };
@@ -240,7 +241,7 @@ impl Outcome {
                 JobState::Failed,
                 Some(problem(
                     RUNNER_INTERRUPTED,
-                    "the sandbox went away, and how its command ended was not seen",
+                    "the sandbox was lost before the command's exit was observed",
                 )),
             )
         } else if exit.timed_out {
@@ -274,16 +275,16 @@ impl Outcome {
     }
 }
 
-/// A job that this worker knows.
+/// A job known to this worker.
 #[derive(Debug)]
-pub(crate) struct Entry {
+pub(crate) struct JobEntry {
     pub(super) record: Mutex<JobRecord>,
-    /// Held from the reading of the record to the moment when its change is on disk and seen.
+    /// Held while a change of the record is computed, written to disk and published.
     pub(super) writing: tokio::sync::Mutex<()>,
     pub(super) changed: watch::Sender<()>,
 }
 
-impl Entry {
+impl JobEntry {
     pub(crate) fn new(record: JobRecord) -> Self {
         Self {
             record: Mutex::new(record.without_streams()),
@@ -296,7 +297,7 @@ impl Entry {
         self.record.lock().clone()
     }
 
-    /// Its object without the streams.
+    /// The job without its output.
     pub(crate) fn job(&self) -> Job {
         self.record.lock().job.clone()
     }
@@ -314,8 +315,8 @@ impl Entry {
         self.changed.send_replace(());
     }
 
-    /// Waits until this holds.
-    pub(crate) async fn until(&self, holds: impl Fn(&JobRecord) -> bool) {
+    /// Waits until `holds` returns true.
+    pub(crate) async fn wait_until(&self, holds: impl Fn(&JobRecord) -> bool) {
         let mut changed = self.changed.subscribe();
         loop {
             changed.borrow_and_update();
@@ -328,180 +329,10 @@ impl Entry {
         }
     }
 
-    pub(crate) async fn ended(&self) {
-        self.until(JobRecord::is_final).await;
+    pub(crate) async fn wait_until_ended(&self) {
+        self.wait_until(JobRecord::is_final).await;
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use cynode_api::{Bytes, ExecExit, ExecId, ExecVia, JobId, Problem, TaskId, Truncated};
-
-    use super::*;
-
-    fn run() -> JobRun {
-        JobRun::command(TaskId::generate(), JobId::generate(), "default", ["true"])
-    }
-
-    fn result(change: impl FnOnce(&mut ExecExit)) -> ExecResult {
-        let mut exit = ExecExit {
-            exit_code: Some(0),
-            signal: None,
-            timed_out: false,
-            oom_killed: false,
-            no_space: false,
-            bytes: Bytes::default(),
-            sha256: None,
-            duration_ms: 1,
-            via: ExecVia::Agent,
-            lost: false,
-        };
-        change(&mut exit);
-        let (stdout, stderr, encoding) = ("out".to_owned(), "err".to_owned(), "utf-8".to_owned());
-        ExecResult {
-            exec_id: ExecId::generate(),
-            exit,
-            stdout,
-            stderr,
-            encoding,
-            truncated: Truncated::default(),
-        }
-    }
-
-    fn concluded(stop: Option<Stop>, outcome: Outcome) -> Job {
-        let request = run();
-        let mut record = JobRecord::new(
-            request.clone(),
-            fingerprint(&request),
-            NodeId::generate(),
-            None,
-        );
-        record.stop = stop;
-        record.conclude(outcome);
-        assert!(record.is_final() && record.request.is_none());
-        record.job
-    }
-
-    #[test]
-    fn each_end_of_a_command_is_one_state_of_its_job() {
-        let code = |job: &Job| job.error.as_ref().map(|error| error.code.clone());
-        for (outcome, state, error) in [
-            (Outcome::of(Ok(result(|_| {}))), JobState::Completed, None),
-            (
-                Outcome::of(Ok(result(|exit| exit.exit_code = Some(3)))),
-                JobState::Failed,
-                None,
-            ),
-            (
-                Outcome::of(Ok(result(|exit| {
-                    (exit.exit_code, exit.signal) = (None, Some("SEGV".to_owned()))
-                }))),
-                JobState::Failed,
-                None,
-            ),
-            (
-                Outcome::of(Ok(result(|exit| exit.timed_out = true))),
-                JobState::Timeout,
-                None,
-            ),
-            (
-                Outcome::of(Ok(result(|exit| {
-                    (exit.exit_code, exit.oom_killed) = (Some(137), true)
-                }))),
-                JobState::Failed,
-                Some(OOM_KILLED),
-            ),
-            (
-                Outcome::of(Ok(result(|exit| {
-                    (exit.exit_code, exit.lost) = (None, true)
-                }))),
-                JobState::Failed,
-                Some(RUNNER_INTERRUPTED),
-            ),
-            (
-                Outcome::failed(&ApiError::new(ErrorCode::ImageNotFound, "none")),
-                JobState::Failed,
-                Some("image_not_found"),
-            ),
-            (Outcome::canceled(), JobState::Canceled, None),
-        ] {
-            let job = concluded(None, outcome.clone());
-            assert_eq!(
-                (job.state, code(&job).as_deref()),
-                (state, error),
-                "{outcome:?}"
-            );
-            assert_eq!(
-                concluded(Some(Stop::Caller), outcome.clone()).state,
-                JobState::Canceled
-            );
-            let stopped = concluded(Some(Stop::Node), outcome);
-            assert_eq!(
-                (stopped.state, code(&stopped).as_deref()),
-                (JobState::Canceled, Some(NODE_STOPPED))
-            );
-        }
-    }
-
-    #[test]
-    fn a_command_that_can_not_be_started_says_its_errno() {
-        let error: ApiError = Problem::new(ErrorCode::ExecFailed, "no such command")
-            .with("errno", "ENOENT")
-            .into();
-        let job = concluded(None, Outcome::failed(&error));
-        let error = job.error.expect("an error");
-        assert_eq!(
-            (error.code.as_str(), error.detail.as_str()),
-            ("exec_failed", "ENOENT: no such command")
-        );
-    }
-
-    #[test]
-    fn what_is_acknowledged_is_remembered_for_a_day_and_holds_no_output() {
-        let request = run();
-        let mut record = JobRecord::new(
-            request.clone(),
-            fingerprint(&request),
-            NodeId::generate(),
-            None,
-        );
-        record.conclude(Outcome::of(Ok(result(|_| {}))));
-        let now = OffsetDateTime::now_utc();
-        assert!(
-            !record.is_forgotten(now + time::Duration::days(1_000)),
-            "nobody has its result"
-        );
-        record.acknowledge();
-        assert!(
-            record.job.output.stdout.is_empty()
-                && record.job.output.stderr.is_empty()
-                && record.job.acknowledged
-        );
-        assert!(
-            !record.is_forgotten(now + time::Duration::hours(23))
-                && record.is_forgotten(now + time::Duration::hours(25))
-        );
-    }
-
-    #[test]
-    fn requests_are_told_apart_by_all_that_they_say() {
-        let first = run();
-        assert_eq!(
-            fingerprint(&first),
-            fingerprint(&JobRun {
-                version: None,
-                ..first.clone()
-            })
-        );
-        let mut other = first.clone();
-        other.sandbox.command.push("x".to_owned());
-        assert_ne!(fingerprint(&first), fingerprint(&other));
-        assert_ne!(
-            fingerprint(&first),
-            fingerprint(&JobRun {
-                task_id: TaskId::generate(),
-                ..first.clone()
-            })
-        );
-    }
-}
+mod tests;

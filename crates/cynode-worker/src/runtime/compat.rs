@@ -1,4 +1,4 @@
-//! The calls of Docker's API that Podman answers in the same way.
+//! The calls of Docker's API that Podman supports in the same way.
 
 use std::time::Duration;
 
@@ -17,76 +17,80 @@ use http::{
 };
 use tokio_util::io::ReaderStream;
 
-use super::{Error, ExecSpec, Image, RuntimeExec, RuntimeExecState, last_word};
+use super::{ExecSpec, Image, RuntimeError, RuntimeExec, RuntimeExecState, attach_error};
 
-/// The sandbox's user and group; a bare `1000` would leave the group 0.
+/// The sandbox's user and group; a bare `1000` would imply group 0.
 pub(super) const USER: &str = "1000:1000";
 
 pub(super) fn translate(
     call: &'static str,
-    what: &str,
-) -> impl Fn(bollard::errors::Error) -> Error {
-    let what = what.to_owned();
+    name: &str,
+) -> impl Fn(bollard::errors::Error) -> RuntimeError {
+    let name = name.to_owned();
     move |error| match error {
         bollard::errors::Error::DockerResponseServerError {
             status_code: 404, ..
-        } => Error::NotFound(what.clone()),
+        } => RuntimeError::NotFound(name.clone()),
         bollard::errors::Error::DockerResponseServerError {
             status_code: 409,
             message,
-        } if call == "create" => Error::NameInUse(message),
+        } if call == "create" => RuntimeError::NameInUse(message),
         bollard::errors::Error::DockerResponseServerError { message, .. } => {
-            Error::Refused { call, message }
+            RuntimeError::Refused { call, message }
         }
         bollard::errors::Error::RequestTimeoutError => {
-            Error::Unavailable("the request timed out".to_owned())
+            RuntimeError::Unavailable("the request timed out".to_owned())
         }
-        other => Error::Unavailable(other.to_string()),
+        other => RuntimeError::Unavailable(other.to_string()),
     }
 }
 
-/// A client that has agreed on a version with the service.
-pub(super) async fn connect(socket: &std::path::Path, limit: Duration) -> Result<Docker, Error> {
-    let unavailable = |error: bollard::errors::Error| Error::Unavailable(error.to_string());
-    // The hour is no limit on calls, which have their own, but on streams of output.
+/// Connects a client that has negotiated the API version.
+pub(super) async fn connect(
+    socket: &std::path::Path,
+    limit: Duration,
+) -> Result<Docker, RuntimeError> {
+    let unavailable = |error: bollard::errors::Error| RuntimeError::Unavailable(error.to_string());
+    // One hour limits only output streams; calls have their own timeouts.
     let docker = Docker::connect_with_unix(&socket.to_string_lossy(), 3_600, API_DEFAULT_VERSION)
         .map_err(unavailable)?;
     tokio::time::timeout(limit, docker.negotiate_version())
         .await
-        .map_err(|_| Error::Timeout {
+        .map_err(|_| RuntimeError::Timeout {
             call: "version",
             limit,
         })?
         .map_err(unavailable)
 }
 
-/// Nobody has an image or a container of these names.
-const NOBODY: &str = "localhost/cynode/nobody:never";
-const NOTHING: &str = "cynode-nothing";
+/// Names that no image and no container has.
+const MISSING_IMAGE: &str = "localhost/cynode/nobody:never";
+const MISSING_CONTAINER: &str = "cynode-nothing";
 
-/// Asks for what is not there: a service whose database or store of images hangs does not answer that, though it may say that it is there.
-pub(super) async fn ping(docker: Docker) -> Result<(), Error> {
+/// Inspects a missing container and a missing image: unlike a plain ping, this fails if the
+/// service's database or image store hangs.
+pub(super) async fn ping(docker: Docker) -> Result<(), RuntimeError> {
     let container = docker
-        .inspect_container(NOTHING, None)
+        .inspect_container(MISSING_CONTAINER, None)
         .await
         .map(drop)
-        .map_err(translate("ping", NOTHING));
+        .map_err(translate("ping", MISSING_CONTAINER));
     let image = docker
-        .inspect_image(NOBODY)
+        .inspect_image(MISSING_IMAGE)
         .await
         .map(drop)
-        .map_err(translate("ping", NOBODY));
+        .map_err(translate("ping", MISSING_IMAGE));
     [container, image]
         .into_iter()
-        .find(|answer| !matches!(answer, Ok(()) | Err(Error::NotFound(_))))
+        .find(|result| !matches!(result, Ok(()) | Err(RuntimeError::NotFound(_))))
         .unwrap_or(Ok(()))
 }
 
-pub(super) fn image(found: ImageInspect, reference: &str) -> Image {
-    let config = found.config.unwrap_or_default();
-    let id = found.id.unwrap_or_default();
+pub(super) fn image(inspected: ImageInspect, reference: &str) -> Image {
+    let config = inspected.config.unwrap_or_default();
+    let id = inspected.id.unwrap_or_default();
     Image {
-        digest: pin(reference, &id, &found.repo_digests.unwrap_or_default()),
+        digest: pinned_digest(reference, &id, &inspected.repo_digests.unwrap_or_default()),
         id,
         labels: config.labels.unwrap_or_default().into_iter().collect(),
         env: config
@@ -99,19 +103,19 @@ pub(super) fn image(found: ImageInspect, reference: &str) -> Image {
     }
 }
 
-pub(super) async fn images(docker: Docker) -> Result<Vec<LocalImage>, Error> {
-    let found = docker
+pub(super) async fn images(docker: Docker) -> Result<Vec<LocalImage>, RuntimeError> {
+    let summaries = docker
         .list_images(None::<ListImagesOptions>)
         .await
         .map_err(translate("images", ""))?;
     let mut images = Vec::new();
-    for image in found {
+    for image in summaries {
         for reference in image.repo_tags {
-            // What has no name has no use here.
+            // Untagged images can't be used here.
             if reference.contains("<none>") {
                 continue;
             }
-            let digest = pin(&reference, &image.id, &image.repo_digests);
+            let digest = pinned_digest(&reference, &image.id, &image.repo_digests);
             images.push(LocalImage {
                 reference,
                 digest,
@@ -122,10 +126,11 @@ pub(super) async fn images(docker: Docker) -> Result<Vec<LocalImage>, Error> {
     Ok(images)
 }
 
-/// What the operator loaded is pinned by its id, the rest by the registry's digest.
-fn pin(reference: &str, id: &str, repo_digests: &[String]) -> String {
+/// The digest that callers pin: the id for images that the operator loaded, otherwise the
+/// registry's.
+fn pinned_digest(reference: &str, id: &str, repo_digests: &[String]) -> String {
     let without_digest = reference.split('@').next().unwrap_or(reference);
-    // The colon of a port is followed by a path.
+    // A colon followed by a path starts a port.
     let repository = without_digest
         .rsplit_once(':')
         .filter(|(_, tag)| !tag.contains('/'))
@@ -146,7 +151,7 @@ fn with_algorithm(id: &str) -> String {
     }
 }
 
-pub(super) async fn kill(docker: Docker, name: &str, signal: &str) -> Result<(), Error> {
+pub(super) async fn kill(docker: Docker, name: &str, signal: &str) -> Result<(), RuntimeError> {
     docker
         .kill_container(
             name,
@@ -158,7 +163,7 @@ pub(super) async fn kill(docker: Docker, name: &str, signal: &str) -> Result<(),
         .map_err(translate("kill", name))
 }
 
-pub(super) async fn remove(docker: Docker, name: &str) -> Result<(), Error> {
+pub(super) async fn remove(docker: Docker, name: &str) -> Result<(), RuntimeError> {
     let options = RemoveContainerOptions {
         force: true,
         v: true,
@@ -170,19 +175,23 @@ pub(super) async fn remove(docker: Docker, name: &str) -> Result<(), Error> {
         .map_err(translate("remove", name))
 }
 
-const REMOVE_TRIES: u32 = 8;
+const REMOVE_ATTEMPTS: u32 = 8;
 
-/// Removes until it is gone. "Busy", or a removal by somebody else under way: often the container is gone at the next look.
-pub(super) async fn remove_by<F>(name: &str, mut remove: impl FnMut() -> F) -> Result<(), Error>
+/// Retries a removal until the container is gone: "busy" or a concurrent removal usually resolves
+/// itself.
+pub(super) async fn remove_with_retries<F>(
+    name: &str,
+    mut remove: impl FnMut() -> F,
+) -> Result<(), RuntimeError>
 where
-    F: Future<Output = Result<(), Error>>,
+    F: Future<Output = Result<(), RuntimeError>>,
 {
     let mut pause = Duration::from_millis(50);
     for attempt in 1.. {
         match remove().await {
-            Ok(()) | Err(Error::NotFound(_)) => break,
-            Err(error) if attempt < REMOVE_TRIES => {
-                tracing::debug!(name, %error, attempt, "Removing a container again.");
+            Ok(()) | Err(RuntimeError::NotFound(_)) => break,
+            Err(error) if attempt < REMOVE_ATTEMPTS => {
+                tracing::debug!(name, %error, attempt, "Failed to remove a container; retrying.");
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_secs(2));
             }
@@ -196,7 +205,7 @@ pub(super) async fn create_exec(
     docker: &Docker,
     name: &str,
     spec: &ExecSpec,
-) -> Result<String, Error> {
+) -> Result<String, RuntimeError> {
     let options = CreateExecOptions {
         attach_stdin: Some(spec.stdin),
         attach_stdout: Some(true),
@@ -226,7 +235,7 @@ pub(super) async fn start_exec(
     docker: &Docker,
     id: String,
     name: &str,
-) -> Result<RuntimeExec, Error> {
+) -> Result<RuntimeExec, RuntimeError> {
     let options = StartExecOptions {
         detach: false,
         tty: false,
@@ -244,7 +253,7 @@ pub(super) async fn start_exec(
                     Some(Ok((Stream::Stdout, message)))
                 }
                 Ok(LogOutput::StdIn { .. }) => None,
-                Err(error) => Some(Err(Error::Unavailable(error.to_string()))),
+                Err(error) => Some(Err(RuntimeError::Unavailable(error.to_string()))),
             });
             Ok(RuntimeExec {
                 id,
@@ -252,14 +261,14 @@ pub(super) async fn start_exec(
                 output: Box::pin(output),
             })
         }
-        StartExecResults::Detached => Err(Error::Refused {
+        StartExecResults::Detached => Err(RuntimeError::Refused {
             call: "exec",
-            message: "the exec came back detached".to_owned(),
+            message: "the exec started detached".to_owned(),
         }),
     }
 }
 
-pub(super) async fn exec_state(docker: Docker, id: &str) -> Result<RuntimeExecState, Error> {
+pub(super) async fn exec_state(docker: Docker, id: &str) -> Result<RuntimeExecState, RuntimeError> {
     let state = docker
         .inspect_exec(id)
         .await
@@ -280,7 +289,7 @@ pub(super) async fn exec_resize(
     id: &str,
     columns: u16,
     rows: u16,
-) -> Result<(), Error> {
+) -> Result<(), RuntimeError> {
     docker
         .resize_exec(
             id,
@@ -293,29 +302,32 @@ pub(super) async fn exec_resize(
         .map_err(translate("exec_resize", id))
 }
 
-/// Starts an exec with a terminal. Not by bollard, which has no words for the terminal's size (set afterwards it comes later
-/// still, and is refused when the program has ended by then) and takes control characters at a terminal for its own frames.
+/// Starts an exec with a terminal. Not through bollard, which can't pass the terminal's size (a
+/// later resize fails if the program has ended) and misreads control characters in terminal output
+/// as its own frames.
 pub(super) async fn start_terminal(
     http: &reqwest::Client,
     base: &str,
     id: String,
     (columns, rows): (u16, u16),
-) -> Result<RuntimeExec, Error> {
-    let unavailable = |error: reqwest::Error| Error::Unavailable(error.to_string());
+) -> Result<RuntimeExec, RuntimeError> {
+    let unavailable = |error: reqwest::Error| RuntimeError::Unavailable(error.to_string());
     let request = http
         .post(format!("{base}/exec/{id}/start"))
         .header(CONNECTION, "Upgrade")
         .header(UPGRADE, "tcp");
-    let body = serde_json::json!({ "Detach": false, "Tty": true, "h": rows, "w": columns, "ConsoleSize": [rows, columns] });
+    let body = serde_json::json!({
+        "Detach": false, "Tty": true, "h": rows, "w": columns, "ConsoleSize": [rows, columns],
+    });
     let response = request.json(&body).send().await.map_err(unavailable)?;
     match response.status() {
         StatusCode::SWITCHING_PROTOCOLS => {}
-        StatusCode::NOT_FOUND => return Err(Error::NotFound(id)),
+        StatusCode::NOT_FOUND => return Err(RuntimeError::NotFound(id)),
         _ => {
-            let answer: serde_json::Value = response.json().await.map_err(unavailable)?;
-            return Err(Error::Refused {
+            let body: serde_json::Value = response.json().await.map_err(unavailable)?;
+            return Err(RuntimeError::Refused {
                 call: "exec",
-                message: answer["message"].as_str().unwrap_or_default().to_owned(),
+                message: body["message"].as_str().unwrap_or_default().to_owned(),
             });
         }
     }
@@ -323,11 +335,11 @@ pub(super) async fn start_terminal(
     let output = ReaderStream::with_capacity(output, 64 * 1024).map(|piece| {
         piece
             .map(|data| (Stream::Stdout, data))
-            .map_err(|error| Error::Unavailable(error.to_string()))
+            .map_err(|error| RuntimeError::Unavailable(error.to_string()))
     });
     Ok(RuntimeExec {
         id,
         input: Box::pin(input),
-        output: last_word::dropped(Box::pin(output)),
+        output: attach_error::strip(Box::pin(output)),
     })
 }

@@ -1,8 +1,9 @@
 //! Docker over its socket.
 //!
-//! Docker has one map of ids for the whole daemon (`userns-remap`) or none, so sandboxes share their owner on the host:
-//! `ids` says which, and the worker asks for the operator's word before it goes on. What Docker would put into a sandbox
-//! of the host (its resolver, its name) is covered with files of ours; what an image could set is set here.
+//! Docker has one id map for the whole daemon (`userns-remap`) or none, so sandboxes share their
+//! host ids: `ids` reports which, and the worker requires the operator's permission for that. Files
+//! that Docker would copy from the host, such as its resolver configuration, are covered by the
+//! worker's own; settings that an image could make are overridden.
 
 use std::{collections::HashMap, path::PathBuf, time::Duration};
 
@@ -24,8 +25,8 @@ use futures_util::TryStreamExt as _;
 use tokio::sync::OnceCell;
 
 use super::{
-    Container, Error, ExecSpec, IdMap, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState,
-    Spec,
+    Container, ExecSpec, IdMap, IdSpace, Image, Runtime, RuntimeError, RuntimeExec,
+    RuntimeExecState, Spec,
     compat::{self, translate},
     libpod, seccomp,
 };
@@ -33,11 +34,11 @@ use super::{
 #[derive(Clone, Debug)]
 pub struct DockerOptions {
     pub socket: PathBuf,
-    /// Holds the files that every sandbox gets as `/etc/hosts` and the like.
+    /// Holds the files mounted in every sandbox as `/etc/hosts` and the like.
     pub directory: PathBuf,
-    /// The OCI runtime by the name that the daemon knows it by; its default when absent.
+    /// The name of the OCI runtime in the daemon's configuration; the daemon's default if absent.
     pub oci_runtime: Option<String>,
-    /// What a call may take; creation, which waits for others, twice that.
+    /// Timeout of a call; creation, which waits for others, gets twice that.
     pub call_limit: Duration,
 }
 
@@ -48,8 +49,8 @@ pub struct Docker {
     ids: OnceCell<IdSpace>,
 }
 
-/// What a sandbox sees instead of the host's own, which Docker would copy in.
-const FILES: [(&str, &str); 3] = [
+/// Files mounted over those that Docker would copy from the host.
+const ETC_FILES: [(&str, &str); 3] = [
     ("hosts", "127.0.0.1\tlocalhost sandbox\n::1\tlocalhost\n"),
     ("resolv.conf", ""),
     ("hostname", "sandbox\n"),
@@ -65,18 +66,18 @@ impl Docker {
         }
     }
 
-    async fn client(&self) -> Result<bollard::Docker, Error> {
+    async fn client(&self) -> Result<bollard::Docker, RuntimeError> {
         let client = self.client.get_or_try_init(|| async {
             let client = compat::connect(&self.options.socket, self.options.call_limit)
                 .await
                 .map_err(|error| {
-                    Error::Unavailable(format!(
-                        "nothing answers as Docker on {}: {error}",
+                    RuntimeError::Unavailable(format!(
+                        "Docker does not answer on {}: {error}",
                         self.options.socket.display()
                     ))
                 })?;
             self.write_files().map_err(|error| {
-                Error::Unavailable(format!(
+                RuntimeError::Unavailable(format!(
                     "preparing {}: {error}",
                     self.options.directory.display()
                 ))
@@ -88,9 +89,9 @@ impl Docker {
 
     fn write_files(&self) -> std::io::Result<()> {
         fs_err::create_dir_all(&self.options.directory)?;
-        for (name, text) in FILES {
+        for (name, text) in ETC_FILES {
             let path = self.options.directory.join(name);
-            // Running sandboxes have it mounted, so one that is right is left alone.
+            // Running sandboxes have the file mounted, so an up-to-date one is not replaced.
             if fs_err::read_to_string(&path).ok().as_deref() != Some(text) {
                 cynode_service::files::replace(&path, text.as_bytes())?;
             }
@@ -99,49 +100,49 @@ impl Docker {
         Ok(())
     }
 
-    /// Runs a call under its deadline.
+    /// Runs a call with a timeout.
     async fn call<T, F>(
         &self,
         call: &'static str,
         limit: Duration,
         run: impl FnOnce(bollard::Docker) -> F,
-    ) -> Result<T, Error>
+    ) -> Result<T, RuntimeError>
     where
-        F: Future<Output = Result<T, Error>>,
+        F: Future<Output = Result<T, RuntimeError>>,
     {
         let started = std::time::Instant::now();
         let client = self.client().await?;
         let result = tokio::time::timeout(limit, run(client))
             .await
-            .map_err(|_| Error::Timeout { call, limit })?;
+            .map_err(|_| RuntimeError::Timeout { call, limit })?;
         metrics::histogram!("cynode_runtime_call_seconds", "call" => call)
             .record(started.elapsed().as_secs_f64());
         result
     }
 
-    /// What the daemon says of itself.
-    pub(crate) async fn info(&self) -> Result<SystemInfo, Error> {
+    /// The daemon's information about itself.
+    pub(crate) async fn info(&self) -> Result<SystemInfo, RuntimeError> {
         self.call("info", self.options.call_limit, |client| async move {
             client.info().await.map_err(translate("info", "info"))
         })
         .await
     }
 
-    /// Makes an image of one layer.
-    pub(crate) async fn import(&self, repository: &str, layer: Bytes) -> Result<(), Error> {
+    /// Creates an image from one layer.
+    pub(crate) async fn import(&self, repository: &str, layer: Bytes) -> Result<(), RuntimeError> {
         let options = CreateImageOptions {
             from_src: Some("-".to_owned()),
             repo: Some(repository.to_owned()),
             ..Default::default()
         };
         self.call("import", 2 * self.options.call_limit, |client| async move {
-            let said: Vec<_> = client
+            let progress: Vec<_> = client
                 .create_image(Some(options), Some(bollard::body_full(layer)), None)
                 .try_collect()
                 .await
                 .map_err(translate("import", repository))?;
-            match said.into_iter().find_map(|info| info.error_detail) {
-                Some(error) => Err(Error::Refused {
+            match progress.into_iter().find_map(|info| info.error_detail) {
+                Some(error) => Err(RuntimeError::Refused {
                     call: "import",
                     message: error.message.unwrap_or_default(),
                 }),
@@ -151,7 +152,7 @@ impl Docker {
         .await
     }
 
-    pub(crate) async fn remove_image(&self, reference: &str) -> Result<(), Error> {
+    pub(crate) async fn remove_image(&self, reference: &str) -> Result<(), RuntimeError> {
         let options = RemoveImageOptions {
             force: true,
             ..Default::default()
@@ -170,25 +171,29 @@ impl Docker {
         .await
     }
 
-    fn create_body(&self, spec: &Spec, image: &ImageConfig) -> Result<ContainerCreateBody, Error> {
-        // A name without a value takes the variable of that name away, which the image would otherwise add.
-        let ours = |name: &str| spec.env.iter().any(|(own, _)| own == name);
-        let images = image
+    fn create_body(
+        &self,
+        spec: &Spec,
+        image: &ImageConfig,
+    ) -> Result<ContainerCreateBody, RuntimeError> {
+        // A name without a value removes a variable that the image would add.
+        let is_set = |name: &str| spec.env.iter().any(|(own, _)| own == name);
+        let unset = image
             .env
             .iter()
             .flatten()
             .filter_map(|variable| variable.split('=').next())
-            .filter(|name| !name.is_empty() && !ours(name));
+            .filter(|name| !name.is_empty() && !is_set(name));
         let env = spec
             .env
             .iter()
             .map(|(name, value)| format!("{name}={value}"))
-            .chain(images.map(str::to_owned))
+            .chain(unset.map(str::to_owned))
             .collect();
         Ok(ContainerCreateBody {
             image: Some(spec.image_id.clone()),
             labels: Some(spec.labels.clone().into_iter().collect()),
-            // All of it as the entrypoint: an empty one would let the image's in.
+            // The whole command as entrypoint: an empty one would be filled in by the image's.
             entrypoint: Some(spec.argv.clone()),
             cmd: Some(Vec::new()),
             user: Some(compat::USER.to_owned()),
@@ -209,7 +214,7 @@ impl Docker {
         })
     }
 
-    fn host_config(&self, spec: &Spec, image: &ImageConfig) -> Result<HostConfig, Error> {
+    fn host_config(&self, spec: &Spec, image: &ImageConfig) -> Result<HostConfig, RuntimeError> {
         let limits = &spec.limits;
         let signed = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
         let memory = Some(signed(limits.memory_bytes));
@@ -219,7 +224,7 @@ impl Docker {
             hard: Some(signed(value)),
         };
         let tmpfs =
-            libpod::tmpfs_places(limits.memory_bytes)
+            libpod::tmpfs_mounts(limits.memory_bytes)
                 .into_iter()
                 .map(|(target, bytes, exec)| {
                     (
@@ -246,7 +251,7 @@ impl Docker {
             memory,
             memory_swap: memory,
             pids_limit: Some(i64::from(limits.pids)),
-            cpu_period: Some(signed(libpod::CPU_PERIOD)),
+            cpu_period: Some(signed(libpod::CPU_PERIOD_MICROS)),
             cpu_quota: Some(signed(libpod::cpu_quota(limits.cpus))),
             ulimits: Some(libpod::rlimits(limits).into_iter().map(ulimit).collect()),
             log_config: Some(HostConfigLogConfig {
@@ -266,7 +271,7 @@ impl Docker {
         })
     }
 
-    fn mounts(&self, spec: &Spec, image: &ImageConfig) -> Result<Vec<Mount>, Error> {
+    fn mounts(&self, spec: &Spec, image: &ImageConfig) -> Result<Vec<Mount>, RuntimeError> {
         let bind = |source: String, target: String, read_only: bool| Mount {
             typ: Some(MountType::BIND),
             source: Some(source),
@@ -278,31 +283,31 @@ impl Docker {
             }),
             ..Default::default()
         };
-        let files = FILES.map(|(name, _)| {
+        let files = ETC_FILES.map(|(name, _)| {
             bind(
                 self.options.directory.join(name).display().to_string(),
                 format!("/etc/{name}"),
                 true,
             )
         });
-        let ours = spec.mounts.iter().map(|mount| {
+        let binds = spec.mounts.iter().map(|mount| {
             bind(
                 mount.source.display().to_string(),
                 mount.target.clone(),
                 mount.read_only,
             )
         });
-        let mut mounts: Vec<Mount> = files.into_iter().chain(ours).collect();
-        // Docker makes a writable volume on the host's disk for each that an image declares, unless something is mounted
-        // there. So there is: nothing, and not writable.
+        let mut mounts: Vec<Mount> = files.into_iter().chain(binds).collect();
+        // For each volume that an image declares, Docker creates a writable volume on the host's
+        // disk, unless something is mounted there. So mount an empty, read-only tmpfs.
         for volume in image.volumes.iter().flatten() {
             let path = clean(volume);
             if let Some(mount) = spec.mounts.iter().find(|mount| {
                 path.strip_prefix(&mount.target)
                     .is_some_and(|rest| rest.starts_with('/'))
             }) {
-                // Its place would be made within the files of the host that are mounted there.
-                return Err(Error::Refused {
+                // Its mount point would be created in the host's files that are mounted there.
+                return Err(RuntimeError::Refused {
                     call: "create",
                     message: format!("the image declares a volume {path} below {}", mount.target),
                 });
@@ -310,7 +315,7 @@ impl Docker {
             if mounts
                 .iter()
                 .any(|mount| mount.target.as_deref() == Some(&path))
-                || libpod::tmpfs_places(0)
+                || libpod::tmpfs_mounts(0)
                     .iter()
                     .any(|(target, ..)| *target == path)
             {
@@ -332,7 +337,7 @@ impl Docker {
     }
 }
 
-/// An absolute path without `.`, `..` and doubled slashes, as Docker makes it.
+/// Normalizes an absolute path as Docker does: no `.`, `..` or double slashes.
 fn clean(path: &str) -> String {
     let mut parts = Vec::new();
     for part in path.split('/') {
@@ -345,7 +350,7 @@ fn clean(path: &str) -> String {
     format!("/{}", parts.join("/"))
 }
 
-/// The daemon's map of ids. Its root directory ends in the ids that stand for root inside, which it can't be told to hide.
+/// The daemon's id map. The name of its root directory ends in the host ids of root inside.
 pub(crate) fn id_space(info: &SystemInfo) -> Result<IdSpace, String> {
     let option = |name: &str| {
         info.security_options
@@ -355,7 +360,7 @@ pub(crate) fn id_space(info: &SystemInfo) -> Result<IdSpace, String> {
     };
     if option("rootless") {
         return Err(
-            "the daemon runs without root, which is not supported: use Podman for that".to_owned(),
+            "the daemon is rootless, which is not supported: use Podman for that".to_owned(),
         );
     }
     if !option("userns") {
@@ -373,24 +378,25 @@ pub(crate) fn id_space(info: &SystemInfo) -> Result<IdSpace, String> {
             count: 65_536,
         })),
         Some((uid, gid)) => Err(format!(
-            "userns-remap maps users from {uid} and groups from {gid}; give both the same range in /etc/subuid and /etc/subgid"
+            "userns-remap maps users from {uid} and groups from {gid}; set the same range in \
+             /etc/subuid and /etc/subgid"
         )),
         None => Err(format!(
-            "userns-remap is on, but the root directory {root} does not name its ids"
+            "userns-remap is on, but the root directory {root} does not contain its ids"
         )),
     }
 }
 
 #[async_trait]
 impl Runtime for Docker {
-    async fn ping(&self) -> Result<(), Error> {
+    async fn ping(&self) -> Result<(), RuntimeError> {
         self.call("ping", self.options.call_limit, compat::ping)
             .await
     }
 
-    async fn ids(&self) -> Result<IdSpace, Error> {
+    async fn ids(&self) -> Result<IdSpace, RuntimeError> {
         let ids = self.ids.get_or_try_init(|| async {
-            id_space(&self.info().await?).map_err(|message| Error::Refused {
+            id_space(&self.info().await?).map_err(|message| RuntimeError::Refused {
                 call: "ids",
                 message,
             })
@@ -398,23 +404,23 @@ impl Runtime for Docker {
         ids.await.copied()
     }
 
-    async fn image(&self, reference: &str) -> Result<Image, Error> {
+    async fn image(&self, reference: &str) -> Result<Image, RuntimeError> {
         self.call("image", self.options.call_limit, |client| async move {
             client
                 .inspect_image(reference)
                 .await
-                .map(|found| compat::image(found, reference))
+                .map(|inspected| compat::image(inspected, reference))
                 .map_err(translate("image", reference))
         })
         .await
     }
 
-    async fn images(&self) -> Result<Vec<LocalImage>, Error> {
+    async fn images(&self) -> Result<Vec<LocalImage>, RuntimeError> {
         self.call("images", self.options.call_limit, compat::images)
             .await
     }
 
-    async fn create(&self, spec: &Spec) -> Result<String, Error> {
+    async fn create(&self, spec: &Spec) -> Result<String, RuntimeError> {
         let map = match self.ids().await? {
             IdSpace::Shared(map) => map,
             _ => IdMap {
@@ -424,10 +430,11 @@ impl Runtime for Docker {
         };
         if spec.ids != map {
             let message = format!(
-                "the workspace belongs to the ids from {} on, but Docker maps sandboxes to those from {} on",
+                "the workspace belongs to the ids from {}, but Docker maps sandboxes to those \
+                 from {}",
                 spec.ids.first, map.first
             );
-            return Err(Error::Refused {
+            return Err(RuntimeError::Refused {
                 call: "create",
                 message,
             });
@@ -451,7 +458,7 @@ impl Runtime for Docker {
         .await
     }
 
-    async fn start(&self, name: &str) -> Result<(), Error> {
+    async fn start(&self, name: &str) -> Result<(), RuntimeError> {
         self.call("start", 2 * self.options.call_limit, |client| async move {
             client
                 .start_container(name, None)
@@ -461,8 +468,8 @@ impl Runtime for Docker {
         .await
     }
 
-    async fn inspect(&self, name: &str) -> Result<Container, Error> {
-        let found = self
+    async fn inspect(&self, name: &str) -> Result<Container, RuntimeError> {
+        let inspected = self
             .call("inspect", self.options.call_limit, |client| async move {
                 client
                     .inspect_container(name, None)
@@ -470,11 +477,11 @@ impl Runtime for Docker {
                     .map_err(translate("inspect", name))
             })
             .await?;
-        let state = found.state.unwrap_or_default();
+        let state = inspected.state.unwrap_or_default();
         let running = state.running.unwrap_or_default();
         Ok(Container {
-            id: found.id.unwrap_or_default(),
-            name: found
+            id: inspected.id.unwrap_or_default(),
+            name: inspected
                 .name
                 .unwrap_or_default()
                 .trim_start_matches('/')
@@ -486,7 +493,7 @@ impl Runtime for Docker {
                 .and_then(|pid| pid.try_into().ok())
                 .unwrap_or_default(),
             exit_code: state.exit_code.filter(|_| !running),
-            labels: found
+            labels: inspected
                 .config
                 .and_then(|config| config.labels)
                 .unwrap_or_default()
@@ -495,14 +502,14 @@ impl Runtime for Docker {
         })
     }
 
-    async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, Error> {
+    async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, RuntimeError> {
         let filters = HashMap::from([("label".to_owned(), vec![format!("{label}={value}")])]);
         let options = ListContainersOptions {
             all: true,
             filters: Some(filters),
             ..Default::default()
         };
-        let found = self
+        let summaries = self
             .call("list", self.options.call_limit, |client| async move {
                 client
                     .list_containers(Some(options))
@@ -510,7 +517,7 @@ impl Runtime for Docker {
                     .map_err(translate("list", "list"))
             })
             .await?;
-        Ok(found
+        Ok(summaries
             .into_iter()
             .map(|summary| Container {
                 id: summary.id.unwrap_or_default(),
@@ -530,15 +537,15 @@ impl Runtime for Docker {
             .collect())
     }
 
-    async fn kill(&self, name: &str, signal: &str) -> Result<(), Error> {
+    async fn kill(&self, name: &str, signal: &str) -> Result<(), RuntimeError> {
         self.call("kill", self.options.call_limit, |client| {
             compat::kill(client, name, signal)
         })
         .await
     }
 
-    async fn remove(&self, name: &str) -> Result<(), Error> {
-        compat::remove_by(name, || {
+    async fn remove(&self, name: &str) -> Result<(), RuntimeError> {
+        compat::remove_with_retries(name, || {
             self.call("remove", self.options.call_limit, |client| {
                 compat::remove(client, name)
             })
@@ -546,12 +553,13 @@ impl Runtime for Docker {
         .await
     }
 
-    async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
+    async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, RuntimeError> {
         self.call("exec", self.options.call_limit, async |client| {
             let id = compat::create_exec(&client, name, spec).await?;
             match spec.tty {
                 Some(size) => {
-                    let unavailable = |error: reqwest::Error| Error::Unavailable(error.to_string());
+                    let unavailable =
+                        |error: reqwest::Error| RuntimeError::Unavailable(error.to_string());
                     let http = reqwest::Client::builder()
                         .unix_socket(self.options.socket.as_path())
                         .build()
@@ -564,14 +572,14 @@ impl Runtime for Docker {
         .await
     }
 
-    async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, Error> {
+    async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, RuntimeError> {
         self.call("exec_state", self.options.call_limit, |client| {
             compat::exec_state(client, id)
         })
         .await
     }
 
-    async fn exec_resize(&self, id: &str, columns: u16, rows: u16) -> Result<(), Error> {
+    async fn exec_resize(&self, id: &str, columns: u16, rows: u16) -> Result<(), RuntimeError> {
         self.call("exec_resize", self.options.call_limit, |client| {
             compat::exec_resize(client, id, columns, rows)
         })
@@ -594,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn the_map_of_ids_is_read_from_what_the_daemon_says() {
+    fn the_id_map_is_derived_from_the_daemons_information() {
         assert_eq!(
             id_space(&info("/var/lib/docker", &["name=seccomp,profile=default"])),
             Ok(IdSpace::Host)
@@ -612,7 +620,7 @@ mod tests {
         );
         assert!(
             id_space(&info("/var/lib/docker/100000.200000", &["name=userns"])).is_err(),
-            "ranges that differ"
+            "different ranges"
         );
         assert!(
             id_space(&info("/var/lib/docker", &["name=userns"])).is_err(),
@@ -625,13 +633,13 @@ mod tests {
     }
 
     #[test]
-    fn paths_of_volumes_are_seen_as_docker_sees_them() {
+    fn volume_paths_are_normalized_as_docker_does() {
         assert_eq!(clean("//a/./b/../c/"), "/a/c");
         assert_eq!(clean("/../workspace"), "/workspace");
     }
 
     #[test]
-    fn an_images_volumes_get_nothing_writable_and_nothing_below_ours() {
+    fn image_volumes_are_read_only_and_not_allowed_below_our_mounts() {
         let docker = Docker::new(DockerOptions {
             socket: PathBuf::new(),
             directory: PathBuf::from("/files"),
@@ -661,7 +669,7 @@ mod tests {
             ..Default::default()
         };
         let count = |image: &ImageConfig| docker.mounts(&spec, image).expect("mounts").len();
-        assert_eq!(count(&image("/workspace/")), 4, "ours is there already");
+        assert_eq!(count(&image("/workspace/")), 4, "already mounted");
         assert_eq!(count(&image("/tmp")), 4);
         let mounts = docker.mounts(&spec, &image("/workspaces")).expect("mounts");
         assert_eq!(
@@ -672,7 +680,7 @@ mod tests {
             docker
                 .mounts(&spec, &image("/workspace/../workspace/sub"))
                 .is_err(),
-            "below ours"
+            "below our mount"
         );
     }
 }

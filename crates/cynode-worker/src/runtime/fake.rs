@@ -1,6 +1,8 @@
-//! A runtime without containers, for tests of what stands on the trait: a "container" is a plain process of the host.
+//! A runtime without containers, for tests of the code above the trait: a "container" is a plain
+//! host process.
 //!
-//! It isolates nothing. It is held to the same contract suite as Podman, and it can be told to fail, hang or be busy.
+//! It isolates nothing. It passes the same contract suite as Podman, and can be told to fail or
+//! time out.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -23,14 +25,14 @@ use tokio::{
 use tokio_util::io::ReaderStream;
 
 use super::{
-    Container, Error, ExecSpec, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState, Spec,
+    Container, ExecSpec, IdSpace, Image, Runtime, RuntimeError, RuntimeExec, RuntimeExecState, Spec,
 };
 use crate::process;
 
-/// What the next calls do instead of their work.
+/// A failure to inject.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The call of this name is refused.
+    /// The call of this name fails with `Refused`.
     Refuse(&'static str),
     /// The call of this name times out.
     Hang(&'static str),
@@ -45,14 +47,14 @@ pub struct FakeImage {
 #[derive(Debug, Default)]
 pub struct Fake {
     images: BTreeMap<String, FakeImage>,
-    containers: Mutex<HashMap<String, Entry>>,
+    containers: Mutex<HashMap<String, FakeContainer>>,
     execs: Mutex<HashMap<String, watch::Receiver<RuntimeExecState>>>,
     fault: Mutex<Option<Fault>>,
     counter: std::sync::atomic::AtomicU64,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct FakeContainer {
     id: String,
     spec: Spec,
     state: Option<watch::Receiver<RuntimeExecState>>,
@@ -72,19 +74,19 @@ impl Fake {
         *self.fault.lock() = Some(fault);
     }
 
-    fn check(&self, call: &'static str) -> Result<(), Error> {
+    fn check(&self, call: &'static str) -> Result<(), RuntimeError> {
         let mut fault = self.fault.lock();
         match *fault {
             Some(Fault::Refuse(name)) if name == call => {
                 *fault = None;
-                Err(Error::Refused {
+                Err(RuntimeError::Refused {
                     call,
-                    message: "told to refuse".to_owned(),
+                    message: "injected fault".to_owned(),
                 })
             }
             Some(Fault::Hang(name)) if name == call => {
                 *fault = None;
-                Err(Error::Timeout {
+                Err(RuntimeError::Timeout {
                     call,
                     limit: std::time::Duration::ZERO,
                 })
@@ -98,18 +100,18 @@ impl Fake {
             .fetch_add(1, std::sync::atomic::Ordering::Relaxed)
     }
 
-    fn running_pid(&self, name: &str) -> Result<i32, Error> {
+    fn running_pid(&self, name: &str) -> Result<i32, RuntimeError> {
         let containers = self.containers.lock();
         let entry = containers
             .get(name)
-            .ok_or_else(|| Error::NotFound(name.to_owned()))?;
+            .ok_or_else(|| RuntimeError::NotFound(name.to_owned()))?;
         match entry.state.as_ref().map(|state| *state.borrow()) {
             Some(RuntimeExecState {
                 running: true, pid, ..
             }) => Ok(pid),
-            _ => Err(Error::Refused {
+            _ => Err(RuntimeError::Refused {
                 call: "exec",
-                message: "the container does not run".to_owned(),
+                message: "the container is not running".to_owned(),
             }),
         }
     }
@@ -121,8 +123,8 @@ fn spawn(
     env: &[(String, String)],
     cwd: Option<&str>,
     piped: bool,
-) -> Result<Child, Error> {
-    let (program, arguments) = argv.split_first().ok_or_else(|| Error::Refused {
+) -> Result<Child, RuntimeError> {
+    let (program, arguments) = argv.split_first().ok_or_else(|| RuntimeError::Refused {
         call,
         message: "no command".to_owned(),
     })?;
@@ -138,13 +140,13 @@ fn spawn(
     }
     let stream = || if piped { Stdio::piped() } else { Stdio::null() };
     command.stdin(stream()).stdout(stream()).stderr(stream());
-    command.spawn().map_err(|error| Error::Refused {
+    command.spawn().map_err(|error| RuntimeError::Refused {
         call,
         message: format!("{program}: executable file not found or not runnable: {error}"),
     })
 }
 
-/// Watches a child to its end.
+/// Tracks a child to its exit.
 fn follow(mut child: Child) -> watch::Receiver<RuntimeExecState> {
     let pid = child.id().map_or(0, u32::cast_signed);
     let (sender, receiver) = watch::channel(RuntimeExecState {
@@ -162,8 +164,8 @@ fn follow(mut child: Child) -> watch::Receiver<RuntimeExecState> {
                     .unwrap_or_else(|| 128 + status.signal().unwrap_or_default()),
             )
         });
-        // Nobody may be watching any more.
-        let _told = sender.send(RuntimeExecState {
+        // There may be no receiver left.
+        let _unsent = sender.send(RuntimeExecState {
             running: false,
             exit_code,
             pid,
@@ -172,7 +174,7 @@ fn follow(mut child: Child) -> watch::Receiver<RuntimeExecState> {
     receiver
 }
 
-fn container(name: &str, entry: &Entry) -> Container {
+fn container(name: &str, entry: &FakeContainer) -> Container {
     let state = entry.state.as_ref().map(|state| *state.borrow());
     let running = state.is_some_and(|state| state.running);
     Container {
@@ -187,21 +189,21 @@ fn container(name: &str, entry: &Entry) -> Container {
 
 #[async_trait]
 impl Runtime for Fake {
-    async fn ping(&self) -> Result<(), Error> {
+    async fn ping(&self) -> Result<(), RuntimeError> {
         self.check("ping")
     }
 
-    async fn ids(&self) -> Result<IdSpace, Error> {
+    async fn ids(&self) -> Result<IdSpace, RuntimeError> {
         self.check("ids")?;
         Ok(IdSpace::Own)
     }
 
-    async fn image(&self, reference: &str) -> Result<Image, Error> {
+    async fn image(&self, reference: &str) -> Result<Image, RuntimeError> {
         self.check("image")?;
         let image = self
             .images
             .get(reference)
-            .ok_or_else(|| Error::NotFound(reference.to_owned()))?;
+            .ok_or_else(|| RuntimeError::NotFound(reference.to_owned()))?;
         Ok(Image {
             id: reference.to_owned(),
             digest: reference.to_owned(),
@@ -210,7 +212,7 @@ impl Runtime for Fake {
         })
     }
 
-    async fn images(&self) -> Result<Vec<LocalImage>, Error> {
+    async fn images(&self) -> Result<Vec<LocalImage>, RuntimeError> {
         self.check("images")?;
         let local = |(name, image): (&String, &FakeImage)| LocalImage {
             reference: name.clone(),
@@ -220,19 +222,19 @@ impl Runtime for Fake {
         Ok(self.images.iter().map(local).collect())
     }
 
-    async fn create(&self, spec: &Spec) -> Result<String, Error> {
+    async fn create(&self, spec: &Spec) -> Result<String, RuntimeError> {
         self.check("create")?;
         if !self.images.contains_key(&spec.image_id) {
-            return Err(Error::NotFound(spec.image_id.clone()));
+            return Err(RuntimeError::NotFound(spec.image_id.clone()));
         }
         let mut containers = self.containers.lock();
         if containers.contains_key(&spec.name) {
-            return Err(Error::NameInUse(spec.name.clone()));
+            return Err(RuntimeError::NameInUse(spec.name.clone()));
         }
         let id = format!("{:064x}", self.number());
         containers.insert(
             spec.name.clone(),
-            Entry {
+            FakeContainer {
                 id: id.clone(),
                 spec: spec.clone(),
                 state: None,
@@ -241,12 +243,12 @@ impl Runtime for Fake {
         Ok(id)
     }
 
-    async fn start(&self, name: &str) -> Result<(), Error> {
+    async fn start(&self, name: &str) -> Result<(), RuntimeError> {
         self.check("start")?;
         let mut containers = self.containers.lock();
         let entry = containers
             .get_mut(name)
-            .ok_or_else(|| Error::NotFound(name.to_owned()))?;
+            .ok_or_else(|| RuntimeError::NotFound(name.to_owned()))?;
         if entry
             .state
             .as_ref()
@@ -264,16 +266,16 @@ impl Runtime for Fake {
         Ok(())
     }
 
-    async fn inspect(&self, name: &str) -> Result<Container, Error> {
+    async fn inspect(&self, name: &str) -> Result<Container, RuntimeError> {
         self.check("inspect")?;
         self.containers
             .lock()
             .get(name)
             .map(|entry| container(name, entry))
-            .ok_or_else(|| Error::NotFound(name.to_owned()))
+            .ok_or_else(|| RuntimeError::NotFound(name.to_owned()))
     }
 
-    async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, Error> {
+    async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, RuntimeError> {
         self.check("list")?;
         Ok(self
             .containers
@@ -290,12 +292,12 @@ impl Runtime for Fake {
             .collect())
     }
 
-    async fn kill(&self, name: &str, signal: &str) -> Result<(), Error> {
+    async fn kill(&self, name: &str, signal: &str) -> Result<(), RuntimeError> {
         self.check("kill")?;
         let pid = self.running_pid(name)?;
         let number = signal
             .parse::<SignalName>()
-            .map_err(|message| Error::Refused {
+            .map_err(|message| RuntimeError::Refused {
                 call: "kill",
                 message,
             })?
@@ -304,7 +306,7 @@ impl Runtime for Fake {
         Ok(())
     }
 
-    async fn remove(&self, name: &str) -> Result<(), Error> {
+    async fn remove(&self, name: &str) -> Result<(), RuntimeError> {
         self.check("remove")?;
         let entry = self.containers.lock().remove(name);
         if let Some(mut state) = entry.and_then(|entry| entry.state) {
@@ -317,11 +319,11 @@ impl Runtime for Fake {
         Ok(())
     }
 
-    async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
+    async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, RuntimeError> {
         self.check("exec")?;
         self.running_pid(name)?;
         let mut child = spawn("exec", &spec.argv, &spec.env, Some(&spec.cwd), true)?;
-        let missing = || Error::Refused {
+        let missing = || RuntimeError::Refused {
             call: "exec",
             message: "a stream is missing".to_owned(),
         };
@@ -333,7 +335,7 @@ impl Runtime for Fake {
         let id = format!("exec-{}", self.number());
         self.execs.lock().insert(id.clone(), follow(child));
         let input: Pin<Box<dyn tokio::io::AsyncWrite + Send>> = if spec.stdin {
-            Box::pin(Input(Some(stdin)))
+            Box::pin(ChildInput(Some(stdin)))
         } else {
             Box::pin(tokio::io::sink())
         };
@@ -344,32 +346,32 @@ impl Runtime for Fake {
         })
     }
 
-    async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, Error> {
+    async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, RuntimeError> {
         self.check("exec_state")?;
         self.execs
             .lock()
             .get(id)
             .map(|state| *state.borrow())
-            .ok_or_else(|| Error::NotFound(id.to_owned()))
+            .ok_or_else(|| RuntimeError::NotFound(id.to_owned()))
     }
 
-    async fn exec_resize(&self, id: &str, _columns: u16, _rows: u16) -> Result<(), Error> {
+    async fn exec_resize(&self, id: &str, _columns: u16, _rows: u16) -> Result<(), RuntimeError> {
         self.check("exec_resize")?;
         if self.execs.lock().contains_key(id) {
             Ok(())
         } else {
-            Err(Error::NotFound(id.to_owned()))
+            Err(RuntimeError::NotFound(id.to_owned()))
         }
     }
 
     async fn close(&self) {}
 }
 
-/// Both streams as they come.
+/// Merges both streams in order of arrival.
 fn merge(
     stdout: impl AsyncRead + Send + Unpin + 'static,
     stderr: impl AsyncRead + Send + Unpin + 'static,
-) -> impl futures_util::Stream<Item = Result<(Stream, Bytes), Error>> + Send {
+) -> impl futures_util::Stream<Item = Result<(Stream, Bytes), RuntimeError>> + Send {
     let (sender, receiver) = mpsc::channel(4);
     let sender = Arc::new(sender);
     let pump = |reader: Box<dyn AsyncRead + Send + Unpin>, kind: Stream| {
@@ -390,10 +392,10 @@ fn merge(
     })
 }
 
-/// Standard input of a process, closed by `shutdown` and not only when it is dropped.
-struct Input(Option<tokio::process::ChildStdin>);
+/// Standard input of a process; `shutdown` closes it, as dropping it does.
+struct ChildInput(Option<tokio::process::ChildStdin>);
 
-impl tokio::io::AsyncWrite for Input {
+impl tokio::io::AsyncWrite for ChildInput {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

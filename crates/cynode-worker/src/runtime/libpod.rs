@@ -1,19 +1,20 @@
-//! The libpod calls that the Docker-compatible API has no words for: creating a container with explicit id maps.
+//! Container creation through libpod: the Docker-compatible API can't set explicit id maps.
 
 use std::path::Path;
 
 use cynode_api::Limits;
 use serde_json::{Value, json};
 
-use super::{IdMap, Mount, Spec, TERMINALS};
+use super::{IdMap, MAX_TERMINALS, Mount, Spec};
 use crate::limits::OOM_SCORE_ADJ;
 
-/// Largest `nproc` sent, unless a sandbox may have more processes. The pids limit of the cgroup is what binds; this one only must be there, because an operator's
-/// `containers.conf` with unequal soft and hard values is swapped by Podman's API.
-const NPROC: u64 = 4_096;
+/// Largest `nproc` limit, unless a sandbox may have more processes. The cgroup's pids limit is the
+/// effective one; this one must be set because Podman's API swaps unequal soft and hard values from
+/// `containers.conf`.
+const MAX_NPROC: u64 = 4_096;
 
-/// Each place in memory: where, its size, and whether programs may be run from it.
-pub(super) fn tmpfs_places(memory_bytes: u64) -> [(&'static str, u64, bool); 3] {
+/// The tmpfs mounts: target, size, and whether programs may be executed from it.
+pub(super) fn tmpfs_mounts(memory_bytes: u64) -> [(&'static str, u64, bool); 3] {
     [
         ("/tmp", memory_bytes / 2, true),
         ("/run", 16 << 20, false),
@@ -21,24 +22,25 @@ pub(super) fn tmpfs_places(memory_bytes: u64) -> [(&'static str, u64, bool); 3] 
     ]
 }
 
-/// Signals that may wait and timers, of a whole sandbox. The kernel counts them again in one sum for all user namespaces of the
-/// worker's user, so without a bound of its own one sandbox would take them all.
-const SIGPENDING: u64 = 2_048;
+/// Pending signals and timers of a sandbox. The kernel also counts them for all user namespaces of
+/// the worker's user, so one sandbox could otherwise exhaust them.
+const MAX_SIGPENDING: u64 = 2_048;
 
-/// The limits of each process, by their names in both APIs.
+/// The rlimits of each process, by their names in both APIs.
 pub(super) fn rlimits(limits: &Limits) -> [(&'static str, u64); 5] {
     let pids = u64::from(limits.pids);
-    let nproc = NPROC.min(pids * 4).max(pids);
+    let nproc = MAX_NPROC.min(pids * 4).max(pids);
     [
         ("nofile", limits.nofile),
         ("nproc", nproc),
         ("core", 0),
-        ("sigpending", SIGPENDING),
+        ("sigpending", MAX_SIGPENDING),
         ("msgqueue", 0),
     ]
 }
 
-/// Ours, when that is higher already: a runtime without the right to lower scores would fail.
+/// The OOM score of sandboxes, or the worker's own if higher: an unprivileged runtime can't lower
+/// it.
 pub(super) fn oom_score_adj() -> i32 {
     let own = fs_err::read_to_string("/proc/self/oom_score_adj")
         .ok()
@@ -46,7 +48,7 @@ pub(super) fn oom_score_adj() -> i32 {
     OOM_SCORE_ADJ.max(own.unwrap_or_default())
 }
 
-/// The container as libpod's `SpecGenerator`. Everything that an image could set is set here.
+/// The container as libpod's `SpecGenerator`. Overrides everything that an image could set.
 pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profile: &Path) -> Value {
     let Limits {
         memory_bytes,
@@ -69,11 +71,11 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
         }
         json!({ "type": "tmpfs", "source": "tmpfs", "destination": target, "options": options })
     };
-    let mut mounts: Vec<Value> = tmpfs_places(memory_bytes)
+    let mut mounts: Vec<Value> = tmpfs_mounts(memory_bytes)
         .into_iter()
         .map(|(target, bytes, exec)| tmpfs(target, bytes, exec))
         .collect();
-    let terminals = format!("max={TERMINALS}");
+    let terminals = format!("max={MAX_TERMINALS}");
     let options = [
         "nosuid",
         "noexec",
@@ -83,7 +85,9 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
         "gid=5",
         &terminals,
     ];
-    mounts.push(json!({ "type": "devpts", "source": "devpts", "destination": "/dev/pts", "options": options }));
+    mounts.push(json!({
+        "type": "devpts", "source": "devpts", "destination": "/dev/pts", "options": options,
+    }));
     mounts.extend(spec.mounts.iter().map(bind));
     let mut body = json!({
         "name": spec.name,
@@ -100,7 +104,9 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
         "work_dir": "/",
         "hostname": "sandbox",
         "userns": { "nsmode": "private" },
-        "idmappings": { "HostUIDMapping": false, "HostGIDMapping": false, "UIDMap": map, "GIDMap": map },
+        "idmappings": {
+            "HostUIDMapping": false, "HostGIDMapping": false, "UIDMap": map, "GIDMap": map,
+        },
         "netns": { "nsmode": "none" },
         "ipcns": { "nsmode": "none" },
         "pidns": { "nsmode": "private" },
@@ -110,7 +116,7 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
         "cap_drop": ["ALL"],
         "cap_add": [],
         "no_new_privileges": true,
-        // Ours, and never one that the image brings in a label.
+        // Never a profile from the image's labels.
         "seccomp_policy": "default",
         "seccomp_profile_path": seccomp_profile,
         "read_only_filesystem": true,
@@ -133,7 +139,7 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
         "resource_limits": {
             "memory": { "limit": memory_bytes, "swap": memory_bytes },
             "pids": { "limit": pids },
-            "cpu": { "period": CPU_PERIOD, "quota": cpu_quota(cpus) },
+            "cpu": { "period": CPU_PERIOD_MICROS, "quota": cpu_quota(cpus) },
         },
         "r_limits": rlimits,
         "oom_score_adj": oom_score_adj(),
@@ -147,28 +153,37 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
     body
 }
 
-/// All ids of the block from 0 on. Of a small block the last one stands for `nobody`, whom images give files to.
+/// Maps the block from id 0. In a small block the last id maps to `nobody`, which owns files in
+/// images.
 fn id_map(ids: IdMap) -> Value {
-    let extent = |inside: u32, outside: u32, size: u32| json!({ "container_id": inside, "host_id": outside, "size": size });
-    if ids.count > NOBODY {
+    let extent = |inside: u32, outside: u32, size: u32| {
+        json!({
+            "container_id": inside,
+            "host_id": outside,
+            "size": size,
+        })
+    };
+    if ids.count > NOBODY_ID {
         json!([extent(0, ids.first, ids.count)])
     } else {
         json!([
             extent(0, ids.first, ids.count - 1),
-            extent(NOBODY, ids.first + ids.count - 1, 1)
+            extent(NOBODY_ID, ids.first + ids.count - 1, 1)
         ])
     }
 }
 
-const NOBODY: u32 = 65_534;
+const NOBODY_ID: u32 = 65_534;
 
 fn bind(mount: &Mount) -> Value {
     let mut options = vec!["bind", "nosuid", "nodev", "private"];
     options.push(if mount.read_only { "ro" } else { "rw" });
-    json!({ "type": "bind", "source": mount.source, "destination": mount.target, "options": options })
+    json!({
+        "type": "bind", "source": mount.source, "destination": mount.target, "options": options,
+    })
 }
 
-pub(super) const CPU_PERIOD: u64 = 100_000;
+pub(super) const CPU_PERIOD_MICROS: u64 = 100_000;
 
 #[expect(
     clippy::cast_possible_truncation,
@@ -177,5 +192,5 @@ pub(super) const CPU_PERIOD: u64 = 100_000;
     reason = "validated to lie between 0.01 and 1024"
 )]
 pub(super) fn cpu_quota(cpus: f64) -> u64 {
-    (cpus * CPU_PERIOD as f64).round().max(1_000.0) as u64
+    (cpus * CPU_PERIOD_MICROS as f64).round().max(1_000.0) as u64
 }

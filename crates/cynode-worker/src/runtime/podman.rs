@@ -1,4 +1,4 @@
-//! Podman over its REST socket: the Docker-compatible calls by bollard, creation by libpod's own.
+//! Podman over its REST socket: Docker-compatible calls through bollard, creation through libpod.
 
 use std::{
     collections::BTreeMap,
@@ -13,26 +13,26 @@ use serde_json::Value;
 use tokio::sync::OnceCell;
 
 use super::{
-    Container, Error, ExecSpec, IdMap, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState,
-    ServiceOptions, Spec,
+    Container, ExecSpec, IdMap, IdSpace, Image, Runtime, RuntimeError, RuntimeExec,
+    RuntimeExecState, ServiceOptions, Spec, attach_error,
     compat::{self, translate},
-    last_word, libpod, seccomp,
+    libpod, seccomp,
     service::{self, Service},
 };
 use crate::process;
 
-/// How long a new size is offered to a terminal that is about to start.
-const RESIZE: Duration = Duration::from_secs(5);
-const RESIZE_AGAIN: Duration = Duration::from_millis(100);
+/// How long a resize of a terminal that is about to start is retried.
+const RESIZE_TIMEOUT: Duration = Duration::from_secs(5);
+const SECOND_RESIZE_DELAY: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug)]
 pub struct PodmanOptions {
-    /// A service that somebody else runs; without it a private one is started.
+    /// The socket of an external service; without it, a private one is started.
     pub socket: Option<PathBuf>,
     pub service: ServiceOptions,
-    /// The OCI runtime that works here; Podman's default when absent.
+    /// The OCI runtime that works here; Podman's default if absent.
     pub oci_runtime: Option<String>,
-    /// What a call may take; creation, which waits for others under Podman's locks, twice that.
+    /// Timeout of a call; creation, which waits for Podman's locks, gets twice that.
     pub call_limit: Duration,
 }
 
@@ -42,13 +42,13 @@ pub struct Podman {
     socket: PathBuf,
     service: Option<Service>,
     oci_runtime: Option<String>,
-    /// Where the profile of system calls is written.
+    /// Where the seccomp profile is written.
     directory: PathBuf,
-    clients: OnceCell<Clients>,
+    clients: OnceCell<PodmanClients>,
 }
 
 #[derive(Debug)]
-struct Clients {
+struct PodmanClients {
     docker: Docker,
     libpod: reqwest::Client,
     seccomp_profile: PathBuf,
@@ -75,21 +75,21 @@ impl Podman {
         }
     }
 
-    async fn clients(&self) -> Result<&Clients, Error> {
+    async fn clients(&self) -> Result<&PodmanClients, RuntimeError> {
         self.clients
             .get_or_try_init(|| async {
                 match &self.service {
                     Some(service) => service.ensure().await?,
                     None if service::answers(&self.socket).await => {}
                     None => {
-                        return Err(Error::Unavailable(format!(
-                            "nothing answers on {}",
+                        return Err(RuntimeError::Unavailable(format!(
+                            "no service answers on {}",
                             self.socket.display()
                         )));
                     }
                 }
                 let unavailable =
-                    |error: &dyn std::fmt::Display| Error::Unavailable(error.to_string());
+                    |error: &dyn std::fmt::Display| RuntimeError::Unavailable(error.to_string());
                 let seccomp_profile =
                     seccomp::write(&self.directory).map_err(|error| unavailable(&error))?;
                 let docker = compat::connect(&self.socket, self.call_limit).await?;
@@ -97,7 +97,7 @@ impl Podman {
                     .unix_socket(self.socket.as_path())
                     .build()
                     .map_err(|error| unavailable(&error))?;
-                Ok(Clients {
+                Ok(PodmanClients {
                     docker,
                     libpod,
                     seccomp_profile,
@@ -106,33 +106,37 @@ impl Podman {
             .await
     }
 
-    /// Runs a call under its deadline. A service of ours that hangs or is gone is started anew; a call that is safe to
-    /// repeat is then repeated once.
+    /// Runs a call with a timeout. A private service that hangs or is gone is restarted; a call
+    /// that is safe to repeat is then repeated once.
     async fn call<T, F>(
         &self,
         call: &'static str,
         limit: Duration,
         repeat: bool,
-        run: impl Fn(&Clients) -> F,
-    ) -> Result<T, Error>
+        run: impl Fn(&PodmanClients) -> F,
+    ) -> Result<T, RuntimeError>
     where
-        F: Future<Output = Result<T, Error>>,
+        F: Future<Output = Result<T, RuntimeError>>,
     {
         let started = std::time::Instant::now();
         let result = self.try_call(call, limit, &run).await;
         let result = match (result, &self.service) {
             (
-                Err(error @ (Error::Timeout { .. } | Error::Unavailable(_) | Error::Unreached(_))),
+                Err(
+                    error @ (RuntimeError::Timeout { .. }
+                    | RuntimeError::Unavailable(_)
+                    | RuntimeError::Unreached(_)),
+                ),
                 Some(service),
             ) => {
                 service
-                    .restart(if matches!(error, Error::Timeout { .. }) {
+                    .restart(if matches!(error, RuntimeError::Timeout { .. }) {
                         service::HUNG
                     } else {
-                        "it is gone"
+                        "it is not running"
                     })
                     .await?;
-                if repeat || matches!(error, Error::Unreached(_)) {
+                if repeat || matches!(error, RuntimeError::Unreached(_)) {
                     self.try_call(call, limit, &run).await
                 } else {
                     Err(error)
@@ -145,13 +149,13 @@ impl Podman {
         result
     }
 
-    /// A reading libpod call.
+    /// A read-only libpod call.
     async fn libpod_get(
         &self,
         call: &'static str,
         path: &str,
         query: &[(&str, &str)],
-    ) -> Result<Value, Error> {
+    ) -> Result<Value, RuntimeError> {
         self.call(call, self.call_limit, true, |clients| {
             let request = clients
                 .libpod
@@ -161,18 +165,18 @@ impl Podman {
                 let response = request
                     .send()
                     .await
-                    .map_err(|error| Error::Unavailable(error.to_string()))?;
+                    .map_err(|error| RuntimeError::Unavailable(error.to_string()))?;
                 let status = response.status().as_u16();
-                let answer: Value = response
+                let body: Value = response
                     .json()
                     .await
-                    .map_err(|error| Error::Unavailable(error.to_string()))?;
+                    .map_err(|error| RuntimeError::Unavailable(error.to_string()))?;
                 match status {
-                    200 => Ok(answer),
-                    404 => Err(Error::NotFound(path.to_owned())),
-                    _ => Err(Error::Refused {
+                    200 => Ok(body),
+                    404 => Err(RuntimeError::NotFound(path.to_owned())),
+                    _ => Err(RuntimeError::Refused {
                         call,
-                        message: text(&answer["message"]),
+                        message: text(&body["message"]),
                     }),
                 }
             }
@@ -184,15 +188,15 @@ impl Podman {
         &self,
         call: &'static str,
         limit: Duration,
-        run: &impl Fn(&Clients) -> F,
-    ) -> Result<T, Error>
+        run: &impl Fn(&PodmanClients) -> F,
+    ) -> Result<T, RuntimeError>
     where
-        F: Future<Output = Result<T, Error>>,
+        F: Future<Output = Result<T, RuntimeError>>,
     {
         let clients = self.clients().await?;
         tokio::time::timeout(limit, run(clients))
             .await
-            .map_err(|_| Error::Timeout { call, limit })?
+            .map_err(|_| RuntimeError::Timeout { call, limit })?
     }
 }
 
@@ -209,13 +213,13 @@ fn labels(value: &Value) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// The ids that sandboxes can have, by what Podman says of itself.
+/// The ids available to sandboxes, from Podman's information about itself.
 pub(crate) fn id_space(info: &Value) -> IdSpace {
     let host = &info["host"];
     if !host["security"]["rootless"].as_bool().unwrap_or_default() {
         return IdSpace::Own;
     }
-    // As seen in Podman's own namespace, where 0 is the user and those from 1 on are the subordinate ones.
+    // As seen in Podman's namespace, where 0 is the user and subordinate ids start at 1.
     let count = |kind: &str| {
         let ranges = host["idMappings"][kind].as_array().into_iter().flatten();
         ranges
@@ -231,34 +235,34 @@ pub(crate) fn id_space(info: &Value) -> IdSpace {
 
 #[async_trait]
 impl Runtime for Podman {
-    async fn ping(&self) -> Result<(), Error> {
+    async fn ping(&self) -> Result<(), RuntimeError> {
         self.call("ping", self.call_limit, true, |clients| {
             compat::ping(clients.docker.clone())
         })
         .await
     }
 
-    async fn ids(&self) -> Result<IdSpace, Error> {
+    async fn ids(&self) -> Result<IdSpace, RuntimeError> {
         self.libpod_get("ids", "info", &[])
             .await
             .map(|info| id_space(&info))
     }
 
-    async fn image(&self, reference: &str) -> Result<Image, Error> {
+    async fn image(&self, reference: &str) -> Result<Image, RuntimeError> {
         self.call("image", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             async move {
                 docker
                     .inspect_image(reference)
                     .await
-                    .map(|found| compat::image(found, reference))
+                    .map(|inspected| compat::image(inspected, reference))
                     .map_err(translate("image", reference))
             }
         })
         .await
     }
 
-    async fn images(&self) -> Result<Vec<LocalImage>, Error> {
+    async fn images(&self) -> Result<Vec<LocalImage>, RuntimeError> {
         self.call("images", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             async move { compat::images(docker).await }
@@ -266,7 +270,7 @@ impl Runtime for Podman {
         .await
     }
 
-    async fn create(&self, spec: &Spec) -> Result<String, Error> {
+    async fn create(&self, spec: &Spec) -> Result<String, RuntimeError> {
         self.call("create", 2 * self.call_limit, false, |clients| {
             let body =
                 libpod::create_body(spec, self.oci_runtime.as_deref(), &clients.seccomp_profile);
@@ -275,32 +279,32 @@ impl Runtime for Podman {
                 .post("http://podman/v4.0.0/libpod/containers/create")
                 .json(&body);
             async move {
-                let unreached = |error: reqwest::Error| {
+                let send_failed = |error: reqwest::Error| {
                     if error.is_connect() {
-                        Error::Unreached(error.to_string())
+                        RuntimeError::Unreached(error.to_string())
                     } else {
-                        Error::Unavailable(error.to_string())
+                        RuntimeError::Unavailable(error.to_string())
                     }
                 };
-                let response = request.send().await.map_err(unreached)?;
+                let response = request.send().await.map_err(send_failed)?;
                 let status = response.status().as_u16();
-                let answer: Value = response
+                let body: Value = response
                     .json()
                     .await
-                    .map_err(|error| Error::Unavailable(error.to_string()))?;
-                let message = text(&answer["message"]);
-                // 4.x answers a taken name and a missing image with 500.
+                    .map_err(|error| RuntimeError::Unavailable(error.to_string()))?;
+                let message = text(&body["message"]);
+                // Podman 4 reports a name conflict and a missing image with status 500.
                 if status == 201 {
-                    Ok(text(&answer["Id"]))
+                    Ok(text(&body["Id"]))
                 } else if status == 409 || message.contains("already in use") {
-                    Err(Error::NameInUse(spec.name.clone()))
+                    Err(RuntimeError::NameInUse(spec.name.clone()))
                 } else if status == 404
                     || message.contains("no such image")
                     || message.contains("image not known")
                 {
-                    Err(Error::NotFound(spec.image_id.clone()))
+                    Err(RuntimeError::NotFound(spec.image_id.clone()))
                 } else {
-                    Err(Error::Refused {
+                    Err(RuntimeError::Refused {
                         call: "create",
                         message,
                     })
@@ -310,7 +314,7 @@ impl Runtime for Podman {
         .await
     }
 
-    async fn start(&self, name: &str) -> Result<(), Error> {
+    async fn start(&self, name: &str) -> Result<(), RuntimeError> {
         self.call("start", 2 * self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             async move {
@@ -323,39 +327,39 @@ impl Runtime for Podman {
         .await
     }
 
-    // Not by bollard: Podman has states that the Docker API does not know ("stopped", "initialized").
-    async fn inspect(&self, name: &str) -> Result<Container, Error> {
-        let found = self
+    // Not through bollard: Podman has states that the Docker API lacks ("stopped", "initialized").
+    async fn inspect(&self, name: &str) -> Result<Container, RuntimeError> {
+        let inspected = self
             .libpod_get("inspect", &format!("containers/{name}/json"), &[])
             .await?;
-        let running = found["State"]["Running"].as_bool().unwrap_or_default();
+        let running = inspected["State"]["Running"].as_bool().unwrap_or_default();
         Ok(Container {
-            id: text(&found["Id"]),
-            name: text(&found["Name"]),
+            id: text(&inspected["Id"]),
+            name: text(&inspected["Name"]),
             running,
             pid: if running {
-                found["State"]["Pid"]
+                inspected["State"]["Pid"]
                     .as_i64()
                     .and_then(|pid| pid.try_into().ok())
                     .unwrap_or_default()
             } else {
                 0
             },
-            exit_code: found["State"]["ExitCode"].as_i64().filter(|_| !running),
-            labels: labels(&found["Config"]["Labels"]),
+            exit_code: inspected["State"]["ExitCode"].as_i64().filter(|_| !running),
+            labels: labels(&inspected["Config"]["Labels"]),
         })
     }
 
-    async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, Error> {
+    async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, RuntimeError> {
         let filters = serde_json::json!({ "label": [format!("{label}={value}")] }).to_string();
-        let found = self
+        let summaries = self
             .libpod_get(
                 "list",
                 "containers/json",
                 &[("all", "true"), ("filters", &filters)],
             )
             .await?;
-        Ok(found
+        Ok(summaries
             .as_array()
             .into_iter()
             .flatten()
@@ -370,15 +374,15 @@ impl Runtime for Podman {
             .collect())
     }
 
-    async fn kill(&self, name: &str, signal: &str) -> Result<(), Error> {
+    async fn kill(&self, name: &str, signal: &str) -> Result<(), RuntimeError> {
         self.call("kill", self.call_limit, true, |clients| {
             compat::kill(clients.docker.clone(), name, signal)
         })
         .await
     }
 
-    async fn remove(&self, name: &str) -> Result<(), Error> {
-        compat::remove_by(name, || {
+    async fn remove(&self, name: &str) -> Result<(), RuntimeError> {
+        compat::remove_with_retries(name, || {
             self.call("remove", self.call_limit, true, |clients| {
                 compat::remove(clients.docker.clone(), name)
             })
@@ -388,7 +392,7 @@ impl Runtime for Podman {
         Ok(())
     }
 
-    async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
+    async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, RuntimeError> {
         self.call("exec", self.call_limit, false, |clients| {
             let (docker, libpod) = (clients.docker.clone(), clients.libpod.clone());
             async move {
@@ -404,7 +408,7 @@ impl Runtime for Podman {
                 }
                 let started = compat::start_exec(&docker, id, name).await?;
                 Ok(RuntimeExec {
-                    output: last_word::dropped(started.output),
+                    output: attach_error::strip(started.output),
                     ..started
                 })
             }
@@ -412,36 +416,38 @@ impl Runtime for Podman {
         .await
     }
 
-    async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, Error> {
+    async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, RuntimeError> {
         self.call("exec_state", self.call_limit, true, |clients| {
             compat::exec_state(clients.docker.clone(), id)
         })
         .await
     }
 
-    async fn exec_resize(&self, id: &str, columns: u16, rows: u16) -> Result<(), Error> {
+    async fn exec_resize(&self, id: &str, columns: u16, rows: u16) -> Result<(), RuntimeError> {
         let resize = || {
             self.call("exec_resize", self.call_limit, true, |clients| {
                 compat::exec_resize(clients.docker.clone(), id, columns, rows)
             })
         };
-        let until = Instant::now() + RESIZE;
+        let deadline = Instant::now() + RESIZE_TIMEOUT;
         loop {
             match resize().await {
-                // Podman refuses until it has noted that the exec runs, which is after it has said that it has started.
-                Err(Error::Refused { .. }) if Instant::now() < until => {
-                    tokio::time::sleep(Duration::from_millis(50)).await
+                // Podman refuses until it has recorded that the exec runs, which is after reporting
+                // its start.
+                Err(RuntimeError::Refused { .. }) if Instant::now() < deadline => {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
                 }
                 Ok(()) => break,
-                refused => return refused,
+                other => return other,
             }
         }
-        // Of two sizes that reach conmon at once (the first one of a terminal and its next, or a window that is dragged) it
-        // takes the older and forgets the newer. So each is said again when the one before has been read.
-        tokio::time::sleep(RESIZE_AGAIN).await;
+        // When two resizes reach conmon at once (the initial one and the next, or a dragged
+        // window), it applies the older and drops the newer. So each is repeated after the previous
+        // one has been read.
+        tokio::time::sleep(SECOND_RESIZE_DELAY).await;
         match resize().await {
-            // It has ended meanwhile.
-            Err(Error::NotFound(_) | Error::Refused { .. }) => Ok(()),
+            // The exec has ended meanwhile.
+            Err(RuntimeError::NotFound(_) | RuntimeError::Refused { .. }) => Ok(()),
             other => other,
         }
     }
@@ -450,7 +456,7 @@ impl Runtime for Podman {
         if let Some(service) = &self.service
             && let Err(error) = service.close().await
         {
-            tracing::warn!(%error, "Ending the private Podman service failed.");
+            tracing::warn!(%error, "Failed to stop the private Podman service.");
         }
     }
 }

@@ -1,7 +1,8 @@
-//! The filter of system calls that every sandbox runs under: `seccomp.json` beside this file, with a reason for each group.
+//! The seccomp profile of every sandbox: `seccomp.json` next to this file, with a reason for each
+//! group.
 //!
-//! What must stay true: there is no sandbox without it. Podman takes it as a file, so the driver writes it below its own
-//! directory before its first call; Docker's API takes its text.
+//! Invariant: no sandbox runs without it. Podman reads it from a file, which the driver writes
+//! before its first call; Docker's API takes its text.
 
 use std::{
     io,
@@ -11,12 +12,12 @@ use std::{
 /// The profile in the format that Podman and Docker share.
 pub(crate) const PROFILE: &str = include_str!("seccomp.json");
 
-/// Writes the profile into a directory of ours, whole, and says where it is.
+/// Writes the profile atomically to a directory and returns its path.
 pub(crate) fn write(directory: &Path) -> io::Result<PathBuf> {
     fs_err::create_dir_all(directory)?;
     let path = directory.join("seccomp.json");
     cynode_service::files::replace(&path, PROFILE.as_bytes())?;
-    // It is no secret, and the service that reads it may run as somebody else.
+    // It is not secret, and the service that reads it may run as another user.
     fs_err::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
     Ok(path)
 }
@@ -33,7 +34,7 @@ mod tests {
         profile["syscalls"].as_array().expect("groups").clone()
     }
 
-    /// Whether a call is allowed; a call must not be refused as well.
+    /// Returns whether a call is allowed; asserts that no other group denies it.
     fn allowed(groups: &[Value], name: &str, arguments: [u64; 3]) -> bool {
         let holds = |condition: &Value| {
             let number = |key: &str| condition[key].as_u64().unwrap_or_default();
@@ -57,13 +58,13 @@ mod tests {
             .collect();
         assert!(
             actions.windows(2).all(|pair| pair[0] == pair[1]),
-            "{name} {arguments:?} is allowed and refused"
+            "{name} {arguments:?} is both allowed and denied"
         );
         actions.first().copied().unwrap_or(false)
     }
 
     #[test]
-    fn every_group_says_why_and_a_call_without_conditions_stands_once() {
+    fn every_group_has_a_reason_and_unconditional_calls_are_unique() {
         let mut with = std::collections::BTreeSet::new();
         let mut without = std::collections::BTreeSet::new();
         for group in groups() {
@@ -73,7 +74,7 @@ mod tests {
                     .is_some_and(|comment| !comment.is_empty()),
                 "{group}"
             );
-            // Two conditions on one argument are taken for alternatives by OCI runtimes.
+            // OCI runtimes treat two conditions on one argument as alternatives.
             let conditions = group["args"].as_array().cloned().unwrap_or_default();
             let indices: std::collections::BTreeSet<_> = conditions
                 .iter()
@@ -83,7 +84,7 @@ mod tests {
             for name in group["names"].as_array().expect("names") {
                 let name = name.as_str().expect("a name").to_owned();
                 if conditions.is_empty() {
-                    assert!(without.insert(name.clone()), "{name} stands twice");
+                    assert!(without.insert(name.clone()), "{name} is listed twice");
                 } else {
                     with.insert(name);
                 }
@@ -96,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn conditions_leave_no_gap_and_high_bits_change_nothing() {
+    fn conditions_have_no_gaps_and_ignore_high_bits() {
         let groups = groups();
         for high in [0, 1 << 32, u64::from(u32::MAX) << 32] {
             for command in (0_u64..32)
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn sockets_are_of_few_families_types_and_protocols() {
+    fn only_a_few_socket_families_types_and_protocols_are_allowed() {
         let groups = groups();
         for family in (0_u64..64).chain([0x1_0000_0002, 0x1_0000_0028, u64::MAX]) {
             for kind in [1_u64, 2, 3, 5, 6] {

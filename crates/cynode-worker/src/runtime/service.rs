@@ -1,7 +1,8 @@
-//! A private `podman system service`: started when there is no socket to use, killed and started again when it hangs.
+//! A private `podman system service`: started if there is no socket to use, and restarted when it
+//! hangs.
 //!
-//! Containers do not depend on it (each lives under its own conmon), so killing it is always safe. Its process id is
-//! written down with its start time, so that a worker that died leaves its service to the next one.
+//! Containers don't depend on it (each has its own conmon), so killing it is always safe. Its
+//! process is recorded, and a crashed worker leaves its service to the next one.
 
 use std::{
     path::{Path, PathBuf},
@@ -13,29 +14,29 @@ use cynode_service::files;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Mutex;
 
-use super::Error;
+use super::RuntimeError;
 use crate::process;
 
-const START: Duration = Duration::from_secs(30);
-const PING: Duration = Duration::from_secs(5);
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Debug)]
 pub struct ServiceOptions {
     /// The program and its global arguments: store, OCI runtime, cgroup manager.
     pub command: Vec<String>,
-    /// Socket, process id and log live here.
+    /// Holds the socket, the process id and the log.
     pub directory: PathBuf,
 }
 
 #[derive(Debug)]
 pub(super) struct Service {
     options: ServiceOptions,
-    /// Held while it is started or stopped; says whether it was ended for good.
+    /// Held while the service is started or stopped; true once it is stopped for good.
     starting: Mutex<bool>,
 }
 
 #[derive(Serialize, Deserialize)]
-struct Recorded {
+struct ServiceRecord {
     pid: i32,
     start_time: u64,
 }
@@ -56,10 +57,10 @@ impl Service {
         self.options.directory.join("service.json")
     }
 
-    /// Starts it unless it answers.
-    pub(super) async fn ensure(&self) -> Result<(), Error> {
+    /// Starts the service unless it answers.
+    pub(super) async fn ensure(&self) -> Result<(), RuntimeError> {
         let closed = self.starting.lock().await;
-        refuse_when(*closed)?;
+        check_not_closed(*closed)?;
         if answers(&self.socket()).await {
             return Ok(());
         }
@@ -67,53 +68,52 @@ impl Service {
         self.spawn().await
     }
 
-    /// Kills it, whatever it does, and starts another.
-    pub(super) async fn restart(&self, why: &str) -> Result<(), Error> {
+    /// Kills the service and starts another.
+    pub(super) async fn restart(&self, reason: &str) -> Result<(), RuntimeError> {
         let closed = self.starting.lock().await;
-        refuse_when(*closed)?;
-        // Another caller may have done it while this one waited.
-        if answers(&self.socket()).await && why != HUNG {
+        check_not_closed(*closed)?;
+        // A concurrent caller may have restarted it already.
+        if answers(&self.socket()).await && reason != HUNG {
             return Ok(());
         }
-        tracing::warn!(why, "Restarting the private Podman service.");
+        tracing::warn!(reason, "Restarting the private Podman service.");
         metrics::counter!("cynode_runtime_service_restarts_total").increment(1);
         self.kill()?;
         self.spawn().await
     }
 
-    /// Ends it for good: whoever still asks does not start it again.
-    pub(super) async fn close(&self) -> Result<(), Error> {
+    /// Stops the service for good: later calls don't restart it.
+    pub(super) async fn close(&self) -> Result<(), RuntimeError> {
         let mut closed = self.starting.lock().await;
         *closed = true;
         self.kill()
     }
 
-    async fn spawn(&self) -> Result<(), Error> {
-        let unavailable = |what: &str, error: &dyn std::fmt::Display| {
-            Error::Unavailable(format!("{what}: {error}"))
+    async fn spawn(&self) -> Result<(), RuntimeError> {
+        let unavailable = |operation: &str, error: &dyn std::fmt::Display| {
+            RuntimeError::Unavailable(format!("{operation}: {error}"))
         };
         fs_err::create_dir_all(&self.options.directory)
-            .map_err(|error| unavailable("preparing its directory", &error))?;
+            .map_err(|error| unavailable("creating the service's directory", &error))?;
         let log = self.options.directory.join("service.log");
         let log = fs_err::File::create(&log)
-            .map_err(|error| unavailable("opening its log", &error))?
+            .map_err(|error| unavailable("opening the service's log", &error))?
             .into_parts()
             .0;
         let errors = log
             .try_clone()
-            .map_err(|error| unavailable("opening its log", &error))?;
-        let (program, arguments) = self
-            .options
-            .command
-            .split_first()
-            .ok_or_else(|| Error::Unavailable("no podman program is configured".to_owned()))?;
+            .map_err(|error| unavailable("opening the service's log", &error))?;
+        let (program, arguments) = self.options.command.split_first().ok_or_else(|| {
+            RuntimeError::Unavailable("no podman program is configured".to_owned())
+        })?;
         drop(fs_err::remove_file(self.socket()));
         let mut command = process::command(program);
         command
             .args(arguments)
             .args(["system", "service", "--time", "0"])
             .arg(format!("unix://{}", self.socket().display()));
-        // Monitors of containers run where the service does, and note there that a sandbox ran out of memory.
+        // Container monitors inherit this directory and write a file here when a sandbox runs out
+        // of memory.
         command.current_dir(&self.options.directory);
         command
             .stdin(Stdio::null())
@@ -126,55 +126,56 @@ impl Service {
             .map_err(|error| unavailable("starting podman", &error))?;
         if let Some(pid) = child.id().map(u32::cast_signed) {
             let recorded = process::start_time(pid).and_then(|start_time| {
-                let recorded = Recorded {
+                let recorded = ServiceRecord {
                     pid,
                     start_time: start_time.unwrap_or(0),
                 };
                 files::replace(&self.record(), &serde_json::to_vec(&recorded)?)
             });
-            // One that is not written down would never be found again.
+            // An unrecorded service would never be found again.
             if let Err(error) = recorded {
                 drop(child.kill().await);
-                return Err(unavailable("recording its process", &error));
+                return Err(unavailable("recording the service's process", &error));
             }
         }
-        let deadline = tokio::time::Instant::now() + START;
+        let deadline = tokio::time::Instant::now() + START_TIMEOUT;
         loop {
             if answers(&self.socket()).await {
-                // Reap it when it ends.
+                // Reap it when it exits.
                 tokio::spawn(async move { child.wait().await });
                 return Ok(());
             }
             if let Ok(Some(status)) = child.try_wait() {
-                let said = fs_err::read_to_string(self.options.directory.join("service.log"))
+                let log = fs_err::read_to_string(self.options.directory.join("service.log"))
                     .unwrap_or_default();
-                return Err(Error::Unavailable(format!(
-                    "podman's service ended at once ({status}): {}",
-                    said.trim()
+                return Err(RuntimeError::Unavailable(format!(
+                    "podman's service exited at once ({status}): {}",
+                    log.trim()
                 )));
             }
             if tokio::time::Instant::now() >= deadline {
                 drop(child.start_kill());
-                return Err(Error::Timeout {
+                return Err(RuntimeError::Timeout {
                     call: "start of podman's service",
-                    limit: START,
+                    limit: START_TIMEOUT,
                 });
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
-    /// Kills the recorded process, if it is still that process. The record stays as long as that is not known.
-    fn kill(&self) -> Result<(), Error> {
+    /// Kills the recorded process, if it is still the same. The record is retained while that is
+    /// unknown.
+    fn kill(&self) -> Result<(), RuntimeError> {
         let unknown = |error: &std::io::Error| {
-            Error::Unavailable(format!("finding its old process: {error}"))
+            RuntimeError::Unavailable(format!("finding the service's earlier process: {error}"))
         };
         let recorded = match fs_err::read(self.record()) {
-            Ok(bytes) => serde_json::from_slice::<Recorded>(&bytes).ok(),
+            Ok(bytes) => serde_json::from_slice::<ServiceRecord>(&bytes).ok(),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
             Err(error) => return Err(unknown(&error)),
         };
-        if let Some(Recorded { pid, start_time }) = recorded
+        if let Some(ServiceRecord { pid, start_time }) = recorded
             && process::start_time(pid).map_err(|error| unknown(&error))? == Some(start_time)
         {
             process::kill(pid, 9);
@@ -185,28 +186,34 @@ impl Service {
     }
 }
 
-fn refuse_when(closed: bool) -> Result<(), Error> {
+fn check_not_closed(closed: bool) -> Result<(), RuntimeError> {
     if closed {
-        Err(Error::Unavailable("the worker is stopping".to_owned()))
+        Err(RuntimeError::Unavailable(
+            "the worker is shutting down".to_owned(),
+        ))
     } else {
         Ok(())
     }
 }
 
-/// The reason for a restart that is never skipped.
+/// A restart for this reason is never skipped.
 pub(super) const HUNG: &str = "it hangs";
 
-/// Whether something answers `_ping` on the socket.
+/// Returns whether a service answers `_ping` on the socket.
 pub(super) async fn answers(socket: &Path) -> bool {
     if !socket.exists() {
         return false;
     }
     let Ok(client) = reqwest::Client::builder()
         .unix_socket(socket)
-        .timeout(PING)
+        .timeout(PING_TIMEOUT)
         .build()
     else {
         return false;
     };
-    matches!(client.get("http://podman/_ping").send().await, Ok(response) if response.status().is_success())
+    client
+        .get("http://podman/_ping")
+        .send()
+        .await
+        .is_ok_and(|response| response.status().is_success())
 }

@@ -1,4 +1,4 @@
-//! Requests to the agent, typed.
+//! Typed requests to the agent.
 
 use std::{
     io::{Read as _, Seek as _, Write as _},
@@ -19,43 +19,44 @@ use tempfile::SpooledTempFile;
 use tokio::{io::AsyncWriteExt as _, net::UnixStream};
 
 use super::{
-    checked,
-    link::{AgentLink, Greeted, LinkError},
+    link::{AgentConnection, AgentLink, LinkError},
+    validate_changes,
 };
 
-/// Longest text of a hostile agent that is passed on.
+/// Longest error message of the agent, which may be hostile, that is forwarded.
 const MAX_MESSAGE: usize = 4_096;
-/// Longest JSON body of an agent's answer. Listings and searches are shorter; a large patch names many files.
+/// Largest JSON body of the agent. Listings and searches are smaller; a large patch lists many
+/// files.
 const MAX_BODY: u64 = 16 * 1024 * 1024;
-/// Values and names in it.
+/// Values and names in a body.
 const MAX_BODY_NODES: usize = 500_000;
-/// What of it stays in memory while it comes; more is in a file until there is room to parse it.
-const IN_MEMORY: usize = 64 * 1024;
-/// How long all of it may take.
-const WHOLE_BODY: Duration = Duration::from_secs(120);
-/// How long an answer may take where the operation itself has no limit of its own.
-pub(crate) const ANSWER: Duration = Duration::from_secs(30);
-/// How long what is sent may wait without a byte of it being taken: hostile code can stop whoever should take it.
-const SEND: Duration = Duration::from_secs(30);
+/// Larger bodies spill to a file until parsing is admitted.
+const MAX_IN_MEMORY_BYTES: usize = 64 * 1024;
+const BODY_TIMEOUT: Duration = Duration::from_secs(120);
+/// Reply timeout for operations without a limit of their own.
+pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a write may stall without progress: hostile code can stop the receiver.
+const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A connection with a request on it.
+/// A connection that carries one request.
 #[derive(Debug)]
-pub(crate) struct Channel(Greeted);
+pub(crate) struct Channel(AgentConnection);
 
 impl AgentLink {
-    /// Writes a request on a parked connection, which belongs to it from then on.
+    /// Sends a request on a parked connection, which is dedicated to it from then on.
     pub(crate) async fn open(&self, request: &Request) -> Result<Channel, LinkError> {
         let mut bytes = Vec::new();
         encode_message(request, &mut bytes);
-        // A connection may break between the check and the write while a worker and its agent find each other again.
+        // A connection may break between the check and the write while the agent reconnects to a
+        // restarted worker.
         for _ in 0..3 {
             let mut connection = self.take().await?;
-            // The length itself is no part of a frame.
+            // The length prefix is not part of the frame.
             let (size, limit) = (bytes.len() - 4, connection.max_frame);
             if size > limit {
                 return Err(LinkError::TooLarge { size, limit });
             }
-            match write_all(&mut connection.stream, &bytes, SEND).await {
+            match write_all(&mut connection.stream, &bytes, SEND_TIMEOUT).await {
                 Ok(()) => return Ok(Channel(connection)),
                 Err(LinkError::Gone) => {}
                 Err(error) => return Err(error),
@@ -64,10 +65,10 @@ impl AgentLink {
         Err(LinkError::Gone)
     }
 
-    /// A request with one reply.
+    /// Sends a request and waits for its single reply.
     pub(crate) async fn call(&self, request: &Request) -> Result<Reply, ApiError> {
         let mut channel = self.open(request).await.map_err(unavailable)?;
-        channel.reply(ANSWER).await
+        channel.reply(REPLY_TIMEOUT).await
     }
 }
 
@@ -79,17 +80,17 @@ impl Channel {
     pub(crate) async fn send(&mut self, frame: &Frame) -> Result<(), LinkError> {
         let mut bytes = Vec::new();
         encode(frame, &mut bytes);
-        write_all(&mut self.0.stream, &bytes, SEND).await
+        write_all(&mut self.0.stream, &bytes, SEND_TIMEOUT).await
     }
 
-    /// The next control message; a refusal of the agent is an error.
+    /// The next control message; an error reply becomes an error.
     pub(crate) async fn reply(&mut self, limit: Duration) -> Result<Reply, ApiError> {
         let frame = tokio::time::timeout(limit, self.next())
             .await
             .map_err(|_| {
                 ApiError::new(
                     ErrorCode::AgentUnavailable,
-                    "the agent did not answer in time",
+                    "the agent did not reply in time",
                 )
             })?;
         match frame.map_err(unavailable)? {
@@ -102,7 +103,7 @@ impl Channel {
         }
     }
 
-    /// The next piece of a body; `None` at its end.
+    /// The next piece of a body; `None` at the end.
     pub(crate) async fn data(&mut self, limit: Duration) -> Result<Option<Vec<u8>>, ApiError> {
         let frame = tokio::time::timeout(limit, self.next())
             .await
@@ -118,7 +119,7 @@ impl Channel {
         }
     }
 
-    /// A `Body` reply with the JSON that follows it.
+    /// Reads a `Body` reply and the JSON that follows it.
     pub(crate) async fn body<T: serde::de::DeserializeOwned>(
         &mut self,
         limit: Duration,
@@ -128,21 +129,22 @@ impl Channel {
             Reply::Body => {}
             other => return Err(unexpected(&format!("{other:?}"))),
         }
-        let late = |_| {
+        let timed_out = |_| {
             ApiError::new(
                 ErrorCode::AgentUnavailable,
-                "the agent did not send its whole answer in time",
+                "the agent did not send its whole reply in time",
             )
         };
-        let (mut file, size, nodes) = tokio::time::timeout(WHOLE_BODY, self.spooled(directory))
-            .await
-            .map_err(late)??;
+        let (mut file, size, nodes) =
+            tokio::time::timeout(BODY_TIMEOUT, self.spool_body(directory))
+                .await
+                .map_err(timed_out)??;
         let room = json::room(size, nodes).await;
         let parse = move || {
             let mut bytes = Vec::with_capacity(size);
             file.rewind()
                 .and_then(|()| file.read_to_end(&mut bytes))
-                .map_err(|error| spooling(&error))?;
+                .map_err(|error| spool_failed(&error))?;
             serde_json::from_slice(&bytes)
                 .map_err(|error| unavailable(LinkError::Protocol(error.to_string())))
         };
@@ -153,24 +155,25 @@ impl Channel {
         })
     }
 
-    /// The rest of a body, its size and how many values it holds.
-    async fn spooled(
+    /// Spools the rest of a body; returns its size and its number of values.
+    async fn spool_body(
         &mut self,
         directory: &Path,
     ) -> Result<(SpooledTempFile, usize, usize), ApiError> {
-        let mut file = tempfile::spooled_tempfile_in(IN_MEMORY, directory);
+        let mut file = tempfile::spooled_tempfile_in(MAX_IN_MEMORY_BYTES, directory);
         let (mut size, mut scan) = (0, json::Scan::up_to(MAX_BODY_NODES));
-        while let Some(piece) = self.data(ANSWER).await? {
+        while let Some(piece) = self.data(REPLY_TIMEOUT).await? {
             size += piece.len() as u64;
             let scanned = scan.feed(&piece);
             if size > MAX_BODY || scanned.is_err() {
                 let detail =
-                    format!("the answer has more than {MAX_BODY} bytes or {MAX_BODY_NODES} values");
+                    format!("the reply has more than {MAX_BODY} bytes or {MAX_BODY_NODES} values");
                 return Err(Problem::new(ErrorCode::TooLarge, detail)
-                    .with_remedy("Ask for less: a narrower path, fewer entries or results.")
+                    .with_remedy("Request less: a narrower path, fewer entries or results.")
                     .into());
             }
-            file.write_all(&piece).map_err(|error| spooling(&error))?;
+            file.write_all(&piece)
+                .map_err(|error| spool_failed(&error))?;
         }
         Ok((
             file,
@@ -179,19 +182,20 @@ impl Channel {
         ))
     }
 
-    /// Sends bytes in pieces that the agent takes. An agent that stops reading answers with an error, which counts.
+    /// Sends bytes in frames within the agent's limit. An agent that stops reading replies with an
+    /// error, which takes precedence.
     pub(crate) async fn send_data(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
         let mut frame = Vec::with_capacity(bytes.len().min(MAX_DATA) + 16);
         for piece in bytes.chunks(MAX_DATA) {
             frame.clear();
             encode_data(piece, &mut frame);
-            write_all(&mut self.0.stream, &frame, SEND).await?;
+            write_all(&mut self.0.stream, &frame, SEND_TIMEOUT).await?;
         }
         Ok(())
     }
 }
 
-/// What an agent answered, with the room that it takes.
+/// The agent's parsed reply, with the memory admission that it holds.
 #[derive(Debug)]
 pub(crate) struct AgentBody<T> {
     pub(crate) value: T,
@@ -200,7 +204,7 @@ pub(crate) struct AgentBody<T> {
 }
 
 impl<T: serde::Serialize> AgentBody<T> {
-    /// The answer to the caller.
+    /// The response to the caller.
     pub(crate) async fn into_response(self) -> Response {
         let Self { value, size, room } = self;
         let response = compute::apart(size, || Json(value).into_response()).await;
@@ -209,14 +213,14 @@ impl<T: serde::Serialize> AgentBody<T> {
     }
 }
 
-fn spooling(error: &std::io::Error) -> ApiError {
+fn spool_failed(error: &std::io::Error) -> ApiError {
     ApiError::new(
         ErrorCode::Internal,
-        format!("holding the agent's answer: {error}"),
+        format!("storing the agent's reply: {error}"),
     )
 }
 
-/// Writes all of it, as long as the other side goes on taking it.
+/// Writes all bytes as long as the peer makes progress.
 async fn write_all(
     stream: &mut UnixStream,
     mut bytes: &[u8],
@@ -232,24 +236,30 @@ async fn write_all(
     Ok(())
 }
 
-/// An agent that can't be reached, as a caller sees it.
+/// Maps a link error to the error that callers see.
 #[expect(clippy::needless_pass_by_value, reason = "used in map_err")]
 pub(crate) fn unavailable(error: LinkError) -> ApiError {
     if matches!(error, LinkError::TooLarge { .. }) {
         let problem = Problem::new(ErrorCode::TooLarge, error.to_string());
-        return problem.with_remedy("Pass less in argv and env. An agent that an earlier version started takes less than a new session's.").into();
+        return problem
+            .with_remedy(
+                "Pass less in argv and env, or use a new session: agents of earlier versions \
+                 have a lower limit.",
+            )
+            .into();
     }
     ApiError::new(ErrorCode::AgentUnavailable, error.to_string())
 }
 
-pub(crate) fn unexpected(what: &str) -> ApiError {
+pub(crate) fn unexpected(received: &str) -> ApiError {
     unavailable(LinkError::Protocol(format!(
         "unexpected {}",
-        what.chars().take(200).collect::<String>()
+        received.chars().take(200).collect::<String>()
     )))
 }
 
-/// A refusal of the agent. Its text is of hostile origin: cut, and never taken for more than text.
+/// Maps an error of the agent to a problem. Its text may be hostile: it is truncated and treated as
+/// plain text.
 pub(crate) fn agent_problem(error: AgentError) -> Problem {
     let AgentError {
         code,
@@ -269,7 +279,7 @@ pub(crate) fn agent_problem(error: AgentError) -> Problem {
         problem = problem.with("rejects", serde_json::to_value(rejects).unwrap_or_default());
     }
     if let Some(FileChanges { changes, more }) = changed
-        .map(checked)
+        .map(validate_changes)
         .filter(|changed| !changed.changes.is_empty())
     {
         problem = problem
@@ -288,7 +298,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_millis(300);
 
     #[tokio::test]
-    async fn an_agent_that_takes_nothing_is_given_up_and_a_slow_one_is_not() {
+    async fn writing_to_a_stalled_agent_times_out_and_to_a_slow_one_does_not() {
         let bytes = vec![7; 4 * 1024 * 1024];
         let (mut worker, agent) = UnixStream::pair().expect("a pair");
         assert!(matches!(
@@ -301,7 +311,7 @@ mod tests {
             Err(LinkError::Gone)
         ));
 
-        // All of it takes far longer than the limit; no single step does.
+        // The whole write takes far longer than the limit, but no single step does.
         let (mut worker, mut agent) = UnixStream::pair().expect("a pair");
         let reading = async {
             let mut taken = 0;

@@ -1,4 +1,5 @@
-//! What the agent says that a file operation changed. It is of hostile origin: bounded, and held to what can be.
+//! The changes that the agent reports for a file operation. They may be hostile, so they are
+//! bounded and validated.
 
 use cynode_api::{FileChange, FileChanges, FileType, file_limits::MAX_PATH_BYTES};
 use cynode_sba_proto::FileOp;
@@ -7,8 +8,8 @@ pub(crate) fn is_sha256(text: &str) -> bool {
     text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Leaves out hashes that are none and changes of nothing.
-pub(crate) fn checked(told: FileChanges) -> FileChanges {
+/// Drops invalid hashes and changes without a path.
+pub(crate) fn validate_changes(reported: FileChanges) -> FileChanges {
     let hash = |sha256: Option<String>| {
         sha256
             .filter(|text| is_sha256(text))
@@ -21,13 +22,14 @@ pub(crate) fn checked(told: FileChanges) -> FileChanges {
         sha256_before,
         sha256_after,
         kind,
-    } in told.changes
+    } in reported.changes
     {
         let path = path.map_or_else(
             || path_b64.map(|bytes| bytes.0),
             |path| Some(path.into_bytes()),
         );
-        // What an archive holds can have a path as long as its own below one as long.
+        // An archive member with a path of maximum length may be below a directory whose path is as
+        // long.
         if let Some(path) =
             path.filter(|path| !path.is_empty() && path.len() <= 2 * MAX_PATH_BYTES + 1)
         {
@@ -37,12 +39,12 @@ pub(crate) fn checked(told: FileChanges) -> FileChanges {
             changes.add(change.of_kind(kind.unwrap_or(FileType::File)));
         }
     }
-    changes.more = changes.more.saturating_add(told.more);
+    changes.more = changes.more.saturating_add(reported.more);
     changes
 }
 
-/// What an operation changes, as far as that is known without the agent: those of before don't say it.
-pub(crate) fn named(op: &FileOp) -> FileChanges {
+/// The changes that follow from the request itself: agents of earlier versions don't report them.
+pub(crate) fn changes_of_request(op: &FileOp) -> FileChanges {
     match op {
         FileOp::Delete { path, .. } => FileChanges::from_iter([FileChange::new(&path.0)]),
         FileOp::Move { from, to, .. } => {
@@ -62,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_hostile_agent_says_of_changes_is_bounded_and_looked_at() {
+    fn changes_reported_by_a_hostile_agent_are_bounded_and_validated() {
         let hash = "AB".repeat(32);
         let change = |path: &str, sha256: &str| FileChange {
             path: Some(path.to_owned()),
@@ -78,7 +80,7 @@ mod tests {
             ..change("one", "<script>")
         };
         let huge = change(&"x".repeat(100_000), &hash);
-        let told = FileChanges {
+        let reported = FileChanges {
             changes: vec![
                 nameless,
                 change("", &hash),
@@ -88,7 +90,7 @@ mod tests {
             ],
             more: u64::MAX,
         };
-        let checked = checked(told);
+        let checked = validate_changes(reported);
         let expected = [
             FileChange::new(b"good").after(Some(hash.to_ascii_lowercase())),
             FileChange::new(b"one"),
@@ -101,7 +103,7 @@ mod tests {
             changes: vec![change("many", &hash); 10_000],
             more: 0,
         };
-        let many = super::checked(many);
+        let many = validate_changes(many);
         assert!(ascii_json(&many).len() <= MAX_RESULT_BYTES);
         assert_eq!(many.changes.len() as u64 + many.more, 10_000);
     }

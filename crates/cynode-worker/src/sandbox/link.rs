@@ -1,7 +1,8 @@
 //! The control socket of one sandbox.
 //!
-//! What must stay true: a connection counts only when its peer is the container's process 1, by the process id that the
-//! kernel names. Whoever else connects from inside is turned away. All that is read is bounded, in size and in time.
+//! Invariant: a connection is accepted only if its peer is the container's process 1, by the
+//! process id from the kernel; other processes in the sandbox are rejected. All reads are bounded
+//! in size and time.
 
 use std::{
     io,
@@ -24,36 +25,40 @@ use tokio::{
 
 use crate::process;
 
-const HELLO: Duration = Duration::from_secs(5);
-/// Parked connections kept; an agent opens few.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+/// Parked connections of one agent, which normally opens few.
 const MAX_PARKED: usize = 16;
-/// Connections at once that have not said hello.
+/// Concurrent connections that have not sent a hello.
 const MAX_UNGREETED: usize = 32;
 /// How long a request waits for a parked connection.
-const TAKE: Duration = Duration::from_secs(10);
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LinkError {
-    #[error("can't open the control socket in {directory}")]
+    #[error("failed to open the control socket in {directory}")]
     Listen {
         directory: PathBuf,
         source: io::Error,
     },
-    #[error("the agent in the sandbox did not offer a connection within {} s", TAKE.as_secs())]
+    #[error(
+        "the agent in the sandbox did not offer a connection within {} s",
+        CONNECTION_TIMEOUT.as_secs()
+    )]
     NoConnection,
-    #[error("the agent went away")]
+    #[error("the agent disconnected")]
     Gone,
-    #[error("the agent knows no such exec")]
+    #[error("the agent has no such exec")]
     NoSuchExec,
-    #[error("the agent took nothing of what was sent to it for {} s", .0.as_secs())]
+    #[error("the agent did not read for {} s", .0.as_secs())]
     Stalled(Duration),
-    #[error("the agent of this session takes requests of {limit} bytes, and this one has {size}")]
+    #[error("the request has {size} bytes, but this session's agent accepts {limit}")]
     TooLarge { size: usize, limit: usize },
-    #[error("the agent broke the protocol: {0}")]
+    #[error("the agent violated the protocol: {0}")]
     Protocol(String),
 }
 
-/// The container's process 1: its id and when it started, so that a reused id is not mistaken for it.
+/// The container's process 1, by process id and start time, so that a reused id is not mistaken for
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct InitProcess {
     pub(crate) pid: i32,
@@ -68,27 +73,27 @@ impl InitProcess {
         })
     }
 
-    /// False only when it is known to be gone.
+    /// Returns false only if the process is known to be gone.
     pub(crate) fn is_alive(self) -> bool {
-        process::start_time(self.pid).map_or(true, |found| found == Some(self.start_time))
+        process::start_time(self.pid).map_or(true, |start_time| start_time == Some(self.start_time))
     }
 }
 
-/// A connection that has said hello.
+/// A connection after the hello.
 #[derive(Debug)]
-pub(crate) struct Greeted {
+pub(crate) struct AgentConnection {
     pub(crate) stream: UnixStream,
     pub(crate) decoder: Decoder,
-    /// Largest frame that the agent takes.
+    /// Largest frame that the agent accepts.
     pub(crate) max_frame: usize,
 }
 
 #[derive(Debug)]
 struct Shared {
-    /// Requests wait for connections in the order in which they came.
-    parked: Mutex<mpsc::Receiver<Greeted>>,
-    park: mpsc::Sender<Greeted>,
-    /// Whether the agent's watch connection is open.
+    /// Requests take parked connections in FIFO order.
+    parked: Mutex<mpsc::Receiver<AgentConnection>>,
+    park: mpsc::Sender<AgentConnection>,
+    /// True while the agent's watch connection is open.
     present: watch::Sender<bool>,
     init: watch::Sender<Option<InitProcess>>,
 }
@@ -128,7 +133,7 @@ impl AgentLink {
         self.shared.init.send_replace(Some(init));
     }
 
-    /// Waits until the agent is there.
+    /// Waits until the agent is connected; returns false on timeout.
     pub(crate) async fn present(&self, limit: Duration) -> bool {
         let mut present = self.shared.present.subscribe();
         matches!(
@@ -137,32 +142,33 @@ impl AgentLink {
         )
     }
 
-    /// Waits until the agent, once there, is gone.
+    /// Waits until a connected agent has disconnected.
     pub(crate) async fn absent(&self) {
         let mut present = self.shared.present.subscribe();
         drop(present.wait_for(|present| *present).await);
         drop(present.wait_for(|present| !*present).await);
     }
 
-    /// A parked connection.
-    pub(crate) async fn take(&self) -> Result<Greeted, LinkError> {
+    /// Takes a parked connection.
+    pub(crate) async fn take(&self) -> Result<AgentConnection, LinkError> {
         let taking = async {
             let mut parked = self.shared.parked.lock().await;
             while let Some(connection) = parked.recv().await {
-                // A parked connection has nothing to say; one that is readable is closed or confused.
+                // A parked connection is silent; one that is readable is closed or misbehaves.
                 if is_quiet(&connection.stream) {
                     return Ok(connection);
                 }
             }
             Err(LinkError::Gone)
         };
-        tokio::time::timeout(TAKE, taking)
+        tokio::time::timeout(CONNECTION_TIMEOUT, taking)
             .await
             .unwrap_or(Err(LinkError::NoConnection))
     }
 }
 
-/// Binds through `/proc/self/fd`, because a socket's own path may have only 107 bytes and state directories can be long.
+/// Binds through `/proc/self/fd`: socket paths are limited to 107 bytes, and state directories can
+/// be longer.
 fn bind(directory: &Path) -> io::Result<UnixListener> {
     use rustix::fs::{Mode, OFlags};
     let handle = rustix::fs::open(
@@ -179,7 +185,8 @@ fn bind(directory: &Path) -> io::Result<UnixListener> {
         "/proc/self/fd/{}/control.sock",
         std::os::fd::AsRawFd::as_raw_fd(&handle)
     ))?;
-    // Anybody inside may connect; the peer check sorts them out. On the host the directories above are closed.
+    // Any process in the sandbox may connect; the peer check rejects all but process 1. On the
+    // host, the parent directories are not accessible.
     fs_err::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o666))?;
     Ok(listener)
 }
@@ -190,16 +197,16 @@ async fn accept(listener: UnixListener, shared: Arc<Shared>) {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                tracing::warn!(%error, "Accepting on a control socket failed.");
+                tracing::warn!(%error, "Failed to accept on a control socket.");
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
             }
         };
-        // Whoever is not process 1 is closed here at once, before it costs anything. While the container starts, its
-        // process is not known yet, and connections wait for that.
+        // Peers other than process 1 are closed at once, before they cost anything. While the
+        // container starts, process 1 is not known yet, and connections wait.
         let init = *shared.init.borrow();
-        let known = init.is_some();
-        if known && !is_init(&stream, init) {
+        let is_init_known = init.is_some();
+        if is_init_known && !is_init(&stream, init) {
             metrics::counter!("cynode_control_strangers_total").increment(1);
             continue;
         }
@@ -208,7 +215,8 @@ async fn accept(listener: UnixListener, shared: Arc<Shared>) {
         };
         let shared = Arc::clone(&shared);
         tokio::spawn(async move {
-            let greeted = tokio::time::timeout(HELLO, greet(stream, &shared, known)).await;
+            let greeting = greet(stream, &shared, is_init_known);
+            let greeted = tokio::time::timeout(HELLO_TIMEOUT, greeting).await;
             drop(permit);
             match greeted {
                 Ok(Ok((Role::Watch, connection))) => {
@@ -216,9 +224,9 @@ async fn accept(listener: UnixListener, shared: Arc<Shared>) {
                     watch_agent(connection).await;
                     shared.present.send_replace(false);
                 }
-                // An agent parks few; what is beyond the limit is closed.
+                // Connections beyond the limit are closed.
                 Ok(Ok((Role::Request, connection))) => drop(shared.park.try_send(connection)),
-                Ok(Err(error)) => tracing::debug!(%error, "Turned a control connection away."),
+                Ok(Err(error)) => tracing::debug!(%error, "Rejected a control connection."),
                 Err(_) => {}
             }
         });
@@ -229,7 +237,7 @@ fn is_quiet(stream: &UnixStream) -> bool {
     matches!(stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
 }
 
-/// The peer as the kernel recorded it when it connected.
+/// Checks the peer's credentials, which the kernel recorded on connect.
 fn is_init(stream: &UnixStream, init: Option<InitProcess>) -> bool {
     let Ok(credentials) = rustix::net::sockopt::socket_peercred(stream.as_fd()) else {
         return false;
@@ -237,14 +245,14 @@ fn is_init(stream: &UnixStream, init: Option<InitProcess>) -> bool {
     init.is_some_and(|init| credentials.pid.as_raw_nonzero().get() == init.pid && init.is_alive())
 }
 
-/// `checked`: the peer is known to be process 1.
+/// `checked`: the peer has already been identified as process 1.
 async fn greet(
     stream: UnixStream,
     shared: &Shared,
     checked: bool,
-) -> Result<(Role, Greeted), LinkError> {
-    let mut known = shared.init.subscribe();
-    let init = *known
+) -> Result<(Role, AgentConnection), LinkError> {
+    let mut init_changes = shared.init.subscribe();
+    let init = *init_changes
         .wait_for(Option::is_some)
         .await
         .map_err(|_| LinkError::Gone)?;
@@ -252,7 +260,7 @@ async fn greet(
         metrics::counter!("cynode_control_strangers_total").increment(1);
         return Err(LinkError::Protocol("the peer is not process 1".to_owned()));
     }
-    let mut connection = Greeted {
+    let mut connection = AgentConnection {
         stream,
         decoder: Decoder::new(MAX_AGENT_FRAME),
         max_frame: OLDEST_WORKER_FRAME,
@@ -271,7 +279,7 @@ async fn greet(
                 Ok((role, connection))
             }
             Ok(Reply::Hello(hello)) => Err(LinkError::Protocol(format!(
-                "protocol {} is not served",
+                "protocol {} is not supported",
                 hello.protocol
             ))),
             _ => Err(LinkError::Protocol("no hello".to_owned())),
@@ -280,13 +288,13 @@ async fn greet(
     }
 }
 
-async fn watch_agent(mut connection: Greeted) {
+async fn watch_agent(mut connection: AgentConnection) {
     let mut ignored = [0; 64];
     while matches!(connection.stream.read(&mut ignored).await, Ok(count) if count > 0) {}
 }
 
-impl Greeted {
-    /// The next frame. The agent keeps within the limits that it was told, or it is cut off.
+impl AgentConnection {
+    /// Reads the next frame. An agent that exceeds its limits is disconnected.
     pub(crate) async fn read(&mut self) -> Result<Frame, LinkError> {
         loop {
             if let Some(frame) = self

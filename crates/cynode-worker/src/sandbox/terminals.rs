@@ -1,9 +1,10 @@
-//! A bound for the terminals of one sandbox.
+//! Limits the terminals of one sandbox.
 //!
-//! The kernel counts terminals in one sum for the whole host, so a sandbox without a bound can take those of everybody. The bound
-//! belongs to the file system at `/dev/pts`, of which each sandbox has an instance of its own. Podman is told it at creation;
-//! Docker makes that mount itself and has no words for it. So it is set here, from outside, on what is mounted, and read back. No
-//! mount is made and none has to be removed: it goes with the sandbox.
+//! The kernel counts terminals for the whole host, so one sandbox could exhaust them. The limit
+//! belongs to the `devpts` file system at `/dev/pts`, and each sandbox has its own instance. Podman
+//! accepts the limit at creation; Docker makes that mount itself and has no option for it. The
+//! worker therefore sets it from the host on the existing mount, and reads it back. No mount is
+//! created, so none needs to be removed.
 
 use std::{io, path::PathBuf};
 
@@ -12,9 +13,9 @@ use rustix::{
     mount::{FsPickFlags, fsconfig_reconfigure, fsconfig_set_string, fspick},
 };
 
-use crate::{disk, runtime::TERMINALS};
+use crate::{disk, runtime::MAX_TERMINALS};
 
-/// An instance of the file system of terminals, as `/proc/<pid>/mountinfo` shows it.
+/// A `devpts` instance, as listed in `/proc/<pid>/mountinfo`.
 #[derive(Debug, PartialEq, Eq)]
 struct Instance {
     device: String,
@@ -25,31 +26,35 @@ struct Instance {
 impl Instance {
     fn is_bounded(&self) -> bool {
         self.options.iter().any(|(name, value)| {
-            name == "max" && value.parse::<u32>().is_ok_and(|max| max <= TERMINALS)
+            name == "max" && value.parse::<u32>().is_ok_and(|max| max <= MAX_TERMINALS)
         })
     }
 }
 
-/// Bounds what a sandbox's process 1 has for terminals. The host's own are left alone: what has those is a process of the host
-/// that stands for a virtual machine, with terminals of its own inside. To be called before any command runs in the sandbox.
-pub(crate) fn bound(pid: i32) -> io::Result<()> {
+/// Limits the terminals of a sandbox's process 1; must be called before any command runs in the
+/// sandbox. The host's own instances are skipped: a process that uses them stands for a virtual
+/// machine, which has its own terminals inside.
+pub(crate) fn limit(pid: i32) -> io::Result<()> {
     for instance in unbounded(pid)? {
         set(pid, &instance)?;
     }
     match unbounded(pid)?.first() {
         None => Ok(()),
         Some(instance) => Err(io::Error::other(format!(
-            "{} has no bound although it was set",
+            "{} has no limit although it was set",
             instance.mounted.display()
         ))),
     }
 }
 
 fn unbounded(pid: i32) -> io::Result<Vec<Instance>> {
-    let hosts = instances(&fs_err::read_to_string("/proc/self/mountinfo")?);
+    let host_instances = instances(&fs_err::read_to_string("/proc/self/mountinfo")?);
     let mut found = instances(&fs_err::read_to_string(format!("/proc/{pid}/mountinfo"))?);
     found.retain(|instance| {
-        !instance.is_bounded() && hosts.iter().all(|own| own.device != instance.device)
+        !instance.is_bounded()
+            && host_instances
+                .iter()
+                .all(|host| host.device != instance.device)
     });
     Ok(found)
 }
@@ -83,15 +88,15 @@ fn set(pid: i32, instance: &Instance) -> io::Result<()> {
         Mode::empty(),
     )?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    // No name that the image brings may lead to something of the host's.
-    let place = openat2(
+    // No symlink in the image may lead to the host's files.
+    let directory = openat2(
         &root,
         &instance.mounted,
         flags,
         Mode::empty(),
         ResolveFlags::IN_ROOT | ResolveFlags::NO_SYMLINKS,
     )?;
-    let device = fstat(&place)?.st_dev;
+    let device = fstat(&directory)?.st_dev;
     if format!("{}:{}", major(device), minor(device)) != instance.device {
         return Err(io::Error::other(format!(
             "{} is hidden by another mount",
@@ -99,24 +104,24 @@ fn set(pid: i32, instance: &Instance) -> io::Result<()> {
         )));
     }
     let context = fspick(
-        &place,
+        &directory,
         "",
         FsPickFlags::FSPICK_CLOEXEC | FsPickFlags::FSPICK_EMPTY_PATH,
     )?;
-    // What is not said again goes back to the kernel's defaults.
+    // Options that are not repeated revert to the kernel's defaults.
     for (name, value) in instance.options.iter().filter(|(name, _)| name != "max") {
         fsconfig_set_string(&context, name.as_str(), value.as_str())?;
     }
-    fsconfig_set_string(&context, "max", TERMINALS.to_string())?;
+    fsconfig_set_string(&context, "max", MAX_TERMINALS.to_string())?;
     fsconfig_reconfigure(&context)?;
-    // An image's own program as process 1 may have been quicker than we were.
-    let taken = Dir::read_from(&place)?
+    // The image's program may have opened terminals before the limit was set.
+    let taken = Dir::read_from(&directory)?
         .filter_map(Result::ok)
         .filter(|entry| entry.file_name().to_bytes()[0].is_ascii_digit())
         .count();
-    if taken > TERMINALS as usize {
+    if taken > MAX_TERMINALS as usize {
         Err(io::Error::other(format!(
-            "{taken} were taken before they could be bounded"
+            "{taken} were opened before the limit was set"
         )))
     } else {
         Ok(())
@@ -128,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn instances_are_found_by_their_kind_and_bounds_by_their_name() {
+    fn devpts_instances_and_their_limits_are_parsed() {
         let text = "\
 63 43 0:39 / /dev/pts rw,nosuid,noexec,relatime - devpts devpts rw,gid=100005,mode=620,ptmxmode=666
 64 43 0:40 / /dev/a\\040b rw shared:3 - devpts devpts rw,mode=620,max=64
@@ -159,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hosts_own_terminals_are_left_alone() {
+    fn the_terminals_of_the_host_are_not_limited() {
         assert_eq!(
             unbounded(std::process::id().cast_signed()).expect("readable"),
             []

@@ -1,4 +1,4 @@
-//! From a request to a running sandbox.
+//! Creates sessions: from a request to a running sandbox.
 
 use std::{sync::Arc, time::Instant};
 
@@ -11,12 +11,12 @@ use time::OffsetDateTime;
 use tokio::sync::OwnedMutexGuard;
 
 use super::{
-    CREATE_WAIT, Entry, Sessions, blocking, environment, journal_error,
-    pool::Key,
+    CREATE_TIMEOUT, SessionEntry, Sessions, blocking, environment, journal_error,
+    pool::PoolKey,
     runtime_problem,
-    start::{Sandbox, Started},
+    start::{Sandbox, StartedSandbox},
     validate,
-    workspace::AskedDisk,
+    workspace::RequestedDisk,
 };
 use crate::{
     disk,
@@ -25,13 +25,14 @@ use crate::{
     runtime::{self, Image},
 };
 
+/// The outcome of a create or resume call.
 #[derive(Debug)]
-pub(crate) enum Created {
-    /// By this call.
+pub(crate) enum CreateOutcome {
+    /// Created by this call.
     New(Session),
-    /// By an earlier call with the same body.
+    /// Created by an earlier call with the same body.
     Existing(Session),
-    /// Not yet.
+    /// Still being created.
     Creating(Session),
 }
 
@@ -39,38 +40,39 @@ impl Sessions {
     pub(crate) async fn create(
         self: &Arc<Self>,
         request: SessionCreate,
-    ) -> Result<Created, ApiError> {
-        let begun = Instant::now();
+    ) -> Result<CreateOutcome, ApiError> {
+        let begun_at = Instant::now();
         let checked = validate::check(&request, &self.capacity)?;
         if let Some(existing) = self.existing(&request)? {
-            return self.outcome(&existing, false).await;
+            return self.wait_for_outcome(&existing, false).await;
         }
-        self.wait_until_settled().await?;
+        self.wait_until_reconciled().await?;
         if matches!(request.workspace_ref, Some(WorkspaceRef::Artifact(_))) {
             self.upstream()?;
         }
         let image = self
             .image(&request.image_ref, request.image_digest.as_deref())
             .await?;
-        // To its end even when the caller goes away: a session is either not there or is brought up.
+        // Runs to completion even if the caller disconnects: an admitted session is always started.
         let sessions = Arc::clone(self);
         let admitted =
-            tokio::spawn(async move { sessions.admit(request, &checked, image, begun).await })
+            tokio::spawn(async move { sessions.admit(request, &checked, image, begun_at).await })
                 .await;
         let (entry, new) = admitted.map_err(|_| {
             ApiError::new(ErrorCode::Internal, "creating the session was interrupted")
         })??;
-        self.outcome(&entry, new).await
+        self.wait_for_outcome(&entry, new).await
     }
 
-    /// Gives a request a workspace and a record and starts to bring it up; or finds the session that it made before.
+    /// Allocates a workspace and a record and starts the sandbox, or returns the session of an
+    /// identical earlier request.
     async fn admit(
         self: &Arc<Self>,
         request: SessionCreate,
-        checked: &validate::Checked,
+        checked: &validate::ValidatedRequest,
         image: Image,
-        begun: Instant,
-    ) -> Result<(Arc<Entry>, bool), ApiError> {
+        begun_at: Instant,
+    ) -> Result<(Arc<SessionEntry>, bool), ApiError> {
         let _gate = self.gate.lock().await;
         if let Some(existing) = self.existing(&request)? {
             return Ok((existing, false));
@@ -79,7 +81,7 @@ impl Sessions {
         if !self.limits_disks() {
             self.check_enforced(&[Unenforced::Disk])?;
         }
-        let key = Key {
+        let key = PoolKey {
             image_id: image.id.clone(),
             limits: checked.limits,
             network_policy: request.network_policy.unwrap_or_default(),
@@ -89,11 +91,11 @@ impl Sessions {
         if reference == WorkspaceRef::New
             && let Some(spare) = self.claim(&key)
         {
-            return Ok((self.bind(spare, record, begun).await?, true));
+            return Ok((self.bind(spare, record, begun_at).await?, true));
         }
         self.check_capacity(checked.limits.memory_bytes)?;
         let session = &mut record.session;
-        let disk = AskedDisk {
+        let disk = RequestedDisk {
             bytes: checked.limits.disk_bytes,
             explicit: record
                 .request
@@ -106,34 +108,36 @@ impl Sessions {
         session.workspace_id = workspace.workspace_id;
         session.limits.disk_bytes = workspace.disk_bytes.unwrap_or(session.limits.disk_bytes);
         record.id_block = workspace.id_block;
-        let (entry, _step) = self.write_down(record).await?;
+        let (entry, _step) = self.record_session(record).await?;
         self.spawn_bring_up(&entry);
         Ok((entry, true))
     }
 
-    /// Refuses new work while the host's disk is nearly full: what runs must be able to go on.
+    /// Rejects new sessions while the host's disk is nearly full, so that running ones can
+    /// continue.
     pub(crate) fn check_room(&self) -> Result<(), ApiError> {
         self.check_free(
             self.config.min_free_bytes,
-            "new sessions wait until there is room",
+            "new sessions are rejected until space is freed",
         )
     }
 
-    /// Commands and files of sessions that are there may use what new sessions may not, down to what the records of their
-    /// end need.
+    /// Existing sessions may use space that new ones may not, down to the reserve for journal
+    /// records.
     pub(crate) fn check_room_for_work(&self) -> Result<(), ApiError> {
         self.check_free(
             self.config.min_free_bytes / 4,
-            "commands and files wait until there is room",
+            "commands and file writes are rejected until space is freed",
         )
     }
 
-    fn check_free(&self, least: u64, consequence: &str) -> Result<(), ApiError> {
+    fn check_free(&self, required: u64, consequence: &str) -> Result<(), ApiError> {
         match disk::free_bytes(&self.config.state_dir) {
-            Ok(free) if free < least => Err(ApiError::new(
+            Ok(free) if free < required => Err(ApiError::new(
                 ErrorCode::NoSpace,
                 format!(
-                    "{free} bytes are free on this node, {least} are wanted (worker.min_free_bytes): {consequence}"
+                    "this node has {free} bytes of free disk space, fewer than the {required} \
+                     derived from worker.min_free_bytes: {consequence}"
                 ),
             )),
             Ok(_) => Ok(()),
@@ -141,15 +145,17 @@ impl Sessions {
         }
     }
 
-    /// Refuses more sandboxes, or more memory for them, than the node takes. Those that only wait to be claimed make room.
+    /// Rejects sandboxes or memory limits beyond the node's capacity. Unclaimed spares are evicted
+    /// to make room.
     pub(super) fn check_capacity(self: &Arc<Self>, memory_bytes: u64) -> Result<(), ApiError> {
-        let (promised, most) = (
+        let (promised, limit) = (
             self.promised_memory().saturating_add(memory_bytes),
             self.capacity.promised_memory_bytes,
         );
-        if promised > most {
+        if promised > limit {
             let detail = format!(
-                "the memory limits of the sandboxes on this node would add up to {promised} bytes, more than {most}"
+                "the memory limits of the sandboxes on this node would add up to {promised} \
+                 bytes, more than {limit}"
             );
             return Err(Problem::new(ErrorCode::NoCapacity, detail)
                 .with_remedy(
@@ -162,29 +168,29 @@ impl Sessions {
             return Err(ApiError::new(
                 ErrorCode::NoCapacity,
                 format!(
-                    "{} sandboxes run on this node already",
+                    "this node already runs {} sandboxes, its maximum",
                     self.config.max_sandboxes
                 ),
             ));
         }
         if live + self.pool.count() >= self.config.max_sandboxes {
-            self.give_up_a_spare();
+            self.evict_spare();
         }
-        while promised.saturating_add(self.spare_memory(0)) > most && self.give_up_a_spare() {}
+        while promised.saturating_add(self.spare_memory(0)) > limit && self.evict_spare() {}
         Ok(())
     }
 
-    pub(super) fn spawn_bring_up(self: &Arc<Self>, entry: &Arc<Entry>) {
+    pub(super) fn spawn_bring_up(self: &Arc<Self>, entry: &Arc<SessionEntry>) {
         let (sessions, entry) = (Arc::clone(self), Arc::clone(entry));
         tokio::spawn(async move { sessions.bring_up(&entry).await });
     }
 
-    /// Writes a new session down and makes it known. Its step is held from before anybody can see it: whoever waits for it
-    /// then waits for a caller that waits for nobody.
-    pub(super) async fn write_down(
+    /// Journals a new session and publishes it with its step lock held, so that other calls on it
+    /// wait for the caller to finish the step.
+    pub(super) async fn record_session(
         &self,
         record: SessionRecord,
-    ) -> Result<(Arc<Entry>, OwnedMutexGuard<()>), ApiError> {
+    ) -> Result<(Arc<SessionEntry>, OwnedMutexGuard<()>), ApiError> {
         let session_id = record.session.session_id;
         let (journal, written) = (self.journal.clone(), record.clone());
         let opened = blocking(move || {
@@ -193,9 +199,9 @@ impl Sessions {
         });
         match opened.await {
             Ok(execs) => {
-                let entry = Entry::new(record, execs);
+                let entry = SessionEntry::new(record, execs);
                 let step = Arc::clone(&entry.step).lock_owned().await;
-                self.known.lock().insert(session_id, Arc::clone(&entry));
+                self.by_id.lock().insert(session_id, Arc::clone(&entry));
                 Ok((entry, step))
             }
             Err(error) => {
@@ -216,43 +222,51 @@ impl Sessions {
         }
     }
 
-    /// The session that has this id already, if it is the same request. One that failed is no obstacle to trying again.
-    fn existing(&self, request: &SessionCreate) -> Result<Option<Arc<Entry>>, ApiError> {
-        let Some(entry) = self.known.lock().get(&request.session_id).cloned() else {
+    /// Looks up the session of an identical earlier request. A failed one does not prevent a retry.
+    fn existing(&self, request: &SessionCreate) -> Result<Option<Arc<SessionEntry>>, ApiError> {
+        let Some(entry) = self.by_id.lock().get(&request.session_id).cloned() else {
             return Ok(None);
         };
         let record = entry.record();
         if record.request != *request {
             return Err(ApiError::new(
                 ErrorCode::SessionIdInUse,
-                format!("session {} was made by another request", request.session_id),
+                format!(
+                    "session {} belongs to a different request",
+                    request.session_id
+                ),
             ));
         }
         Ok((record.session.state != SessionState::Failed).then_some(entry))
     }
 
-    /// Waits for the session to run, within the time that a caller is made to wait.
-    pub(super) async fn outcome(&self, entry: &Arc<Entry>, new: bool) -> Result<Created, ApiError> {
+    /// Waits up to `CREATE_TIMEOUT` for the session to run.
+    pub(super) async fn wait_for_outcome(
+        &self,
+        entry: &Arc<SessionEntry>,
+        new: bool,
+    ) -> Result<CreateOutcome, ApiError> {
         let mut state = entry.state.subscribe();
         let settled = tokio::time::timeout(
-            CREATE_WAIT,
+            CREATE_TIMEOUT,
             state.wait_for(|state| *state != SessionState::Creating),
         )
         .await
         .map(|state| state.map(|state| *state));
         match settled {
-            Err(_) => Ok(Created::Creating(entry.object())),
+            Err(_) => Ok(CreateOutcome::Creating(entry.object())),
             Ok(Ok(SessionState::Failed | SessionState::Lost)) if new => {
                 Err(entry.failure.lock().clone().unwrap_or_else(|| {
                     ApiError::new(ErrorCode::Internal, "the session could not be created")
                 }))
             }
-            Ok(_) if new => Ok(Created::New(entry.object())),
-            Ok(_) => Ok(Created::Existing(entry.object())),
+            Ok(_) if new => Ok(CreateOutcome::New(entry.object())),
+            Ok(_) => Ok(CreateOutcome::Existing(entry.object())),
         }
     }
 
-    /// An image that is on this node, whatever it may be used for; the pinned one, when the caller says which.
+    /// Looks up an image on this node and checks it against a pinned digest. Does not check that
+    /// sessions may use it.
     pub(crate) async fn any_image(
         &self,
         reference: &str,
@@ -265,7 +279,7 @@ impl Sessions {
             .await
             .map_err(|error| -> ApiError {
                 match error {
-                    runtime::Error::NotFound(_) => Problem::new(
+                    runtime::RuntimeError::NotFound(_) => Problem::new(
                         ErrorCode::ImageNotFound,
                         format!("the image {reference} is not on this node"),
                     )
@@ -276,7 +290,7 @@ impl Sessions {
         match pinned {
             Some(pinned) if pinned != image.digest => {
                 let detail = format!(
-                    "{reference} is {} on this node, and {pinned} is asked for",
+                    "{reference} has digest {} on this node, not the requested {pinned}",
                     image.digest
                 );
                 Err(ApiError::new(ErrorCode::ImageDigestMismatch, detail))
@@ -293,7 +307,7 @@ impl Sessions {
         }
     }
 
-    /// An image that sessions may use.
+    /// Looks up an image that sessions may use.
     pub(super) async fn image(
         &self,
         reference: &str,
@@ -316,8 +330,9 @@ impl Sessions {
         Ok(image)
     }
 
-    /// Makes the container and waits for its agent. Whatever was left of an earlier try goes first.
-    pub(super) async fn bring_up(self: &Arc<Self>, entry: &Arc<Entry>) {
+    /// Creates the container and waits for its agent. Leftovers of an earlier attempt are removed
+    /// first.
+    pub(super) async fn bring_up(self: &Arc<Self>, entry: &Arc<SessionEntry>) {
         let _step = entry.step.lock().await;
         let record = entry.record();
         if record.session.state != SessionState::Creating {
@@ -337,7 +352,7 @@ impl Sessions {
             limits: record.session.limits,
         };
         match self.start(&sandbox).await {
-            Ok(Started { live, unenforced }) => {
+            Ok(StartedSandbox { live, unenforced }) => {
                 let millis = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
                 *entry.live.lock() = Some(Arc::clone(&live));
                 entry.touch();
@@ -347,8 +362,8 @@ impl Sessions {
                 {
                     return self.fail(entry, &record, error).await;
                 }
-                // A date of deletion from an earlier end no longer holds.
-                let kept = self
+                // Clear a deletion date set by an earlier end.
+                let workspace_kept = self
                     .keep_workspace(record.session.workspace_id, false)
                     .await;
                 let init = live.init;
@@ -356,14 +371,14 @@ impl Sessions {
                     record.init = Some(init);
                     record.session.unenforced = unenforced;
                     record.session.create_duration_ms = Some(millis);
-                    // An end that was asked for meanwhile stays asked for.
+                    // Preserve an end that was requested meanwhile.
                     if record.session.state == SessionState::Creating {
                         record.session.state = SessionState::Running;
                     }
                 });
                 metrics::histogram!("cynode_session_create_seconds", "warm" => "false")
                     .record(started.elapsed().as_secs_f64());
-                match kept.and(update.await) {
+                match workspace_kept.and(update.await) {
                     Ok(()) => self.watch(entry, live),
                     Err(error) => self.fail(entry, &record, journal_error(&error)).await,
                 }
@@ -372,8 +387,12 @@ impl Sessions {
         }
     }
 
-    async fn fail(&self, entry: &Arc<Entry>, record: &SessionRecord, error: ApiError) {
-        tracing::warn!(session_id = %record.session.session_id, error = %error.0, "Creating a session failed.");
+    async fn fail(&self, entry: &Arc<SessionEntry>, record: &SessionRecord, error: ApiError) {
+        tracing::warn!(
+            session_id = %record.session.session_id,
+            error = %error,
+            "Failed to create a session."
+        );
         metrics::counter!("cynode_session_failures_total").increment(1);
         if let Some(live) = entry.live.lock().take() {
             live.close();
@@ -381,9 +400,11 @@ impl Sessions {
         let removed = self.clear_sandbox(record.sandbox_id, record.id_block).await;
         *entry.failure.lock() = Some(error.clone());
         if record.resumed {
-            // As it was: its files are there, and the next try may have more luck.
+            // Restore the previous state: the files are intact, and a retry may succeed.
             drop(self.release_workspace(record.session.workspace_id).await);
-            return self.set_lost(entry, error.0.detail, false).await;
+            return self
+                .set_lost(entry, error.into_problem().detail, false)
+                .await;
         }
         if record
             .request
@@ -391,7 +412,7 @@ impl Sessions {
             .as_ref()
             .is_none_or(WorkspaceRef::is_made)
         {
-            // Its ids must not go to another while something may still run with them.
+            // The ids must not be reused while a process may still run under them.
             if removed {
                 drop(self.delete_workspace(record.session.workspace_id).await);
             }
@@ -400,20 +421,20 @@ impl Sessions {
         }
         let update = self.update(entry, |record| {
             record.session.state = SessionState::Failed;
-            record.session.end_reason = Some(error.0.detail);
+            record.session.end_reason = Some(error.into_problem().detail);
             record.session.ended_at = Some(OffsetDateTime::now_utc());
         });
         if let Err(error) = update.await {
-            tracing::error!(%error, "Recording a failed session failed.");
+            tracing::error!(%error, "Failed to record a failed session.");
             entry.state.send_replace(SessionState::Failed);
         }
     }
 }
 
-/// The record of a session that has no workspace yet.
+/// The record of a session without a workspace.
 pub(super) fn new_record(
     request: SessionCreate,
-    checked: &validate::Checked,
+    checked: &validate::ValidatedRequest,
     image: Image,
     node_id: NodeId,
 ) -> SessionRecord {

@@ -1,4 +1,4 @@
-//! Ending a session, losing one, taking one up again.
+//! Ends sessions, marks them lost, and resumes them.
 
 use std::sync::Arc;
 
@@ -9,20 +9,21 @@ use cynode_service::{ApiError, checks::check_reason};
 use time::OffsetDateTime;
 
 use super::{
-    Created, Entry, Live, Sessions, check_version, journal_error, validate, workspace::AskedDisk,
+    CreateOutcome, Live, SessionEntry, Sessions, check_version, journal_error, validate,
+    workspace::RequestedDisk,
 };
 
 use crate::{journal::Disposal, process};
 
-/// Why and how a session ends.
+/// Why a session ends, and what becomes of its workspace.
 #[derive(Clone, Debug)]
-pub(crate) struct Ending {
+pub(crate) struct EndRequest {
     pub(crate) reason: String,
     pub(crate) workspace: Disposal,
 }
 
 impl Sessions {
-    /// Ends a session. One that has ended already stays as it ended.
+    /// Ends a session. A session that has already ended keeps its first end.
     pub(crate) async fn end(
         self: &Arc<Self>,
         id: SessionId,
@@ -38,31 +39,37 @@ impl Sessions {
             WorkspaceDisposal::Delete => Disposal::Delete,
             WorkspaceDisposal::Keep => Disposal::Keep,
         };
-        self.end_entry(&entry, Ending { reason, workspace }).await?;
+        self.end_entry(&entry, EndRequest { reason, workspace })
+            .await?;
         Ok(entry.object())
     }
 
     pub(crate) async fn end_entry(
         self: &Arc<Self>,
-        entry: &Arc<Entry>,
-        ending: Ending,
+        entry: &Arc<SessionEntry>,
+        ending: EndRequest,
     ) -> Result<(), ApiError> {
-        // Runs to its end even when the caller goes away.
+        // Runs to completion even if the caller disconnects.
         let (sessions, entry) = (Arc::clone(self), Arc::clone(entry));
         let ended = tokio::spawn(async move { sessions.run_end(&entry, ending).await }).await;
         ended
             .map_err(|_| ApiError::new(ErrorCode::Internal, "ending the session was interrupted"))?
     }
 
-    async fn run_end(self: &Arc<Self>, entry: &Arc<Entry>, ending: Ending) -> Result<(), ApiError> {
+    async fn run_end(
+        self: &Arc<Self>,
+        entry: &Arc<SessionEntry>,
+        ending: EndRequest,
+    ) -> Result<(), ApiError> {
         let _step = entry.step.lock().await;
         match entry.state() {
             SessionState::Ended | SessionState::Failed => return Ok(()),
-            // Taken up again: as it was asked for the first time.
+            // Retried with the options of the first request.
             SessionState::Ending => return self.finish_end(entry).await,
             SessionState::Creating | SessionState::Running | SessionState::Lost => {}
         }
-        // First the date, which nobody looks at while the session lives: a crash in between must not keep it for ever.
+        // Set the deletion date first: it has no effect on a live session, and a crash in between
+        // must not retain the workspace for ever.
         if ending.workspace != Disposal::Delete {
             let for_a_while = ending.workspace == Disposal::KeepForAWhile;
             self.keep_workspace(entry.record().session.workspace_id, for_a_while)
@@ -79,25 +86,25 @@ impl Sessions {
         self.finish_end(entry).await
     }
 
-    /// The second half of an end, which a restarted worker does too. The step's lock is held.
-    pub(super) async fn finish_end(&self, entry: &Arc<Entry>) -> Result<(), ApiError> {
+    /// The second half of an end, also run after a restart. The caller holds the step lock.
+    pub(super) async fn finish_end(&self, entry: &Arc<SessionEntry>) -> Result<(), ApiError> {
         let record = entry.record();
         if let Some(live) = entry.live.lock().take() {
             live.close();
         }
         self.remove_sandbox(record.sandbox_id, record.id_block)
             .await?;
-        entry.execs.lose_all();
+        entry.execs.mark_all_lost();
         let disposed = match record.disposal.unwrap_or_default() {
             Disposal::Delete => self.delete_workspace(record.session.workspace_id).await,
             Disposal::Keep | Disposal::KeepForAWhile => {
                 self.release_workspace(record.session.workspace_id).await
             }
         };
-        // A job's output is kept until somebody has it.
+        // The output of a job is retained until it is collected.
         let disposed = disposed.and_then(|()| {
-            if entry.is_jobs() {
-                entry.execs.rest()
+            if entry.belongs_to_job() {
+                entry.execs.close_log()
             } else {
                 entry.execs.forget_all()
             }
@@ -114,10 +121,11 @@ impl Sessions {
         Ok(())
     }
 
-    /// Ends every session that lives, keeping the workspaces for a while; says how many there were.
+    /// Ends all live sessions and retains their workspaces for the grace period; returns how many
+    /// ended.
     pub(crate) async fn end_all(self: &Arc<Self>, reason: &str) -> usize {
-        let entries: Vec<Arc<Entry>> = self
-            .known
+        let entries: Vec<Arc<SessionEntry>> = self
+            .by_id
             .lock()
             .values()
             .filter(|entry| entry.record.lock().is_live())
@@ -126,21 +134,21 @@ impl Sessions {
         let mut ending = tokio::task::JoinSet::new();
         for entry in entries {
             let (sessions, reason) = (Arc::clone(self), reason.to_owned());
-            let workspace = if entry.is_jobs() {
+            let workspace = if entry.belongs_to_job() {
                 Disposal::Delete
             } else {
                 Disposal::KeepForAWhile
             };
             ending.spawn(async move {
                 sessions
-                    .end_entry(&entry, Ending { reason, workspace })
+                    .end_entry(&entry, EndRequest { reason, workspace })
                     .await
             });
         }
         ending.join_all().await.into_iter().flatten().count()
     }
 
-    /// Removes container and sockets. What is gone already is fine.
+    /// Removes the container and the sockets; succeeds if they are already gone.
     pub(super) async fn remove_sandbox(
         &self,
         id: SandboxId,
@@ -150,11 +158,13 @@ impl Sessions {
             .remove(&crate::journal::container_name(id))
             .await
             .map_err(|error| ApiError::from(super::runtime_problem(&error)))?;
-        self.doomed.lock().retain(|(doomed, _)| *doomed != id);
-        // A runtime that was killed in the middle of a start forgets what it had begun. Ids that another sandbox has by now are
-        // that one's.
-        if let Some(ids) = self.ids.own(id_block)
-            && !self.block_is_anothers(id, id_block)
+        self.pending_removals
+            .lock()
+            .retain(|(pending, _)| *pending != id);
+        // A runtime killed during a start forgets the processes it created. Kill them by their ids,
+        // unless another sandbox uses the block by now.
+        if let Some(ids) = self.ids.exclusive_ids(id_block)
+            && !self.is_block_used_elsewhere(id, id_block)
         {
             process::kill_owned(&ids);
         }
@@ -166,41 +176,46 @@ impl Sessions {
         })
     }
 
-    /// Whether a live sandbox other than this one has these ids.
-    fn block_is_anothers(&self, id: SandboxId, id_block: u32) -> bool {
-        let is_sessions = self.known.lock().values().any(|entry| {
+    /// Returns whether a live sandbox other than `id` uses this id block.
+    fn is_block_used_elsewhere(&self, id: SandboxId, id_block: u32) -> bool {
+        let in_session = self.by_id.lock().values().any(|entry| {
             let record = entry.record.lock();
             record.id_block == id_block && record.sandbox_id != id && record.is_live()
         });
-        is_sessions || self.spare_has(id, id_block)
+        in_session || self.spare_uses_block(id, id_block)
     }
 
-    /// As `remove_sandbox`, where nothing can be done about a failure but to try again later. Says whether it is gone.
+    /// Like `remove_sandbox`, but schedules a retry on failure. Returns whether the sandbox is
+    /// gone.
     pub(super) async fn clear_sandbox(&self, id: SandboxId, id_block: u32) -> bool {
         let removed = self.remove_sandbox(id, id_block).await;
         if let Err(error) = &removed {
-            tracing::error!(sandbox_id = %id, error = %error.0, "Removing a sandbox failed; it is tried again.");
-            self.doomed.lock().push((id, id_block));
+            tracing::error!(
+                sandbox_id = %id,
+                error = %error,
+                "Failed to remove a sandbox; will retry."
+            );
+            self.pending_removals.lock().push((id, id_block));
         }
         removed.is_ok()
     }
 
-    /// Tries again to remove what could not be removed.
-    pub(super) async fn remove_doomed(&self) {
-        let doomed = std::mem::take(&mut *self.doomed.lock());
-        for (id, id_block) in doomed {
+    /// Retries removals that failed.
+    pub(super) async fn retry_removals(&self) {
+        let pending = std::mem::take(&mut *self.pending_removals.lock());
+        for (id, id_block) in pending {
             self.clear_sandbox(id, id_block).await;
         }
     }
 
-    /// Deletes what was thrown away, in the background.
+    /// Deletes discarded files in the background.
     pub(crate) fn empty_trash(&self) -> tokio::task::JoinHandle<()> {
         let journal = self.journal.clone();
         tokio::task::spawn_blocking(move || journal.empty_trash())
     }
 
-    /// Watches a live container: when it goes away by itself, the session is lost.
-    pub(super) fn watch(self: &Arc<Self>, entry: &Arc<Entry>, live: Arc<Live>) {
+    /// Watches a live container and marks the session lost if it exits.
+    pub(super) fn watch(self: &Arc<Self>, entry: &Arc<SessionEntry>, live: Arc<Live>) {
         let (sessions, entry) = (Arc::clone(self), Arc::clone(entry));
         tokio::spawn(async move {
             loop {
@@ -224,8 +239,8 @@ impl Sessions {
         });
     }
 
-    /// The container is gone and nobody asked for that.
-    pub(super) async fn lose(&self, entry: &Arc<Entry>, reason: &str) {
+    /// Marks a session lost whose container is gone without an end.
+    pub(super) async fn lose(&self, entry: &Arc<SessionEntry>, reason: &str) {
         let _step = entry.step.lock().await;
         let record = entry.record();
         if !matches!(
@@ -241,20 +256,20 @@ impl Sessions {
         }
         self.clear_sandbox(record.sandbox_id, record.id_block).await;
         if let Err(error) = self.release_workspace(record.session.workspace_id).await {
-            tracing::warn!(%error, "Unmounting a lost session's disk failed.");
+            tracing::warn!(%error, "Failed to unmount a lost session's disk.");
         }
-        entry.execs.lose_all();
+        entry.execs.mark_all_lost();
         self.set_lost(entry, reason.to_owned(), true).await;
     }
 
-    /// Records that a session has no container any more and can be resumed.
+    /// Records that a session has lost its container and can be resumed.
     pub(super) async fn set_lost(
         &self,
-        entry: &Arc<Entry>,
+        entry: &Arc<SessionEntry>,
         reason: String,
         keep_for_a_while: bool,
     ) {
-        let kept = if keep_for_a_while {
+        let workspace_kept = if keep_for_a_while {
             self.keep_workspace(entry.record().session.workspace_id, true)
                 .await
         } else {
@@ -266,27 +281,27 @@ impl Sessions {
             record.session.ended_at = Some(OffsetDateTime::now_utc());
             record.init = None;
         });
-        if let Err(error) = kept.and(update.await) {
-            tracing::error!(%error, "Recording a lost session failed.");
+        if let Err(error) = workspace_kept.and(update.await) {
+            tracing::error!(%error, "Failed to record a lost session.");
             entry.state.send_replace(SessionState::Lost);
         }
     }
 
-    /// Gives a session that was lost, expired or stopped a new container on its old workspace.
-    pub(crate) async fn resume(self: &Arc<Self>, id: SessionId) -> Result<Created, ApiError> {
-        self.wait_until_settled().await?;
+    /// Starts a new container for a lost, expired or ended session on its old workspace.
+    pub(crate) async fn resume(self: &Arc<Self>, id: SessionId) -> Result<CreateOutcome, ApiError> {
+        self.wait_until_reconciled().await?;
         let entry = self.get(id)?;
-        // To its end even when the caller goes away: it is brought up or stays as it was.
+        // Runs to completion even if the caller disconnects: an admitted session is always started.
         let (sessions, resumed) = (Arc::clone(self), Arc::clone(&entry));
-        let admitted = tokio::spawn(async move { sessions.admit_again(&resumed).await }).await;
+        let admitted = tokio::spawn(async move { sessions.admit_resumed(&resumed).await }).await;
         let new = admitted.map_err(|_| {
             ApiError::new(ErrorCode::Internal, "resuming the session was interrupted")
         })??;
-        self.outcome(&entry, new).await
+        self.wait_for_outcome(&entry, new).await
     }
 
-    /// Admits a session once more and starts to bring it up; false when it runs already.
-    async fn admit_again(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<bool, ApiError> {
+    /// Re-admits a session and starts its sandbox; returns false if it is already running.
+    async fn admit_resumed(self: &Arc<Self>, entry: &Arc<SessionEntry>) -> Result<bool, ApiError> {
         let _step = entry.step.lock().await;
         let record = entry.record();
         let id = record.session.session_id;
@@ -300,16 +315,16 @@ impl Sessions {
                 ));
             }
         }
-        // What could not be removed when it was lost must not run on beside the new one, on the same files.
+        // A sandbox whose removal failed must not keep running on the same files.
         self.remove_sandbox(record.sandbox_id, record.id_block)
             .await?;
-        // As for a new one: of two that want the same workspace or the last place, one gets it.
+        // As for a new session: admissions compete for the workspace and the last slot.
         let _gate = self.gate.lock().await;
         self.check_room()?;
-        // It may have been made when this node gave more.
+        // The node's capacity may have shrunk since the session was created.
         self.capacity.check(&record.session.limits)?;
         self.check_capacity(record.session.limits.memory_bytes)?;
-        let disk = AskedDisk {
+        let disk = RequestedDisk {
             bytes: record.session.limits.disk_bytes,
             explicit: false,
         };
@@ -317,7 +332,7 @@ impl Sessions {
         self.workspace(&reference, record.session.task_id, id, disk)
             .await
             .map_err(|error| {
-                if error.0.is(ErrorCode::WorkspaceNotFound) {
+                if error.is(ErrorCode::WorkspaceNotFound) {
                     ApiError::new(
                         ErrorCode::NotResumable,
                         format!("the workspace of session {id} is gone"),

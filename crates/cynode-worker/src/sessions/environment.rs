@@ -7,11 +7,12 @@ use cynode_sba_proto::{HOME, WORKSPACE};
 use crate::journal::SessionRecord;
 
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// What an image may bring along at most.
+/// Variables taken from an image, by count and by total size.
 const MAX_IMAGE_ENV: usize = 128;
 const MAX_IMAGE_ENV_BYTES: usize = 64 * 1024;
 
-/// What an image's environment may keep: no variable that loads code into programs, none of ours, none that is huge.
+/// Filters an image's environment: drops variables that load code into programs, reserved names and
+/// excess size.
 pub(super) fn clean_image_env(env: &[(String, String)]) -> Vec<(String, String)> {
     const DANGEROUS: &[&str] = &[
         "BASH_ENV",
@@ -52,17 +53,18 @@ pub(super) fn clean_image_env(env: &[(String, String)]) -> Vec<(String, String)>
         .collect()
 }
 
-/// What a command sees: ours and the image's below the session's below its own; the `CYNODE_` variables above all.
+/// The environment of a command, in ascending precedence: defaults, the image's, the session's, the
+/// exec's, and the reserved `CYNODE_` variables.
 pub(crate) fn exec_environment(
     record: &SessionRecord,
-    own: &BTreeMap<String, String>,
+    exec_env: &BTreeMap<String, String>,
 ) -> Vec<(String, String)> {
     let mut env: BTreeMap<String, String> = BTreeMap::from([
         ("LANG".to_owned(), "C.UTF-8".to_owned()),
         ("PATH".to_owned(), PATH.to_owned()),
     ]);
     env.extend(record.image_env.iter().cloned());
-    // An image's own directories first, but never without the usual ones.
+    // The image's directories come first, but the standard ones are always included.
     let mut path = env.remove("PATH").unwrap_or_default();
     for directory in PATH.split(':') {
         if !path.split(':').any(|known| known == directory) {
@@ -76,7 +78,7 @@ pub(crate) fn exec_environment(
             .map(|(name, value)| (name.to_owned(), value.to_owned())),
     );
     env.extend(record.request.env.clone());
-    env.extend(own.clone());
+    env.extend(exec_env.clone());
     env.extend([
         (
             "CYNODE_TASK_ID".to_owned(),
@@ -99,7 +101,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_images_environment_can_not_load_code_or_pose_as_ours() {
+    // invariant: no-secrets-inside
+    fn an_image_environment_cannot_load_code_or_set_reserved_variables() {
         let env = [
             ("LD_PRELOAD", "/evil.so"),
             ("CYNODE_TASK_ID", "forged"),
@@ -122,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_giant_environment_is_cut() {
+    fn a_giant_environment_is_truncated() {
         let env: Vec<_> = (0..10_000)
             .map(|number| (format!("V{number}"), "x".repeat(100)))
             .collect();

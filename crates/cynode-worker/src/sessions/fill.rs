@@ -1,5 +1,5 @@
-//! Workspaces that begin with what an artifact holds: fetched from the orchestrator, unpacked by the agent, before anybody
-//! can use the session.
+//! Fills a workspace from an artifact: fetched from the orchestrator and unpacked by the agent
+//! before the session can be used.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,8 +12,8 @@ use http::StatusCode;
 use super::{Live, Sessions};
 use crate::sandbox::unavailable;
 
-/// How long an artifact may take to come.
-const PATIENCE: Duration = Duration::from_mins(10);
+/// Timeout for downloading an artifact.
+const ARTIFACT_TIMEOUT: Duration = Duration::from_mins(10);
 
 /// The orchestrator that this node belongs to.
 #[derive(Clone)]
@@ -36,12 +36,12 @@ impl Sessions {
         *self.upstream.lock() = upstream;
     }
 
-    /// Where artifacts come from.
+    /// The orchestrator that serves artifacts.
     pub(crate) fn upstream(&self) -> Result<Upstream, ApiError> {
         self.upstream.lock().clone().ok_or_else(|| {
             Problem::new(
                 ErrorCode::InvalidRequest,
-                "workspace_ref: artifacts come from an orchestrator, and this node has none",
+                "workspace_ref: artifacts require an orchestrator, and this node has none",
             )
             .with_remedy(
                 "Create the session through the orchestrator, or import a tar archive into it.",
@@ -50,39 +50,37 @@ impl Sessions {
         })
     }
 
-    /// Unpacks an artifact into the workspace of a sandbox that nobody uses yet.
+    /// Unpacks an artifact into the workspace of a sandbox that is not in use yet.
     pub(super) async fn unpack_artifact(
         &self,
         live: &Arc<Live>,
         id: ArtifactId,
     ) -> Result<(), ApiError> {
-        let unreached = |why: String| {
+        let unreached = |reason: String| {
             ApiError::new(
                 ErrorCode::NodeUnreachable,
-                format!("the artifact {id} can't be fetched from the orchestrator: {why}"),
+                format!("failed to fetch artifact {id} from the orchestrator: {reason}"),
             )
         };
         let upstream = self.upstream()?;
         let url = format!("{}/v1/nodes/artifacts/{id}", upstream.base);
-        let answer = upstream
+        let response = upstream
             .http
             .get(url)
             .bearer_auth(&upstream.node_token)
-            .timeout(PATIENCE)
+            .timeout(ARTIFACT_TIMEOUT)
             .send()
             .await;
-        let answer = answer.map_err(|error| unreached(error.without_url().to_string()))?;
-        if matches!(answer.status(), StatusCode::NOT_FOUND | StatusCode::GONE) {
-            // To ask again would not bring it back.
+        let response = response.map_err(|error| unreached(error.without_url().to_string()))?;
+        if matches!(response.status(), StatusCode::NOT_FOUND | StatusCode::GONE) {
+            // Not retryable.
             return Err(ApiError::new(
                 ErrorCode::NotFound,
-                format!(
-                    "workspace_ref: there is no artifact {id} for this node at the orchestrator"
-                ),
+                format!("workspace_ref: the orchestrator has no artifact {id} for this node"),
             ));
         }
-        if !answer.status().is_success() {
-            return Err(unreached(format!("it answered {}", answer.status())));
+        if !response.status().is_success() {
+            return Err(unreached(format!("status {}", response.status())));
         }
         let operation = FileOp::Import {
             path: Base64Bytes(WORKSPACE.as_bytes().to_vec()),
@@ -94,7 +92,7 @@ impl Sessions {
             .map_err(unavailable)?;
         channel
             .import(
-                answer
+                response
                     .bytes_stream()
                     .map_err(|error| unreached(error.without_url().to_string())),
             )

@@ -1,7 +1,8 @@
-//! The sandbox of a job: a session that only its job knows of.
+//! The sandbox of a job: a session that is visible only to its job.
 //!
-//! It is made, adopted and ended like any other and counts as one. It differs in this: it is not listed and has no calls; its
-//! container bears the job's id; it neither expires nor idles, because the job has a deadline; its output stays after its end.
+//! It is created, adopted and ended like any other session and counts as one. Unlike others it is
+//! not listed and accepts no calls; its container is named after the job; it neither expires nor
+//! idles, because the job has a deadline; and its output outlives it.
 
 use std::{collections::HashSet, sync::Arc};
 
@@ -12,37 +13,40 @@ use cynode_api::{
 use cynode_service::ApiError;
 use tokio::sync::MutexGuard;
 
-use super::{Ending, Entry, Live, Sessions, create::new_record, validate, workspace::AskedDisk};
+use super::{
+    EndRequest, Live, SessionEntry, Sessions, create::new_record, validate,
+    workspace::RequestedDisk,
+};
 use crate::{
     journal::{Disposal, SessionRecord, WorkspaceRecord},
     runtime::Image,
 };
 
-/// Room for one more sandbox. Nobody else is admitted while it is held.
+/// Admission of one more sandbox. Holds the gate, so nothing else is admitted meanwhile.
 #[derive(Debug)]
-pub(crate) struct Place<'a> {
+pub(crate) struct Reservation<'a> {
     sessions: &'a Arc<Sessions>,
     record: SessionRecord,
     _gate: MutexGuard<'a, ()>,
 }
 
-/// Whether a sandbox may be refused because the node is full.
+/// Whether admission may fail because the node is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Room {
-    MustBeFree,
-    /// It was admitted before, by a worker that died.
-    WasPromised,
+pub(crate) enum Admission {
+    CheckCapacity,
+    /// Admitted before by a worker that crashed.
+    AlreadyGranted,
 }
 
-impl Place<'_> {
-    /// Writes the sandbox down and starts to bring it up.
-    pub(crate) async fn take(self) -> Result<Arc<Entry>, ApiError> {
-        let (entry, _step) = self.sessions.write_down(self.record).await?;
+impl Reservation<'_> {
+    /// Journals the sandbox and starts it.
+    pub(crate) async fn commit(self) -> Result<Arc<SessionEntry>, ApiError> {
+        let (entry, _step) = self.sessions.record_session(self.record).await?;
         self.sessions.spawn_bring_up(&entry);
         Ok(entry)
     }
 
-    pub(crate) async fn give_up(self) {
+    pub(crate) async fn cancel(self) {
         if !self
             .record
             .request
@@ -57,45 +61,49 @@ impl Place<'_> {
             .delete_workspace(self.record.session.workspace_id)
             .await
         {
-            tracing::warn!(%error, "Deleting a workspace that nothing used failed; the next start does it.");
+            tracing::warn!(
+                %error,
+                "Failed to delete an unused workspace; the next start retries."
+            );
         }
     }
 }
 
 impl Sessions {
-    /// Refuses what no sandbox can be made of.
+    /// Rejects a job whose sandbox can't be created.
     pub(crate) fn check_job(&self, run: &JobRun) -> Result<(), ApiError> {
         validate::check_version(run.version)?;
         validate::check(&session_of(run, SessionId::generate()), &self.capacity)
             .map(drop)
             .map_err(|mut error| {
-                error.0.detail.insert_str(0, "sandbox.");
+                error.detail.insert_str(0, "sandbox.");
                 error
             })
     }
 
-    /// Finds room for a job's sandbox, with a workspace.
-    pub(crate) async fn place(
+    /// Admits a job's sandbox and allocates its workspace.
+    pub(crate) async fn reserve(
         self: &Arc<Self>,
         run: &JobRun,
         session_id: SessionId,
         image: Image,
-        room: Room,
-    ) -> Result<Place<'_>, ApiError> {
+        admission: Admission,
+    ) -> Result<Reservation<'_>, ApiError> {
         let request = session_of(run, session_id);
         let checked = validate::check(&request, &self.capacity)?;
         let sandbox_id = SandboxId::from_uuid(*run.job_id.as_uuid());
         let gate = self.gate.lock().await;
-        if room == Room::MustBeFree {
+        if admission == Admission::CheckCapacity {
             self.check_room()?;
             self.check_capacity(checked.limits.memory_bytes)?;
         }
         if !self.limits_disks() {
             self.check_enforced(&[Unenforced::Disk])?;
         }
-        // Ids are ours and random, so this is somebody's mistake; but a name that is taken would be taken for our own.
+        // Ids are random, so a collision is a caller's mistake. Without this check the other
+        // container would be mistaken for the job's.
         if self
-            .known
+            .by_id
             .lock()
             .values()
             .any(|entry| entry.record.lock().sandbox_id == sandbox_id)
@@ -106,7 +114,7 @@ impl Sessions {
                 format!("{sandbox_id} is the id of another sandbox on this node"),
             ));
         }
-        let disk = AskedDisk {
+        let disk = RequestedDisk {
             bytes: checked.limits.disk_bytes,
             explicit: false,
         };
@@ -123,31 +131,31 @@ impl Sessions {
         record.job_id = Some(run.job_id);
         record.id_block = id_block;
         record.session.workspace_id = workspace_id;
-        Ok(Place {
+        Ok(Reservation {
             sessions: self,
             record,
             _gate: gate,
         })
     }
 
-    /// The sandbox of a job, whatever its state.
-    pub(crate) fn of_job(&self, id: SessionId) -> Option<Arc<Entry>> {
-        self.known
+    /// Looks up the sandbox of a job in any state.
+    pub(crate) fn job_sandbox(&self, id: SessionId) -> Option<Arc<SessionEntry>> {
+        self.by_id
             .lock()
             .get(&id)
             .cloned()
-            .filter(|entry| entry.is_jobs())
+            .filter(|entry| entry.belongs_to_job())
     }
 
-    /// Whether there is something of a sandbox that can't be read.
+    /// Returns whether a session directory exists that could not be read.
     pub(crate) fn is_unreadable(&self, id: SessionId) -> bool {
         self.journal.session_directory(id).exists()
     }
 
-    /// Sandboxes of jobs that are not among these.
-    pub(crate) fn of_other_jobs(&self, jobs: &HashSet<JobId>) -> Vec<SessionId> {
-        let known = self.known.lock();
-        known
+    /// Sandboxes of jobs that are not in `jobs`.
+    pub(crate) fn sandboxes_of_other_jobs(&self, jobs: &HashSet<JobId>) -> Vec<SessionId> {
+        let by_id = self.by_id.lock();
+        by_id
             .iter()
             .filter(|(_, entry)| {
                 entry
@@ -160,12 +168,12 @@ impl Sessions {
             .collect()
     }
 
-    /// Ends a job's sandbox for good.
-    pub(crate) async fn end_of_job(self: &Arc<Self>, id: SessionId) -> Result<(), ApiError> {
-        let Some(entry) = self.of_job(id) else {
+    /// Ends a job's sandbox.
+    pub(crate) async fn end_job_sandbox(self: &Arc<Self>, id: SessionId) -> Result<(), ApiError> {
+        let Some(entry) = self.job_sandbox(id) else {
             return Ok(());
         };
-        // One that was there before the job is there after it.
+        // A workspace that existed before the job outlives it.
         let is_made = entry
             .record()
             .request
@@ -179,7 +187,7 @@ impl Sessions {
         };
         self.end_entry(
             &entry,
-            Ending {
+            EndRequest {
                 reason: "the job has ended".to_owned(),
                 workspace,
             },
@@ -187,39 +195,43 @@ impl Sessions {
         .await
     }
 
-    /// Drops what is left of a job's sandbox, its output. False while it has not ended.
-    pub(crate) fn forget_of_job(&self, id: SessionId) -> bool {
-        let Some(entry) = self.of_job(id) else {
+    /// Drops an ended sandbox of a job and its output. Returns false while it is live.
+    pub(crate) fn forget_job_sandbox(&self, id: SessionId) -> bool {
+        let Some(entry) = self.job_sandbox(id) else {
             return true;
         };
         if entry.record.lock().is_live() {
             return false;
         }
-        self.known.lock().remove(&id);
+        self.by_id.lock().remove(&id);
         entry.execs.expire_all();
         if let Err(error) = self.journal.discard(&self.journal.session_directory(id)) {
-            tracing::warn!(session_id = %id, %error, "Dropping the output of a job failed; the next start does it.");
+            tracing::warn!(
+                session_id = %id,
+                %error,
+                "Failed to drop the output of a job; the next start retries."
+            );
         }
         drop(self.empty_trash());
         true
     }
 }
 
-impl Entry {
-    /// Waits until commands can be run; or tells the state in which they never can.
+impl SessionEntry {
+    /// Waits until commands can run; fails with the final state if they never can.
     pub(crate) async fn until_live(&self) -> Result<Arc<Live>, SessionState> {
         let mut states = self.state.subscribe();
         loop {
             let state = *states.borrow_and_update();
             match state {
                 SessionState::Creating => {}
-                // After a restart of the worker it has its container back a while later.
+                // After a worker restart the container is adopted a little later.
                 SessionState::Running => {
                     if let Some(live) = self.live.lock().clone() {
                         return Ok(live);
                     }
                 }
-                over => return Err(over),
+                ended => return Err(ended),
             }
             if states.changed().await.is_err() {
                 return Err(SessionState::Lost);
@@ -227,10 +239,10 @@ impl Entry {
         }
     }
 
-    /// Why it has no container.
+    /// Why the sandbox has no container.
     pub(crate) fn failure(&self) -> ApiError {
-        let known = self.failure.lock().clone();
-        known.unwrap_or_else(|| {
+        let failure = self.failure.lock().clone();
+        failure.unwrap_or_else(|| {
             ApiError::new(
                 ErrorCode::Internal,
                 self.record

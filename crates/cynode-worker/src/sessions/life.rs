@@ -1,4 +1,4 @@
-//! Time passing: lifetimes, idleness, kept workspaces, records of what has ended.
+//! Timers: lifetimes, idle timeouts, workspace grace periods and the retention of old records.
 
 use std::{
     sync::Arc,
@@ -9,36 +9,36 @@ use cynode_api::SessionState;
 use time::OffsetDateTime;
 use tokio_util::sync::CancellationToken;
 
-use super::{Ending, Entry, Sessions, blocking};
+use super::{EndRequest, SessionEntry, Sessions, blocking};
 use crate::{
     journal::{Disposal, SessionRecord},
     process,
 };
 
-const TICK: Duration = Duration::from_secs(1);
-/// Kept workspaces and old records are looked at every so many ticks.
-const FORGET_EVERY: u64 = 5;
-/// How long the record of an ended session stays.
-const REMEMBER: time::Duration = time::Duration::days(1);
-/// And how many of them at most.
-const MAX_REMEMBERED: usize = 5_000;
+const TICK_INTERVAL: Duration = Duration::from_secs(1);
+/// Expired workspaces and old records are deleted every `CLEANUP_TICKS` ticks.
+const CLEANUP_TICKS: u64 = 5;
+/// Retention of an ended session's record.
+const RECORD_RETENTION: time::Duration = time::Duration::days(1);
+/// Records of ended sessions; the oldest are dropped first.
+const MAX_ENDED_SESSIONS: usize = 5_000;
 
 impl Sessions {
-    /// Looks at everything once a second until it is told to stop.
-    pub(crate) async fn keep_time(self: Arc<Self>, stop: CancellationToken) {
-        if stop.run_until_cancelled(self.settled()).await.is_none() {
+    /// Checks all sessions once a second until stopped.
+    pub(crate) async fn run_timers(self: Arc<Self>, stop: CancellationToken) {
+        if stop.run_until_cancelled(self.reconciled()).await.is_none() {
             return;
         }
         let mut ticks: u64 = 0;
         while stop
-            .run_until_cancelled(tokio::time::sleep(TICK))
+            .run_until_cancelled(tokio::time::sleep(TICK_INTERVAL))
             .await
             .is_some()
         {
-            let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
+            let entries: Vec<Arc<SessionEntry>> = self.by_id.lock().values().cloned().collect();
             let running = entries
                 .iter()
-                .filter(|entry| entry.state() == SessionState::Running && !entry.is_jobs())
+                .filter(|entry| entry.state() == SessionState::Running && !entry.belongs_to_job())
                 .count();
             #[expect(clippy::cast_precision_loss, reason = "a few hundred")]
             {
@@ -51,42 +51,45 @@ impl Sessions {
                 );
             }
             for entry in entries {
-                if let Some(reason) = Self::is_over(&entry) {
+                if let Some(reason) = Self::expiry_reason(&entry) {
                     let sessions = Arc::clone(&self);
                     tokio::spawn(async move {
                         if let Err(error) = sessions
                             .end_entry(
                                 &entry,
-                                Ending {
+                                EndRequest {
                                     reason: reason.to_owned(),
                                     workspace: Disposal::KeepForAWhile,
                                 },
                             )
                             .await
                         {
-                            tracing::error!(error = %error.0, "Ending an expired session failed; it is tried again.");
+                            tracing::error!(
+                                error = %error,
+                                "Failed to end an expired session; will retry."
+                            );
                         }
                     });
                 }
             }
             ticks += 1;
-            if ticks.is_multiple_of(FORGET_EVERY) {
-                self.remove_doomed().await;
-                self.forget().await;
+            if ticks.is_multiple_of(CLEANUP_TICKS) {
+                self.retry_removals().await;
+                self.delete_expired().await;
             }
         }
     }
 
-    /// Why a session's time is over, if it is.
-    fn is_over(entry: &Entry) -> Option<&'static str> {
+    /// The reason to end a session now, if any.
+    fn expiry_reason(entry: &SessionEntry) -> Option<&'static str> {
         let record = entry.record();
         match record.session.state {
             SessionState::Running => {}
-            // An end that could not be finished, the runtime being away, is taken up again.
+            // Retry an end that failed, e.g. while the runtime was unavailable.
             SessionState::Ending if entry.step.try_lock().is_ok() => return Some("ended"),
             _ => return None,
         }
-        // A job has a deadline of its own, and its sandbox ends with it.
+        // A job has its own deadline and ends its sandbox.
         if record.job_id.is_some() {
             return None;
         }
@@ -101,7 +104,7 @@ impl Sessions {
         if last.elapsed() < Duration::from_secs(record.idle_timeout_seconds) {
             return None;
         }
-        // What an exec left running is activity too. Process 1 itself has no children when idle.
+        // Background processes count as activity. An idle process 1 has no children.
         let idle_shell = usize::from(!live.has_agent());
         if process::in_namespace_of(live.init.pid).len() > idle_shell {
             *entry.last_activity.lock() = Instant::now();
@@ -110,12 +113,12 @@ impl Sessions {
         Some("idle")
     }
 
-    /// Deletes workspaces whose grace is over, and old records.
-    async fn forget(&self) {
+    /// Deletes workspaces past their grace period, and old records.
+    async fn delete_expired(&self) {
         let now = OffsetDateTime::now_utc();
-        // Nobody may take a workspace into use between the look and its deletion.
+        // No session may mount a workspace between the check and its deletion.
         let _gate = self.gate.lock().await;
-        let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
+        let entries: Vec<Arc<SessionEntry>> = self.by_id.lock().values().cloned().collect();
         let (live, mut ended): (Vec<_>, Vec<_>) = entries
             .iter()
             .map(|entry| entry.record())
@@ -131,7 +134,7 @@ impl Sessions {
                 .any(|record| record.session.workspace_id == workspace.workspace_id);
             if !in_use && workspace.delete_at.is_some_and(|at| at <= now) {
                 if let Err(error) = self.delete_workspace(workspace.workspace_id).await {
-                    tracing::warn!(%error, "Deleting a workspace whose grace is over failed; it is tried again.");
+                    tracing::warn!(%error, "Failed to delete an expired workspace; will retry.");
                 }
                 deleted = true;
             }
@@ -139,8 +142,8 @@ impl Sessions {
         // The sandbox of a job is forgotten with its job.
         ended.retain(|record| record.job_id.is_none());
         ended.sort_by_key(|record| record.session.ended_at);
-        let excess = ended.len().saturating_sub(MAX_REMEMBERED);
-        let remember = REMEMBER.max(time::Duration::seconds(
+        let excess = ended.len().saturating_sub(MAX_ENDED_SESSIONS);
+        let retention = RECORD_RETENTION.max(time::Duration::seconds(
             i64::try_from(self.config.workspace_grace_seconds).unwrap_or(i64::MAX),
         ));
         for (index, record) in ended.iter().enumerate() {
@@ -148,10 +151,10 @@ impl Sessions {
                 || record
                     .session
                     .ended_at
-                    .is_some_and(|at| now - at > remember)
+                    .is_some_and(|at| now - at > retention)
             {
                 let id = record.session.session_id;
-                self.known.lock().remove(&id);
+                self.by_id.lock().remove(&id);
                 drop(self.journal.discard(&self.journal.session_directory(id)));
                 deleted = true;
             }

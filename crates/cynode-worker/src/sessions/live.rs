@@ -15,34 +15,34 @@ use time::OffsetDateTime;
 use tokio::sync::watch;
 
 use crate::{
-    disk::Claim,
+    disk::DiskUsage,
     process,
     runtime::Runtime,
     sandbox::{AgentLink, InitProcess},
 };
 
-/// How often something that waits looks whether the sandbox is still there.
-const LOOK: Duration = Duration::from_secs(1);
+/// How often a blocked task checks that the sandbox still exists.
+const ALIVE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(crate) struct Live {
     pub(crate) container: String,
     pub(crate) init: InitProcess,
     pub(crate) runtime: Arc<dyn Runtime>,
-    /// Absent when commands run by the runtime's own exec.
+    /// Absent when commands run through the runtime's exec call.
     link: Option<AgentLink>,
-    /// Set when the container is no longer wanted, before it is removed.
+    /// Set when the container is about to be removed.
     closed: AtomicBool,
     active: AtomicUsize,
     last_active: Mutex<Instant>,
     oom_kills: AtomicU64,
-    /// When everything in it was last killed to save the node's disk.
+    /// When everything in it was last killed to protect the node's disk.
     stopped: Mutex<Option<OffsetDateTime>>,
     stopping: AtomicUsize,
-    /// What its disk had of the node's before anything ran in it; not known of one that was adopted.
-    first_claim: Option<Claim>,
-    /// Whether so little is left of the node's disk that output has to wait.
-    no_room: watch::Sender<bool>,
+    /// Usage of its disk before anything ran in it; unknown for an adopted sandbox.
+    initial_usage: Option<DiskUsage>,
+    /// Set while the node's disk is so full that output must wait.
+    output_blocked: watch::Sender<bool>,
 }
 
 impl Live {
@@ -51,10 +51,10 @@ impl Live {
         init: InitProcess,
         runtime: Arc<dyn Runtime>,
         link: Option<AgentLink>,
-        first_claim: Option<Claim>,
+        initial_usage: Option<DiskUsage>,
     ) -> Arc<Self> {
         Arc::new(Self {
-            first_claim,
+            initial_usage,
             container,
             init,
             runtime,
@@ -65,7 +65,7 @@ impl Live {
             oom_kills: AtomicU64::new(process::oom_kills(init.pid).unwrap_or(0)),
             stopped: Mutex::new(None),
             stopping: AtomicUsize::new(0),
-            no_room: watch::Sender::new(false),
+            output_blocked: watch::Sender::new(false),
         })
     }
 
@@ -90,12 +90,12 @@ impl Live {
         self.closed.load(Ordering::SeqCst)
     }
 
-    /// Whether nothing of it can answer any more.
+    /// Returns whether the sandbox can no longer answer.
     pub(crate) fn is_gone(&self) -> bool {
         self.is_closed() || !self.init.is_alive()
     }
 
-    /// Something goes on while the guard lives.
+    /// Marks the session active while the guard lives.
     pub(crate) fn activity(self: &Arc<Self>) -> Activity {
         self.active.fetch_add(1, Ordering::SeqCst);
         Activity(Arc::clone(self))
@@ -109,13 +109,14 @@ impl Live {
         *self.last_active.lock()
     }
 
-    /// Whether the kernel has killed something for memory since the last look.
+    /// Returns whether the kernel's OOM killer has killed a process since the last call.
     pub(crate) fn saw_oom_kill(&self) -> bool {
         process::oom_kills(self.init.pid)
             .is_some_and(|count| self.oom_kills.swap(count, Ordering::SeqCst) < count)
     }
 
-    /// Everything in it is about to be killed because it fills the node's disk.
+    /// Records that everything in the sandbox is about to be killed because it fills the node's
+    /// disk.
     pub(super) fn begin_stop(&self) {
         *self.stopped.lock() = Some(OffsetDateTime::now_utc());
         self.stopping.fetch_add(1, Ordering::SeqCst);
@@ -129,42 +130,44 @@ impl Live {
         self.stopping.load(Ordering::SeqCst) > 0
     }
 
-    /// Whether everything in it was killed for that after this moment.
+    /// Returns whether such a kill happened after `moment`.
     pub(crate) fn was_stopped_after(&self, moment: OffsetDateTime) -> bool {
         self.stopped.lock().is_some_and(|stopped| stopped >= moment)
     }
 
-    pub(super) const fn first_claim(&self) -> Option<Claim> {
-        self.first_claim
+    pub(super) const fn initial_usage(&self) -> Option<DiskUsage> {
+        self.initial_usage
     }
 
-    pub(super) fn set_no_room(&self, no_room: bool) {
-        self.no_room
-            .send_if_modified(|now| std::mem::replace(now, no_room) != no_room);
+    pub(super) fn block_output(&self, blocked: bool) {
+        self.output_blocked
+            .send_if_modified(|now| std::mem::replace(now, blocked) != blocked);
     }
 
-    /// Waits while the last of the node's disk is kept for records: what a command says stays with its agent.
-    pub(crate) async fn room_for_output(&self) {
-        if *self.no_room.borrow() {
-            let mut no_room = self.no_room.subscribe();
+    /// Waits while the last of the node's disk is reserved for records. Unread output stays with
+    /// the agent.
+    pub(crate) async fn wait_for_output_space(&self) {
+        if *self.output_blocked.borrow() {
+            let mut blocked = self.output_blocked.subscribe();
             while !self.is_gone()
-                && tokio::time::timeout(LOOK, no_room.wait_for(|no_room| !*no_room))
+                && tokio::time::timeout(ALIVE_CHECK_INTERVAL, blocked.wait_for(|blocked| !*blocked))
                     .await
                     .is_err()
             {}
         }
     }
 
-    /// The last means against a sandbox that does not obey.
+    /// Last resort against a sandbox that does not respond.
     pub(crate) async fn kill_container(&self) {
         if !self.is_closed()
             && let Err(error) = self.runtime.kill(&self.container, "KILL").await
         {
-            tracing::warn!(container = self.container, %error, "Killing a container failed.");
+            tracing::warn!(container = self.container, %error, "Failed to kill a container.");
         }
     }
 }
 
+/// Guard that marks its session active.
 #[derive(Debug)]
 pub(crate) struct Activity(Arc<Live>);
 

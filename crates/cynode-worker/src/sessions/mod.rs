@@ -1,7 +1,8 @@
-//! Sessions: sandboxes that stay.
+//! Sessions: persistent sandboxes.
 //!
-//! Each session is a record in the journal and, while it runs, a live container. Every step of its life is written down
-//! before it is done, and each step can be done again: after a crash the reconciler takes each session up where it was.
+//! A session is a record in the journal and, while it runs, a live container. Each step of its
+//! lifecycle is journaled before it is executed and is idempotent, so after a crash the reconciler
+//! resumes every session where it stopped.
 
 mod create;
 mod end;
@@ -11,6 +12,7 @@ mod job;
 mod life;
 mod live;
 mod pool;
+mod pool_slots;
 mod pressure;
 mod reconcile;
 mod recover;
@@ -39,7 +41,7 @@ use time::OffsetDateTime;
 use tokio::sync::watch;
 
 use crate::{
-    capacity::{Capacity, Parent},
+    capacity::{Capacity, ParentCgroup},
     config::Config,
     disk::Disks,
     execs::SessionExecs,
@@ -48,19 +50,19 @@ use crate::{
     runtime::{self, Runtime},
 };
 
-pub(crate) use create::Created;
-pub(crate) use end::Ending;
+pub(crate) use create::CreateOutcome;
+pub(crate) use end::EndRequest;
 pub(crate) use environment::exec_environment;
 pub(crate) use fill::Upstream;
-pub(crate) use job::Room;
+pub(crate) use job::Admission;
 pub(crate) use live::{Activity, Live};
 pub(crate) use validate::check_version;
 
-/// How long a caller waits for a worker that still takes up what an earlier one left.
-const SETTLE_WAIT: Duration = Duration::from_secs(10);
+/// How long a caller waits while the worker still recovers earlier sessions.
+const RECONCILE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a caller of create waits before it is answered with `creating`.
-const CREATE_WAIT: Duration = Duration::from_secs(60);
+/// How long a create call waits before it returns a session in state `creating`.
+const CREATE_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
 pub(crate) struct Sessions {
@@ -69,30 +71,31 @@ pub(crate) struct Sessions {
     pub(crate) runtime: Arc<dyn Runtime>,
     journal: Journal,
     ids: IdBlocks,
-    /// The agent's binary in this worker's own store, by its hash.
+    /// The agent's binary in this worker's store, named by its hash.
     agent_binary: PathBuf,
-    /// What this node has for sandboxes.
+    /// The resources of this node available to sandboxes.
     pub(crate) capacity: Capacity,
-    /// The cgroup of all sandboxes, where the host has one.
-    parent: Option<Parent>,
+    /// The cgroup of all sandboxes, on hosts that have one.
+    parent: Option<ParentCgroup>,
     disks: Result<Disks, String>,
-    /// What `default` means: as configured, until an orchestrator says otherwise.
+    /// The image that `default` resolves to: from the configuration, or from the orchestrator.
     pub(crate) default_image: Mutex<String>,
-    /// Where artifacts come from, once an orchestrator knows this node.
+    /// The source of artifacts, once this node is registered with an orchestrator.
     upstream: Mutex<Option<Upstream>>,
     pool: pool::Pool,
-    /// Sandboxes that could not be removed, with their ids.
-    doomed: Mutex<Vec<(SandboxId, u32)>>,
-    known: Mutex<HashMap<SessionId, Arc<Entry>>>,
-    /// Held from the look for a session's id to its admission: of two callers at once, one creates.
+    /// Sandboxes whose removal failed, with their id blocks.
+    pending_removals: Mutex<Vec<(SandboxId, u32)>>,
+    by_id: Mutex<HashMap<SessionId, Arc<SessionEntry>>>,
+    /// Held from the lookup of a session id to the admission, so that concurrent calls with one id
+    /// create one session.
     gate: tokio::sync::Mutex<()>,
-    /// Why not everything that an earlier worker left is seen to; `None` once it is.
-    unsettled: watch::Sender<Option<String>>,
+    /// Why earlier sessions are not all recovered yet; `None` once they are.
+    unreconciled: watch::Sender<Option<String>>,
 }
 
-/// What a worker brings to its sessions.
+/// The dependencies of `Sessions`.
 #[derive(Debug)]
-pub(crate) struct Means {
+pub(crate) struct SessionsConfig {
     pub(crate) config: Config,
     pub(crate) runtime: Arc<dyn Runtime>,
     pub(crate) journal: Journal,
@@ -100,27 +103,27 @@ pub(crate) struct Means {
     pub(crate) ids: IdBlocks,
     pub(crate) agent_binary: PathBuf,
     pub(crate) capacity: Capacity,
-    pub(crate) parent: Option<Parent>,
-    /// Or why workspaces can't have disks of their own here.
+    pub(crate) parent: Option<ParentCgroup>,
+    /// An error says why workspaces can't have their own disks on this host.
     pub(crate) disks: Result<Disks, String>,
 }
 
 #[derive(Debug)]
-pub(crate) struct Entry {
+pub(crate) struct SessionEntry {
     record: Mutex<SessionRecord>,
-    /// Held from the reading of the record to the moment when its change is on disk and seen.
+    /// Held while a change of the record is computed, written to disk and published.
     writing: tokio::sync::Mutex<()>,
     live: Mutex<Option<Arc<Live>>>,
     pub(crate) execs: Arc<SessionExecs>,
     state: watch::Sender<SessionState>,
     last_activity: Mutex<Instant>,
-    /// Held while the session's container is made or removed: one such step at a time.
+    /// Held while the session's container is created or removed.
     step: Arc<tokio::sync::Mutex<()>>,
-    /// Why creation failed, for the caller who waits.
+    /// Why creation failed, for the waiting caller.
     failure: Mutex<Option<ApiError>>,
 }
 
-impl Entry {
+impl SessionEntry {
     fn new(record: SessionRecord, execs: SessionExecs) -> Arc<Self> {
         Arc::new(Self {
             state: watch::Sender::new(record.session.state),
@@ -134,8 +137,8 @@ impl Entry {
         })
     }
 
-    /// Whether only its job knows of it.
-    fn is_jobs(&self) -> bool {
+    /// True for the sandbox of a job, which session calls can't see.
+    fn belongs_to_job(&self) -> bool {
         self.record.lock().job_id.is_some()
     }
 
@@ -164,11 +167,11 @@ impl Entry {
         }
     }
 
-    /// The session as callers see it.
     pub(crate) fn id(&self) -> SessionId {
         self.record.lock().session.session_id
     }
 
+    /// The session as callers see it.
     pub(crate) fn object(&self) -> Session {
         let record = self.record();
         let mut session = record.session;
@@ -188,8 +191,8 @@ impl Entry {
 }
 
 impl Sessions {
-    pub(crate) fn new(means: Means) -> std::io::Result<Arc<Self>> {
-        let Means {
+    pub(crate) fn new(means: SessionsConfig) -> std::io::Result<Arc<Self>> {
+        let SessionsConfig {
             config,
             runtime,
             journal,
@@ -200,10 +203,10 @@ impl Sessions {
             parent,
             disks,
         } = means;
-        let mut known = HashMap::new();
+        let mut by_id = HashMap::new();
         for record in recover::recover(&journal, &ids, config.workspace_grace_seconds)? {
             let execs = SessionExecs::open(&journal.session_directory(record.session.session_id))?;
-            known.insert(record.session.session_id, Entry::new(record, execs));
+            by_id.insert(record.session.session_id, SessionEntry::new(record, execs));
         }
         Ok(Arc::new(Self {
             default_image: Mutex::new(config.default_image.clone()),
@@ -218,22 +221,22 @@ impl Sessions {
             parent,
             disks,
             pool: pool::Pool::default(),
-            doomed: Mutex::default(),
-            known: Mutex::new(known),
+            pending_removals: Mutex::default(),
+            by_id: Mutex::new(by_id),
             gate: tokio::sync::Mutex::new(()),
-            unsettled: watch::Sender::new(Some("taking up what an earlier worker left".to_owned())),
+            unreconciled: watch::Sender::new(Some("recovering earlier sessions".to_owned())),
         }))
     }
 
-    /// The session, whatever its state. The sandbox of a job looks like none.
-    pub(crate) fn get(&self, id: SessionId) -> Result<Arc<Entry>, ApiError> {
-        let found = self
-            .known
+    /// Looks up a session in any state. The sandbox of a job is not found.
+    pub(crate) fn get(&self, id: SessionId) -> Result<Arc<SessionEntry>, ApiError> {
+        let entry = self
+            .by_id
             .lock()
             .get(&id)
             .cloned()
-            .filter(|entry| !entry.is_jobs());
-        found.ok_or_else(|| {
+            .filter(|entry| !entry.belongs_to_job());
+        entry.ok_or_else(|| {
             ApiError::new(
                 ErrorCode::SessionNotFound,
                 format!("no session {id} on this node"),
@@ -241,8 +244,8 @@ impl Sessions {
         })
     }
 
-    /// The session with its container, for a call into it.
-    pub(crate) fn live(&self, id: SessionId) -> Result<(Arc<Entry>, Arc<Live>), ApiError> {
+    /// Looks up a running session with its container.
+    pub(crate) fn live(&self, id: SessionId) -> Result<(Arc<SessionEntry>, Arc<Live>), ApiError> {
         let entry = self.get(id)?;
         match entry.state() {
             SessionState::Running => {}
@@ -255,19 +258,19 @@ impl Sessions {
         let live = entry.live.lock().clone().ok_or_else(|| {
             ApiError::new(
                 ErrorCode::NotRunning,
-                format!("session {id} is being taken up again after a restart of the worker"),
+                format!("session {id} is being recovered after a worker restart"),
             )
         })?;
         Ok((entry, live))
     }
 
-    /// Oldest first, without those of jobs.
-    pub(crate) fn entries(&self) -> Vec<Arc<Entry>> {
-        let mut entries: Vec<Arc<Entry>> = self
-            .known
+    /// All sessions, oldest first, without the sandboxes of jobs.
+    pub(crate) fn entries(&self) -> Vec<Arc<SessionEntry>> {
+        let mut entries: Vec<Arc<SessionEntry>> = self
+            .by_id
             .lock()
             .values()
-            .filter(|entry| !entry.is_jobs())
+            .filter(|entry| !entry.belongs_to_job())
             .cloned()
             .collect();
         entries.sort_by_cached_key(|entry| {
@@ -278,17 +281,17 @@ impl Sessions {
     }
 
     pub(crate) fn live_count(&self) -> usize {
-        self.known
+        self.by_id
             .lock()
             .values()
             .filter(|entry| entry.record.lock().is_live())
             .count()
     }
 
-    /// What the memory limits of all sandboxes add up to, those that wait to be claimed not counted.
+    /// Sum of the memory limits of all live sandboxes, without unclaimed spares.
     fn promised_memory(&self) -> u64 {
-        let known = self.known.lock();
-        let records = known.values().map(|entry| entry.record.lock());
+        let by_id = self.by_id.lock();
+        let records = by_id.values().map(|entry| entry.record.lock());
         records
             .filter(|record| record.is_live())
             .fold(0, |sum, record| {
@@ -296,33 +299,39 @@ impl Sessions {
             })
     }
 
-    /// Waits until new work can be taken, for as long as a caller can be made to wait.
-    pub(crate) async fn wait_until_settled(&self) -> Result<(), ApiError> {
-        let mut unsettled = self.unsettled.subscribe();
-        match tokio::time::timeout(SETTLE_WAIT, unsettled.wait_for(Option::is_none)).await {
+    /// Waits until the worker accepts new work, up to `RECONCILE_TIMEOUT`.
+    pub(crate) async fn wait_until_reconciled(&self) -> Result<(), ApiError> {
+        let mut unreconciled = self.unreconciled.subscribe();
+        match tokio::time::timeout(RECONCILE_TIMEOUT, unreconciled.wait_for(Option::is_none)).await
+        {
             Ok(_) => Ok(()),
             Err(_) => Err(ApiError::new(
                 ErrorCode::RuntimeUnavailable,
-                self.unsettled().unwrap_or_default(),
+                self.unreconciled().unwrap_or_default(),
             )),
         }
     }
 
-    /// Waits until everything that an earlier worker left is seen to.
-    pub(crate) async fn settled(&self) {
-        drop(self.unsettled.subscribe().wait_for(Option::is_none).await);
+    /// Waits until all earlier sessions are recovered.
+    pub(crate) async fn reconciled(&self) {
+        drop(
+            self.unreconciled
+                .subscribe()
+                .wait_for(Option::is_none)
+                .await,
+        );
     }
 
-    /// Why new work has to wait, if it has to.
-    pub(crate) fn unsettled(&self) -> Option<String> {
-        self.unsettled.borrow().clone()
+    /// Why the worker does not accept new work yet, if so.
+    pub(crate) fn unreconciled(&self) -> Option<String> {
+        self.unreconciled.borrow().clone()
     }
 
-    /// Changes a record: written down first, then seen. Goes to its end even when the caller goes away, so that what is on
-    /// disk and what is seen do not part.
+    /// Changes a record on disk, then in memory. Runs to completion even if the caller disconnects,
+    /// so that the two stay consistent.
     async fn update(
         &self,
-        entry: &Arc<Entry>,
+        entry: &Arc<SessionEntry>,
         change: impl FnOnce(&mut SessionRecord) + Send + 'static,
     ) -> std::io::Result<()> {
         let (journal, entry) = (self.journal.clone(), Arc::clone(entry));
@@ -391,15 +400,15 @@ pub(crate) fn journal_error(error: &std::io::Error) -> ApiError {
     ApiError::new(code, format!("writing the journal: {error}"))
 }
 
-/// A runtime's failure as a caller sees it.
-pub(crate) fn runtime_problem(error: &runtime::Error) -> Problem {
+/// Maps a runtime error to the problem that callers see.
+pub(crate) fn runtime_problem(error: &runtime::RuntimeError) -> Problem {
     let code = match error {
-        runtime::Error::Timeout { .. }
-        | runtime::Error::Unavailable(_)
-        | runtime::Error::Unreached(_) => ErrorCode::RuntimeUnavailable,
-        runtime::Error::NotFound(_)
-        | runtime::Error::NameInUse(_)
-        | runtime::Error::Refused { .. } => ErrorCode::Internal,
+        runtime::RuntimeError::Timeout { .. }
+        | runtime::RuntimeError::Unavailable(_)
+        | runtime::RuntimeError::Unreached(_) => ErrorCode::RuntimeUnavailable,
+        runtime::RuntimeError::NotFound(_)
+        | runtime::RuntimeError::NameInUse(_)
+        | runtime::RuntimeError::Refused { .. } => ErrorCode::Internal,
     };
     Problem::new(code, error.to_string())
 }

@@ -1,9 +1,11 @@
-//! Warm sandboxes: made ahead, each proven by a command, claimed by one write to the journal.
+//! A pool of warm sandboxes, each started ahead and checked by a command, and claimed with one
+//! journal write.
 //!
-//! What must stay true: a spare has never run a command of anybody's, and is used once. It has an empty workspace of its own
-//! and no task; a session that claims it is in the journal before its caller hears of it, with the sandbox's process and
-//! workspace. Spares themselves are in no journal: a worker that dies leaves containers that no session wants, and the next
-//! one removes them. So what a spare depends on (profile, agent, OCI runtime) never outlives the worker that chose it.
+//! Invariants: no caller's command has ever run in a spare, and a spare is used once. It has its
+//! own empty workspace and no task. A session that claims a spare is journaled with the sandbox's
+//! process and workspace before the caller is answered. Spares themselves are not journaled: after
+//! a crash their containers are orphans, which the next worker removes. A spare's seccomp profile,
+//! agent and OCI runtime therefore always match the worker that uses it.
 
 use std::{
     sync::Arc,
@@ -20,31 +22,34 @@ use tokio::sync::Notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use super::{
-    Entry, Sessions, blocking,
-    start::{Sandbox, Started},
+    SessionEntry, Sessions, blocking,
+    pool_slots::{Eviction, PoolSlots},
+    start::{Sandbox, StartedSandbox},
 };
 use crate::{
     journal::{SessionRecord, WorkspaceRecord},
-    sandbox::{ANSWER, unavailable},
+    sandbox::{REPLY_TIMEOUT, unavailable},
 };
 
-/// How often the pool is looked at when nothing was claimed.
-const LOOK: Duration = Duration::from_secs(5);
-/// Made at once: each takes most of a processor.
-const AT_ONCE: usize = 2;
-/// After a failure, at first and at most.
-const PAUSE: Duration = Duration::from_secs(1);
-/// How often the record of a claimed workspace is tried; when all fail, the next start makes it from the session's.
-const RECORD_TRIES: u32 = 10;
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// The pool has at most this part of the blocks of ids: kept workspaces hold theirs, and an ordinary user has few.
-const PART_OF_IDS: usize = 4;
-/// How long somebody who needs a spare's ids waits for its removal.
-const GIVING_UP: Duration = Duration::from_secs(30);
+/// How often the pool is checked when nothing was claimed.
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
+/// Each start takes most of a CPU.
+const MAX_CONCURRENT_STARTS: usize = 2;
+/// Back-off after a failed start.
+const FIRST_BACKOFF: Duration = Duration::from_secs(1);
+const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
+/// Attempts to write the record of a claimed workspace. If all fail, the next worker start
+/// recreates it from the session's record.
+const RECORD_ATTEMPTS: u32 = 10;
+/// The pool leaves the other id blocks to sessions: retained workspaces keep theirs, and a rootless
+/// worker has few.
+const ID_BLOCKS_PER_SPARE: usize = 4;
+/// How long an allocation waits for the ids of an evicted spare.
+const EVICTION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What a spare must have in common with a request to serve it.
+/// The properties that a spare and a request must share.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Key {
+pub(super) struct PoolKey {
     pub(super) image_id: String,
     pub(super) limits: Limits,
     pub(super) network_policy: NetworkPolicy,
@@ -52,116 +57,46 @@ pub(super) struct Key {
 
 #[derive(Debug)]
 pub(super) struct Spare {
-    key: Key,
+    key: PoolKey,
     sandbox: Sandbox,
-    started: Started,
+    started: StartedSandbox,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Pool {
-    places: Mutex<Places<Spare>>,
-    /// A spare was claimed or given up.
+    slots: Mutex<PoolSlots<Spare>>,
+    /// Notified when a spare is claimed or evicted.
     changed: Notify,
-    /// A spare is gone, and its ids may be free.
-    gone: Notify,
-    /// Spares on their way out.
-    leaving: TaskTracker,
+    /// Notified when a spare is removed and its ids may be free.
+    removed: Notify,
+    /// Removals in flight.
+    removing: TaskTracker,
 }
 
-/// Spares by what is to become of them.
-#[derive(Debug)]
-struct Places<S> {
-    ready: Vec<S>,
-    making: usize,
-    /// Of those that are being made, so many are no longer wanted. A start is not cut off in the middle: they go when they are
-    /// there.
-    unwanted: usize,
-    /// Being removed.
-    leaving: usize,
-}
-
-impl<S> Default for Places<S> {
-    fn default() -> Self {
-        Self {
-            ready: Vec::new(),
-            making: 0,
-            unwanted: 0,
-            leaving: 0,
-        }
-    }
-}
-
-/// Which spare was given up.
-#[derive(Debug, PartialEq, Eq)]
-enum GivenUp<S> {
-    Ready(S),
-    /// One that is being made.
-    Coming,
-    /// There is none.
-    None,
-}
-
-impl<S> Places<S> {
-    /// Spares that are there or being made, and wanted.
-    fn count(&self) -> usize {
-        self.ready.len() + self.making - self.unwanted
-    }
-
-    /// One was made. It is given back when it is no longer wanted, to be removed.
-    fn made(&mut self, spare: S) -> Option<S> {
-        self.making -= 1;
-        if self.unwanted == 0 {
-            self.ready.push(spare);
-            return None;
-        }
-        self.unwanted -= 1;
-        self.leaving += 1;
-        Some(spare)
-    }
-
-    /// One could not be made.
-    fn failed(&mut self) {
-        self.making -= 1;
-        self.unwanted = self.unwanted.min(self.making);
-    }
-
-    fn give_up(&mut self) -> GivenUp<S> {
-        if let Some(spare) = self.ready.pop() {
-            self.leaving += 1;
-            return GivenUp::Ready(spare);
-        }
-        if self.unwanted < self.making {
-            self.unwanted += 1;
-            return GivenUp::Coming;
-        }
-        GivenUp::None
-    }
-}
-
-/// How many of the wanted spares there are ids for; `None` when all sandboxes share theirs.
-fn bounded(wanted: usize, blocks: Option<usize>) -> usize {
-    wanted.min(blocks.map_or(usize::MAX, |blocks| blocks / PART_OF_IDS))
+/// The pool size that the id blocks allow; `None` if all sandboxes share one range.
+fn effective_size(wanted: usize, blocks: Option<usize>) -> usize {
+    wanted.min(blocks.map_or(usize::MAX, |blocks| blocks / ID_BLOCKS_PER_SPARE))
 }
 
 impl Pool {
-    /// Spares that are there or being made.
+    /// Spares that are ready or starting.
     pub(super) fn count(&self) -> usize {
-        self.places.lock().count()
+        self.slots.lock().count()
     }
 
     #[expect(clippy::cast_precision_loss, reason = "a few")]
     fn measure(&self) {
-        metrics::gauge!("cynode_pool_ready").set(self.places.lock().ready.len() as f64);
+        metrics::gauge!("cynode_pool_ready").set(self.slots.lock().ready.len() as f64);
     }
 }
 
 impl Sessions {
-    /// How many spares are kept.
+    /// The effective size of the pool.
     fn pool_size(&self) -> usize {
-        bounded(self.config.pool_size, self.ids.count())
+        effective_size(self.config.pool_size, self.ids.count())
     }
 
-    /// What the memory limits of the spares, and of so many more, add up to.
+    /// Sum of the memory limits of the spares and of `more` further ones.
     pub(super) fn spare_memory(&self, more: usize) -> u64 {
         self.capacity
             .default_limits()
@@ -169,35 +104,36 @@ impl Sessions {
             .saturating_mul((self.pool.count() + more) as u64)
     }
 
-    /// Takes a spare that fits. One whose process is gone serves nobody.
-    pub(super) fn claim(self: &Arc<Self>, key: &Key) -> Option<Spare> {
+    /// Takes a matching spare; discards those whose process has died.
+    pub(super) fn claim(self: &Arc<Self>, key: &PoolKey) -> Option<Spare> {
         if self.pool_size() == 0 {
             return None;
         }
-        let found = loop {
-            let found = {
-                let ready = &mut self.pool.places.lock().ready;
+        let spare = loop {
+            let spare = {
+                let ready = &mut self.pool.slots.lock().ready;
                 let position = ready.iter().position(|spare| spare.key == *key);
                 position.map(|position| ready.remove(position))
             };
-            match found {
-                Some(spare) if !spare.started.live.init.is_alive() => self.throw_away(spare),
-                found => break found,
+            match spare {
+                Some(spare) if !spare.started.live.init.is_alive() => self.discard_spare(spare),
+                spare => break spare,
             }
         };
-        metrics::counter!("cynode_pool_claims_total", "result" => if found.is_some() { "hit" } else { "miss" }).increment(1);
+        let result = if spare.is_some() { "hit" } else { "miss" };
+        metrics::counter!("cynode_pool_claims_total", "result" => result).increment(1);
         self.pool.measure();
         self.pool.changed.notify_one();
-        found
+        spare
     }
 
-    /// Makes a spare the sandbox of a session: one write.
+    /// Turns a spare into the sandbox of a session with one journal write.
     pub(super) async fn bind(
         self: &Arc<Self>,
         spare: Spare,
         mut record: SessionRecord,
-        begun: Instant,
-    ) -> Result<Arc<Entry>, ApiError> {
+        begun_at: Instant,
+    ) -> Result<Arc<SessionEntry>, ApiError> {
         let Spare {
             sandbox, started, ..
         } = &spare;
@@ -208,7 +144,7 @@ impl Sessions {
         record.session.unenforced.clone_from(&started.unenforced);
         record.session.warm = true;
         record.session.state = SessionState::Running;
-        record.session.create_duration_ms = u64::try_from(begun.elapsed().as_millis()).ok();
+        record.session.create_duration_ms = u64::try_from(begun_at.elapsed().as_millis()).ok();
         let workspace = WorkspaceRecord {
             workspace_id: sandbox.workspace_id,
             task_id: record.session.task_id,
@@ -216,10 +152,10 @@ impl Sessions {
             delete_at: None,
             disk_bytes: sandbox.disk_bytes,
         };
-        let (entry, step) = match self.write_down(record).await {
+        let (entry, step) = match self.record_session(record).await {
             Ok(written) => written,
             Err(error) => {
-                self.throw_away(spare);
+                self.discard_spare(spare);
                 return Err(error);
             }
         };
@@ -227,30 +163,30 @@ impl Sessions {
         *entry.live.lock() = Some(Arc::clone(&live));
         self.watch(&entry, live);
         metrics::histogram!("cynode_session_create_seconds", "warm" => "true")
-            .record(begun.elapsed().as_secs_f64());
-        // The workspace's own record repeats what the session's says and is made from it when it is missing. Whoever ends the
-        // session waits for it by the step's lock; the caller need not.
+            .record(begun_at.elapsed().as_secs_f64());
+        // The workspace's record repeats the session's and can be recreated from it, so the caller
+        // need not wait. Ending the session waits for the step lock.
         let journal = self.journal.clone();
         tokio::spawn(async move {
-            for _ in 0..RECORD_TRIES {
+            for _ in 0..RECORD_ATTEMPTS {
                 let (journal, workspace) = (journal.clone(), workspace.clone());
                 match blocking(move || journal.write_workspace(&workspace)).await {
                     Ok(()) => break,
                     Err(error) => {
-                        tracing::error!(%error, "Recording the workspace of a claimed sandbox failed.")
+                        tracing::error!(%error, "Failed to record a claimed workspace.");
                     }
                 }
-                tokio::time::sleep(PAUSE).await;
+                tokio::time::sleep(FIRST_BACKOFF).await;
             }
             drop(step);
         });
         Ok(entry)
     }
 
-    /// Whether a spare other than this one has these ids.
-    pub(super) fn spare_has(&self, id: SandboxId, id_block: u32) -> bool {
+    /// Returns whether a spare other than `id` uses this id block.
+    pub(super) fn spare_uses_block(&self, id: SandboxId, id_block: u32) -> bool {
         self.pool
-            .places
+            .slots
             .lock()
             .ready
             .iter()
@@ -259,65 +195,65 @@ impl Sessions {
 
     pub(super) fn is_spare(&self, id: SandboxId) -> bool {
         self.pool
-            .places
+            .slots
             .lock()
             .ready
             .iter()
             .any(|spare| spare.sandbox.sandbox_id == id)
     }
 
-    /// Makes room for a sandbox that somebody wants now. False when no spare is left to be given up.
-    pub(super) fn give_up_a_spare(self: &Arc<Self>) -> bool {
-        // A place of its own: the lock must be free when the removal begins.
-        let given_up = self.pool.places.lock().give_up();
-        match given_up {
-            GivenUp::Ready(spare) => self.spawn_removal(spare),
-            GivenUp::Coming => {}
-            GivenUp::None => return false,
+    /// Evicts a spare to make room. Returns false if there is none.
+    pub(super) fn evict_spare(self: &Arc<Self>) -> bool {
+        // A separate statement: the lock must be released before the removal starts.
+        let eviction = self.pool.slots.lock().evict();
+        match eviction {
+            Eviction::Ready(spare) => self.spawn_removal(spare),
+            Eviction::Starting => {}
+            Eviction::None => return false,
         }
         self.pool.measure();
         true
     }
 
-    /// A block of ids for somebody who wants it now. When all are used, spares give up theirs. The gate is held: no new spare
-    /// takes what comes free.
-    pub(super) async fn take_ids(self: &Arc<Self>) -> Option<u32> {
-        let deadline = tokio::time::Instant::now() + GIVING_UP;
+    /// Allocates a block of ids, evicting spares when none is free. The caller holds the gate, so
+    /// no new spare takes a freed block.
+    pub(super) async fn allocate_id_block(self: &Arc<Self>) -> Option<u32> {
+        let deadline = tokio::time::Instant::now() + EVICTION_TIMEOUT;
         loop {
-            let mut gone = std::pin::pin!(self.pool.gone.notified());
-            gone.as_mut().enable();
-            if let Some(block) = self.ids.take() {
+            let mut removed = std::pin::pin!(self.pool.removed.notified());
+            removed.as_mut().enable();
+            if let Some(block) = self.ids.allocate() {
                 return Some(block);
             }
-            let coming = {
-                let places = self.pool.places.lock();
-                places.leaving + places.unwanted
+            let pending = {
+                let slots = self.pool.slots.lock();
+                slots.removing + slots.evicted
             };
-            if coming == 0 && !self.give_up_a_spare() {
+            if pending == 0 && !self.evict_spare() {
                 return None;
             }
-            tokio::time::timeout_at(deadline, gone).await.ok()?;
+            tokio::time::timeout_at(deadline, removed).await.ok()?;
         }
     }
 
-    fn throw_away(self: &Arc<Self>, spare: Spare) {
-        self.pool.places.lock().leaving += 1;
+    fn discard_spare(self: &Arc<Self>, spare: Spare) {
+        self.pool.slots.lock().removing += 1;
         self.spawn_removal(spare);
     }
 
-    /// Removes a spare that is counted as leaving.
+    /// Removes a spare already counted in `removing`.
     fn spawn_removal(self: &Arc<Self>, spare: Spare) {
         let sessions = Arc::clone(self);
-        self.pool.leaving.spawn(async move {
+        self.pool.removing.spawn(async move {
             sessions
                 .remove_spare(&spare.sandbox, Some(&spare.started))
                 .await;
-            sessions.pool.places.lock().leaving -= 1;
-            sessions.pool.gone.notify_waiters();
+            sessions.pool.slots.lock().removing -= 1;
+            sessions.pool.removed.notify_waiters();
         });
     }
 
-    async fn remove_spare(&self, sandbox: &Sandbox, started: Option<&Started>) {
+    async fn remove_spare(&self, sandbox: &Sandbox, started: Option<&StartedSandbox>) {
         if let Some(started) = started {
             started.live.close();
         }
@@ -334,41 +270,44 @@ impl Sessions {
             Err(error) => Err(error),
         };
         match removed {
-            Ok(()) => self.ids.give_back(sandbox.id_block),
+            Ok(()) => self.ids.release(sandbox.id_block),
             Err(error) => {
-                tracing::warn!(%error, "Removing the workspace of a spare sandbox failed; the next start tries again.")
+                tracing::warn!(
+                    %error,
+                    "Failed to remove the workspace of a spare sandbox; the next start retries."
+                );
             }
         }
         drop(self.empty_trash().await);
     }
 
-    /// Keeps the pool full until it is told to stop; then empties it.
-    pub(crate) async fn keep_pool(self: Arc<Self>, stop: CancellationToken) {
+    /// Keeps the pool full until stopped, then empties it.
+    pub(crate) async fn run_pool(self: Arc<Self>, stop: CancellationToken) {
         if self.pool_size() == 0 || self.config.exec_via != ExecVia::Agent {
             return;
         }
         if self.pool_size() < self.config.pool_size {
             tracing::warn!(
                 pool_size = self.pool_size(),
-                "There are few ids for sandboxes here; the pool is kept smaller than worker.pool_size."
+                "Too few ids for worker.pool_size; the pool is smaller."
             );
         }
-        if stop.run_until_cancelled(self.settled()).await.is_none() {
+        if stop.run_until_cancelled(self.reconciled()).await.is_none() {
             return;
         }
-        let mut pause = PAUSE;
+        let mut backoff = FIRST_BACKOFF;
         loop {
             let filled = self.fill(&stop).await;
             let wait = match &filled {
                 Ok(()) => {
-                    pause = PAUSE;
-                    LOOK
+                    backoff = FIRST_BACKOFF;
+                    CHECK_INTERVAL
                 }
                 Err(error) => {
-                    tracing::warn!(error = %error.0, "Making a spare sandbox failed; trying again.");
+                    tracing::warn!(error = %error, "Failed to start a spare sandbox; retrying.");
                     metrics::counter!("cynode_pool_failures_total").increment(1);
-                    pause = (pause * 2).min(LONGEST_PAUSE);
-                    pause
+                    backoff = (backoff * 2).min(LONGEST_BACKOFF);
+                    backoff
                 }
             };
             tokio::select! {
@@ -377,24 +316,24 @@ impl Sessions {
                 () = tokio::time::sleep(wait) => {}
             }
         }
-        let spares = std::mem::take(&mut self.pool.places.lock().ready);
+        let spares = std::mem::take(&mut self.pool.slots.lock().ready);
         for spare in spares {
-            self.throw_away(spare);
+            self.discard_spare(spare);
         }
-        self.pool.leaving.close();
-        self.pool.leaving.wait().await;
+        self.pool.removing.close();
+        self.pool.removing.wait().await;
     }
 
-    /// Gives up what no request can get any more, and makes what is missing.
+    /// Removes spares that no longer match the defaults, and starts missing ones.
     async fn fill(self: &Arc<Self>, stop: &CancellationToken) -> Result<(), ApiError> {
         let image_id = self.image("default", None).await?.id;
-        let key = Key {
+        let key = PoolKey {
             image_id,
             limits: self.capacity.default_limits(),
             network_policy: NetworkPolicy::default(),
         };
         let stale: Vec<Spare> = {
-            let ready = &mut self.pool.places.lock().ready;
+            let ready = &mut self.pool.slots.lock().ready;
             let (good, stale) = std::mem::take(ready)
                 .into_iter()
                 .partition(|spare| spare.key == key && spare.started.live.init.is_alive());
@@ -402,35 +341,36 @@ impl Sessions {
             stale
         };
         for spare in stale {
-            self.throw_away(spare);
+            self.discard_spare(spare);
         }
-        let mut making = tokio::task::JoinSet::new();
+        let mut starting = tokio::task::JoinSet::new();
         let mut failed = None;
         loop {
-            while failed.is_none() && making.len() < AT_ONCE && !stop.is_cancelled() {
+            while failed.is_none() && starting.len() < MAX_CONCURRENT_STARTS && !stop.is_cancelled()
+            {
                 let Some(id_block) = self.reserve_spare().await else {
                     break;
                 };
                 let (sessions, key) = (Arc::clone(self), key.clone());
-                making.spawn(async move { sessions.make_spare(key, id_block).await });
+                starting.spawn(async move { sessions.start_spare(key, id_block).await });
             }
-            match making.join_next().await {
+            match starting.join_next().await {
                 None => return failed.map_or(Ok(()), Err),
                 Some(Ok(Ok(()))) => {}
                 Some(Ok(Err(error))) => failed = Some(error),
                 Some(Err(_)) => {
                     failed = Some(ApiError::new(
                         ErrorCode::Internal,
-                        "making a spare sandbox was interrupted",
-                    ))
+                        "starting a spare sandbox was interrupted",
+                    ));
                 }
             }
         }
     }
 
-    /// Counts one more spare, when there is room and a block of ids for it.
+    /// Reserves a slot and a block of ids for one more spare, if there is capacity.
     async fn reserve_spare(&self) -> Option<u32> {
-        // Nobody who is being admitted may find his place taken.
+        // Must not compete with an admission in progress.
         let _gate = self.gate.lock().await;
         let count = self.pool.count();
         let is_full = self.live_count() + count >= self.config.max_sandboxes
@@ -439,13 +379,13 @@ impl Sessions {
         if count >= self.pool_size() || is_full || self.check_room().is_err() {
             return None;
         }
-        let id_block = self.ids.take()?;
-        self.pool.places.lock().making += 1;
+        let id_block = self.ids.allocate()?;
+        self.pool.slots.lock().starting += 1;
         Some(id_block)
     }
 
-    async fn make_spare(self: &Arc<Self>, key: Key, id_block: u32) -> Result<(), ApiError> {
-        tracing::debug!("Making a spare sandbox.");
+    async fn start_spare(self: &Arc<Self>, key: PoolKey, id_block: u32) -> Result<(), ApiError> {
+        tracing::debug!("Starting a spare sandbox.");
         let sandbox = Sandbox {
             sandbox_id: SandboxId::generate(),
             image_id: key.image_id.clone(),
@@ -455,7 +395,7 @@ impl Sessions {
             limits: key.limits,
         };
         let made = match self.start(&sandbox).await {
-            Ok(started) => match prove(&started).await {
+            Ok(started) => match check_spare(&started).await {
                 Ok(()) => Ok(started),
                 Err(error) => Err(error),
             },
@@ -463,13 +403,13 @@ impl Sessions {
         };
         match made {
             Ok(started) => {
-                let unwanted = self.pool.places.lock().made(Spare {
+                let evicted = self.pool.slots.lock().add_started(Spare {
                     key,
                     sandbox,
                     started,
                 });
-                if let Some(spare) = unwanted {
-                    tracing::debug!("A spare sandbox is no longer wanted.");
+                if let Some(spare) = evicted {
+                    tracing::debug!("A spare sandbox was evicted while it started.");
                     self.spawn_removal(spare);
                 } else {
                     tracing::debug!("A spare sandbox is ready.");
@@ -479,16 +419,16 @@ impl Sessions {
             }
             Err(error) => {
                 self.remove_spare(&sandbox, None).await;
-                self.pool.places.lock().failed();
-                self.pool.gone.notify_waiters();
+                self.pool.slots.lock().start_failed();
+                self.pool.removed.notify_waiters();
                 Err(error)
             }
         }
     }
 }
 
-/// Runs a command in a spare: what can do that once can do it for a session.
-async fn prove(started: &Started) -> Result<(), ApiError> {
+/// Runs a command in a spare to check that it can serve a session.
+async fn check_spare(started: &StartedSandbox) -> Result<(), ApiError> {
     let request = Request::Exec(ExecStart {
         exec_id: ExecId::generate(),
         argv: vec![AGENT_BINARY.to_owned(), "--version".to_owned()],
@@ -505,21 +445,21 @@ async fn prove(started: &Started) -> Result<(), ApiError> {
         .open(&request)
         .await
         .map_err(unavailable)?;
-    match channel.reply(ANSWER).await? {
+    match channel.reply(REPLY_TIMEOUT).await? {
         Reply::Started { .. } => {}
         other => return Err(crate::sandbox::unexpected(&format!("{other:?}"))),
     }
-    let failed = |what: &str| {
+    let failed = |outcome: &str| {
         ApiError::new(
             ErrorCode::AgentUnavailable,
-            format!("a first command {what}"),
+            format!("the first command in a spare sandbox {outcome}"),
         )
     };
     let ended = async {
         loop {
             match channel.next().await.map_err(unavailable)? {
                 Frame::Output { seq, .. } => {
-                    channel.send(&Frame::Ack(seq)).await.map_err(unavailable)?
+                    channel.send(&Frame::Ack(seq)).await.map_err(unavailable)?;
                 }
                 Frame::Json(json) => match serde_json::from_slice(&json) {
                     Ok(Reply::Exited(report)) if report.code == Some(0) => {
@@ -527,13 +467,13 @@ async fn prove(started: &Started) -> Result<(), ApiError> {
                     }
                     _ => return Err(failed("failed")),
                 },
-                _ => return Err(failed("was answered with nonsense")),
+                _ => return Err(failed("got an unexpected reply")),
             }
         }
     };
-    tokio::time::timeout(ANSWER, ended)
+    tokio::time::timeout(REPLY_TIMEOUT, ended)
         .await
-        .map_err(|_| failed("did not end"))?
+        .map_err(|_| failed("timed out"))?
 }
 
 #[cfg(test)]
@@ -542,44 +482,16 @@ mod tests {
 
     #[test]
     fn a_pool_leaves_most_of_the_ids_to_sessions() {
-        // Of an ordinary user with 65,536 ids, of root, of a runtime with one map for all, and of who has next to none.
+        // A rootless worker with 65,536 ids, root, a runtime with one shared range, and hardly any
+        // ids.
         assert_eq!(
             [
-                bounded(10, Some(32)),
-                bounded(10, Some(512)),
-                bounded(10, None),
-                bounded(10, Some(3))
+                effective_size(10, Some(32)),
+                effective_size(10, Some(512)),
+                effective_size(10, None),
+                effective_size(10, Some(3))
             ],
             [8, 10, 10, 0]
         );
-    }
-
-    #[test]
-    fn spares_are_given_up_whether_they_are_there_or_come() {
-        let mut places = Places {
-            making: 3,
-            ..Places::default()
-        };
-        assert_eq!(places.made("first"), None);
-        assert_eq!(places.count(), 3);
-        assert_eq!(
-            [places.give_up(), places.give_up()],
-            [GivenUp::Ready("first"), GivenUp::Coming]
-        );
-        assert_eq!((places.count(), places.leaving), (1, 1));
-        // Whichever comes first goes; the other stays.
-        assert_eq!(
-            (places.made("second"), places.made("third")),
-            (Some("second"), None)
-        );
-        assert_eq!((places.count(), places.leaving), (1, 2));
-        // One that was given up and failed is not missed.
-        places.making = 1;
-        assert_eq!(
-            [places.give_up(), places.give_up(), places.give_up()],
-            [GivenUp::Ready("third"), GivenUp::Coming, GivenUp::None]
-        );
-        places.failed();
-        assert_eq!((places.count(), places.unwanted), (0, 0));
     }
 }

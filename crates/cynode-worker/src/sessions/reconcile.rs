@@ -1,8 +1,9 @@
-//! After a start: what should run, and what does.
+//! Reconciles sessions with running containers after a worker start.
 //!
-//! Idempotent, takes no input but the journal and the runtime's own list, and may be cut off anywhere: the next start does
-//! it again. Nothing is done by guess: a container of ours that no session wants goes, a session whose process still runs
-//! is adopted by the recorded process, before the runtime is even asked.
+//! Idempotent, and safe to interrupt anywhere: the next start repeats it. Its only inputs are the
+//! journal and the runtime's list of containers. Containers of this node without a session are
+//! removed. A session whose process still runs is adopted by its recorded process, before the
+//! runtime is queried.
 
 use std::{
     collections::HashSet,
@@ -13,23 +14,23 @@ use std::{
 
 use cynode_api::{ExecVia, LABEL_NODE_ID, SessionState};
 
-use super::{Entry, Live, Sessions};
+use super::{Live, SessionEntry, Sessions};
 use crate::{
     disk,
-    execs::{Leftovers, adopt_by_agent},
+    execs::{adopt_by_agent, end_orphans},
     journal::{SessionRecord, container_name},
     sandbox::AgentLink,
 };
 
-/// An agent that is alive connects within moments; under load this is generous.
-const ADOPT_WAIT: Duration = Duration::from_secs(30);
+/// A live agent reconnects at once; this allows for a loaded host.
+const ADOPT_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Sessions {
-    /// Takes up all that an earlier worker left. Returns when everything is in order.
+    /// Recovers all sessions of an earlier worker process.
     pub(crate) async fn reconcile(self: &Arc<Self>) {
         self.sweep_mounts().await;
-        let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
-        // Running sessions first: they only need their sockets back.
+        let entries: Vec<Arc<SessionEntry>> = self.by_id.lock().values().cloned().collect();
+        // Running sessions first: they only need new sockets.
         let mut adopting = tokio::task::JoinSet::new();
         for entry in entries
             .iter()
@@ -39,7 +40,7 @@ impl Sessions {
             adopting.spawn(async move { sessions.adopt(&entry).await });
         }
         adopting.join_all().await;
-        self.remove_strangers().await;
+        self.remove_orphans().await;
         let mut rest = tokio::task::JoinSet::new();
         for entry in entries {
             let sessions = Arc::clone(self);
@@ -51,7 +52,10 @@ impl Sessions {
                     rest.spawn(async move {
                         let _step = entry.step.lock().await;
                         if let Err(error) = sessions.finish_end(&entry).await {
-                            tracing::error!(error = %error.0, "Finishing an end failed; it is tried again.");
+                            tracing::error!(
+                                error = %error,
+                                "Failed to finish ending a session; will retry."
+                            );
                         }
                     });
                 }
@@ -61,10 +65,10 @@ impl Sessions {
         rest.join_all().await;
         self.sweep_directories().await;
         drop(self.empty_trash());
-        self.unsettled.send_replace(None);
+        self.unreconciled.send_replace(None);
     }
 
-    async fn adopt(self: &Arc<Self>, entry: &Arc<Entry>) {
+    async fn adopt(self: &Arc<Self>, entry: &Arc<SessionEntry>) {
         let record = entry.record();
         let Some(init) = record.init.filter(|init| init.is_alive()) else {
             return self
@@ -77,9 +81,9 @@ impl Sessions {
             ExecVia::Agent => match AgentLink::listen(&directory, Some(init)) {
                 Ok(link) => Some(link),
                 Err(error) => {
-                    tracing::error!(%error, "Opening a control socket again failed.");
+                    tracing::error!(%error, "Failed to reopen a control socket.");
                     return self
-                        .lose(entry, "its control socket could not be opened again")
+                        .lose(entry, "its control socket could not be reopened")
                         .await;
                 }
             },
@@ -92,9 +96,9 @@ impl Sessions {
             None,
         );
         if let Ok(link) = live.link() {
-            if !link.present(ADOPT_WAIT).await {
+            if !link.present(ADOPT_TIMEOUT).await {
                 live.kill_container().await;
-                return self.lose(entry, "its agent did not come back").await;
+                return self.lose(entry, "its agent did not reconnect").await;
             }
             if let Err(error) = adopt_by_agent(
                 Arc::clone(&live),
@@ -103,22 +107,22 @@ impl Sessions {
             )
             .await
             {
-                tracing::error!(error = %error.0, "Taking up a session's execs failed.");
-                entry.execs.lose_all();
+                tracing::error!(error = %error, "Failed to adopt a session's execs.");
+                entry.execs.mark_all_lost();
             }
         } else {
-            Leftovers::end(&live, &entry.execs);
+            end_orphans(&live, &entry.execs);
         }
         *entry.live.lock() = Some(Arc::clone(&live));
         entry.touch();
-        // Its job waits for the container and not for a change of state.
+        // Wakes the job, which waits for the container rather than for a state change.
         entry.state.send_modify(|_| {});
         self.watch(entry, live);
         tracing::info!(session_id = %record.session.session_id, "Adopted a session.");
     }
 
-    /// Removes containers of this node that no session wants. Tries until the runtime answers.
-    async fn remove_strangers(&self) {
+    /// Removes containers of this node without a session. Retries until the runtime answers.
+    async fn remove_orphans(&self) {
         let containers = loop {
             match self
                 .runtime
@@ -127,16 +131,15 @@ impl Sessions {
             {
                 Ok(containers) => break containers,
                 Err(error) => {
-                    tracing::error!(%error, "Listing containers failed; trying again.");
-                    self.unsettled.send_replace(Some(format!(
-                        "taking up what an earlier worker left: {error}"
-                    )));
+                    tracing::error!(%error, "Failed to list containers; retrying.");
+                    self.unreconciled
+                        .send_replace(Some(format!("recovering earlier sessions: {error}")));
                     tokio::time::sleep(Duration::from_secs(1)).await;
                 }
             }
         };
         let wanted: HashSet<String> = self
-            .known
+            .by_id
             .lock()
             .values()
             .filter(|entry| entry.live.lock().is_some())
@@ -148,18 +151,23 @@ impl Sessions {
         {
             tracing::info!(
                 container = container.name,
-                "Removing a container that no session wants."
+                "Removing an orphaned container."
             );
             if let Err(error) = self.runtime.remove(&container.name).await {
-                tracing::error!(container = container.name, %error, "Removing it failed.");
+                tracing::error!(
+                    container = container.name,
+                    %error,
+                    "Failed to remove an orphaned container."
+                );
             }
         }
     }
 
-    /// Unmounts disks that no session has: of workspaces that are kept, or that were on their way to the trash.
+    /// Unmounts disks without a session: those of retained workspaces, or of workspaces being
+    /// deleted.
     async fn sweep_mounts(&self) {
         let wanted: HashSet<PathBuf> = self
-            .known
+            .by_id
             .lock()
             .values()
             .map(|entry| entry.record.lock().clone())
@@ -174,15 +182,20 @@ impl Sessions {
             .filter(|path| !wanted.contains(path))
         {
             if let Err(error) = disk::unmount(&mounted).await {
-                tracing::error!(path = %mounted.display(), %error, "Unmounting a disk that no session has failed.");
+                tracing::error!(
+                    path = %mounted.display(),
+                    %error,
+                    "Failed to unmount a disk without a session."
+                );
             }
         }
     }
 
-    /// Removes directories of sandboxes that no session has, and workspaces that a crash left between two writes.
+    /// Removes sandbox directories without a session, and workspaces that a crash left between two
+    /// writes.
     async fn sweep_directories(&self) {
         let (sandboxes, workspaces): (HashSet<_>, HashSet<_>) = self
-            .known
+            .by_id
             .lock()
             .values()
             .map(|entry| {
@@ -197,14 +210,21 @@ impl Sessions {
             if !sandboxes.contains(&Some(id))
                 && let Err(error) = self.journal.discard(&self.journal.sandbox_directory(id))
             {
-                tracing::warn!(container = container_name(id), %error, "Removing a sandbox's directory failed.");
+                tracing::warn!(
+                    container = container_name(id),
+                    %error,
+                    "Failed to remove a sandbox's directory."
+                );
             }
         }
-        // A workspace that no session ever got: the crash came right after it was made. Kept ones belong to a session's
-        // record, or were kept on purpose and carry no date; only those younger than any record can be such leftovers.
+        // Delete workspaces without a session and without files: a crash came right after their
+        // creation. All other retained workspaces have files.
         for workspace in self.journal.workspaces().unwrap_or_default() {
             let (image, data) = self.journal.workspace_disk(workspace.workspace_id);
-            let is_missing = |path: &Path| matches!(fs_err::symlink_metadata(path), Err(error) if error.kind() == std::io::ErrorKind::NotFound);
+            let is_missing = |path: &Path| {
+                fs_err::symlink_metadata(path)
+                    .is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
+            };
             let empty = is_missing(&image) && is_missing(&data);
             if !workspaces.contains(&workspace.workspace_id) && empty {
                 drop(self.delete_workspace(workspace.workspace_id).await);

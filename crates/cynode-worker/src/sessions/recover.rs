@@ -1,4 +1,4 @@
-//! What the journal says at a start, made whole where a crash or a disk left holes.
+//! Reads the journal at startup and repairs what a crash or a bad disk damaged.
 
 use std::{io, os::unix::fs::MetadataExt as _, path::Path};
 
@@ -11,7 +11,8 @@ use crate::{
     journal::{Disposal, Journal, SessionRecord, WorkspaceRecord},
 };
 
-/// Reads the sessions and reserves every block of ids that something may still use. Runs before anything is made.
+/// Reads the sessions and reserves every id block that may still be in use. Must run before
+/// anything is created.
 pub(super) fn recover(
     journal: &Journal,
     ids: &IdBlocks,
@@ -21,7 +22,7 @@ pub(super) fn recover(
     for directory in journal.unrecorded_sessions()? {
         journal.discard(&directory)?;
     }
-    // Reading them sets aside what can't be read.
+    // Reading them sets unreadable records aside.
     drop(journal.workspaces()?);
     for directory in journal.unrecorded_workspaces()? {
         recover_workspace(journal, ids, &sessions, &directory, grace_seconds)?;
@@ -35,8 +36,9 @@ pub(super) fn recover(
     Ok(sessions)
 }
 
-/// A workspace without its record. One that a session names gets it again; of one that was set aside the ids are kept from
-/// others, and a person decides; of the rest nothing was ever used.
+/// Handles a workspace without a record. If a session refers to it, the record is recreated. If its
+/// record was set aside as unreadable, its ids are reserved and an operator decides. Otherwise it
+/// was never used and is discarded.
 fn recover_workspace(
     journal: &Journal,
     ids: &IdBlocks,
@@ -48,14 +50,17 @@ fn recover_workspace(
         .file_name()
         .and_then(|name| name.to_str())
         .and_then(|name| name.parse::<WorkspaceId>().ok());
-    let named = sessions
+    let referrer = sessions
         .iter()
         .filter(|record| Some(record.session.workspace_id) == id)
         .max_by_key(|record| record.is_live());
     let has_files =
         directory.join("data/workspace").is_dir() || directory.join("disk.img").is_file();
-    if let Some(record) = named.filter(|record| record.is_live() || has_files) {
-        tracing::warn!(workspace_id = %record.session.workspace_id, "A workspace's record is gone; it is made again from its session.");
+    if let Some(record) = referrer.filter(|record| record.is_live() || has_files) {
+        tracing::warn!(
+            workspace_id = %record.session.workspace_id,
+            "A workspace has no record; recreating it from its session."
+        );
         return journal.write_workspace(&WorkspaceRecord {
             workspace_id: record.session.workspace_id,
             task_id: record.session.task_id,
@@ -68,7 +73,10 @@ fn recover_workspace(
         });
     }
     if directory.join("workspace.unreadable").exists() && has_files {
-        tracing::warn!(path = %directory.display(), "A workspace's record can't be read and no session names it; it is left for a person to look at.");
+        tracing::warn!(
+            path = %directory.display(),
+            "A workspace's record is unreadable and no session refers to it; left for an operator."
+        );
         if let Ok(metadata) = fs_err::symlink_metadata(directory.join("data/workspace")) {
             ids.reserve(metadata.uid().saturating_sub(AGENT_ID));
         }
@@ -77,8 +85,8 @@ fn recover_workspace(
     journal.discard(directory)
 }
 
-/// Whether a session's workspace has a date: one that was kept on purpose has none, however far its end came, and one that is
-/// in use has none yet.
+/// Returns whether a session's workspace has a deletion date. One retained on request has none,
+/// even if its end was interrupted; one in use has none yet.
 fn is_for_a_while(record: &SessionRecord) -> bool {
     match record.disposal {
         Some(Disposal::Keep) => false,
@@ -136,10 +144,10 @@ mod tests {
     }
 
     #[test]
-    fn a_workspace_kept_on_purpose_gets_no_date_however_far_its_end_came() {
+    fn a_workspace_retained_on_request_gets_no_deletion_date_even_if_its_end_was_interrupted() {
         let directory = tempfile::tempdir().expect("a directory");
         let journal = Journal::open(directory.path().join("worker")).expect("a journal");
-        let ids = IdBlocks::on(
+        let ids = IdBlocks::new(
             IdSpace::Own,
             &directory.path().join("ids"),
             directory.path(),
@@ -158,7 +166,7 @@ mod tests {
             journal.write_session(record).expect("a session");
             let workspace = journal.workspace_directory(record.session.workspace_id);
             fs_err::create_dir_all(&workspace).expect("a directory");
-            // Its own record never came, or was lost.
+            // The workspace's own record was never written, or was lost.
             fs_err::write(workspace.join("disk.img"), "files").expect("a disk");
         }
         recover(&journal, &ids, 60).expect("recovers");
@@ -178,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn records_of_earlier_workers_are_understood() {
+    fn records_of_earlier_versions_are_readable() {
         for (text, disposal) in [
             ("\"keep\"", Disposal::Keep),
             ("\"delete\"", Disposal::Delete),

@@ -1,4 +1,4 @@
-//! What can be the name of an image. Engines answer what can't as if something had gone wrong inside them.
+//! Validates image references. Engines report invalid ones as internal errors.
 
 use cynode_service::ApiError;
 
@@ -12,15 +12,15 @@ pub(super) fn check_reference(text: &str) -> Result<(), ApiError> {
     }
 }
 
-/// The longest digest there is has 128 digits.
+/// Hex digits of the longest digest, SHA-512.
 const MAX_DIGEST: usize = 128;
 
-/// `[host[:port]/]path[:tag][@digest]`, as registries have it.
+/// Matches `[host[:port]/]path[:tag][@digest]`, as registries define it.
 fn is_reference(text: &str) -> bool {
     let (rest, digest) = text
         .split_once('@')
         .map_or((text, None), |(rest, digest)| (rest, Some(digest)));
-    // A colon before a slash is a port's.
+    // A colon before a slash starts a port.
     let (name, tag) = match rest.rsplit_once(':') {
         Some((name, tag)) if !tag.contains('/') => (name, Some(tag)),
         _ => (rest, None),
@@ -35,7 +35,7 @@ fn is_reference(text: &str) -> bool {
         && digest.is_none_or(is_digest)
 }
 
-/// With a dot or a port, or this machine: anything else begins a path.
+/// A host has a dot or a port, or is `localhost`; anything else begins a path.
 fn is_host(text: &str) -> bool {
     let (name, port) = text
         .split_once(':')
@@ -49,16 +49,16 @@ fn is_host(text: &str) -> bool {
             .is_none_or(|port| !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// Small letters and digits, with single marks between them.
+/// Lowercase letters and digits with single separators between them.
 fn is_component(text: &str) -> bool {
     let is_word = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-    let mut marks = text
+    let mut separators = text
         .split(|character: char| u8::try_from(character).is_ok_and(is_word))
-        .filter(|marks| !marks.is_empty());
+        .filter(|separators| !separators.is_empty());
     text.bytes().next().is_some_and(is_word)
         && text.bytes().last().is_some_and(is_word)
-        && marks.all(|marks| {
-            matches!(marks, "." | "_" | "__") || marks.bytes().all(|byte| byte == b'-')
+        && separators.all(|separators| {
+            matches!(separators, "." | "_" | "__") || separators.bytes().all(|byte| byte == b'-')
         })
 }
 
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_images_are_told_from_what_can_be_none() {
+    fn valid_and_invalid_image_references_are_told_apart() {
         let hex = "0123456789abcdef".repeat(4);
         for good in [
             "busybox",

@@ -1,6 +1,6 @@
-//! Starting a sandbox: its directory, its disk, its container, its agent, and the proof that its limits hold.
+//! Starts a sandbox: directory, disk, container, agent, and a check that its limits are enforced.
 //!
-//! A sandbox knows nothing of the session that it serves, so one that was made ahead is like one that was made on demand.
+//! A sandbox is independent of the session it serves, so a spare equals one started on demand.
 
 use std::{
     collections::BTreeMap, io, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc,
@@ -15,7 +15,7 @@ use cynode_service::ApiError;
 
 use super::{Live, Sessions, runtime_problem};
 use crate::{
-    capacity::Parent,
+    capacity::ParentCgroup,
     disk,
     journal::container_name,
     limits,
@@ -23,33 +23,34 @@ use crate::{
     sandbox::{AgentLink, InitProcess, namespace, terminals},
 };
 
-/// From start to the agent's first connection.
-const AGENT_WAIT: Duration = Duration::from_secs(20);
+/// From the start of the container to the agent's first connection.
+const AGENT_CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What makes a sandbox.
+/// The parameters of a sandbox.
 #[derive(Clone, Debug)]
 pub(super) struct Sandbox {
     pub(super) sandbox_id: SandboxId,
     pub(super) image_id: String,
     pub(super) workspace_id: WorkspaceId,
     pub(super) id_block: u32,
-    /// The size of the workspace's disk; absent when it has none of its own.
+    /// Size of the workspace's disk; `None` if it has no disk of its own.
     pub(super) disk_bytes: Option<u64>,
     pub(super) limits: Limits,
 }
 
 #[derive(Debug)]
-pub(super) struct Started {
+pub(super) struct StartedSandbox {
     pub(super) live: Arc<Live>,
-    /// What this host does not enforce on it, and was allowed not to.
+    /// Limits that this host does not enforce, with the operator's permission.
     pub(super) unenforced: Vec<Unenforced>,
 }
 
 impl Sessions {
-    /// Makes the container and waits for its agent. Whatever was left of an earlier try goes first.
-    pub(super) async fn start(&self, sandbox: &Sandbox) -> Result<Started, ApiError> {
+    /// Creates the container and waits for its agent. Leftovers of an earlier attempt are removed
+    /// first.
+    pub(super) async fn start(&self, sandbox: &Sandbox) -> Result<StartedSandbox, ApiError> {
         let container = container_name(sandbox.sandbox_id);
-        let runtime_failed = |error: runtime::Error| ApiError::from(runtime_problem(&error));
+        let runtime_failed = |error: runtime::RuntimeError| ApiError::from(runtime_problem(&error));
         let host_failed = |error: io::Error| {
             ApiError::new(
                 if error.kind() == io::ErrorKind::StorageFull {
@@ -67,25 +68,26 @@ impl Sessions {
             .await
             .map_err(host_failed)?;
         let (image, data) = self.journal.workspace_disk(sandbox.workspace_id);
-        let first_claim = sandbox
+        let initial_usage = sandbox
             .disk_bytes
-            .and_then(|_| disk::claim(&image, &data).ok());
+            .and_then(|_| disk::usage(&image, &data).ok());
         let by_agent = self.config.exec_via == ExecVia::Agent;
         let link = by_agent
             .then(|| AgentLink::listen(&directory, None))
             .transpose()
             .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
-        if let Some(Err(error)) = self.parent.as_ref().map(Parent::limit) {
-            tracing::warn!(%error, "The limit of the memory of all sandboxes together could not be set.");
+        if let Some(Err(error)) = self.parent.as_ref().map(ParentCgroup::limit) {
+            tracing::warn!(%error, "Failed to set the memory limit of all sandboxes together.");
         }
         let spec = self.spec(sandbox, &directory, &workspace, &home);
         match self.runtime.create(&spec).await {
             Ok(_) => {}
-            // Of a try that a crash cut off, or that a runtime that hung had begun. The name is ours alone, so what has it is ours.
+            // Left by an attempt that a crash or a hung runtime interrupted. Only this worker uses
+            // the name.
             Err(
-                runtime::Error::NameInUse(_)
-                | runtime::Error::Timeout { .. }
-                | runtime::Error::Unavailable(_),
+                runtime::RuntimeError::NameInUse(_)
+                | runtime::RuntimeError::Timeout { .. }
+                | runtime::RuntimeError::Unavailable(_),
             ) => {
                 self.runtime
                     .remove(&container)
@@ -108,19 +110,27 @@ impl Sessions {
         let init = InitProcess::of(pid).ok_or_else(|| {
             ApiError::new(ErrorCode::Internal, "the sandbox's process 1 ended at once")
         })?;
-        // Before any command can run inside. A host that does not let us is no worse than without it.
-        if let Err(error) = namespace::bound(pid).await {
-            tracing::warn!(container, %error, "A sandbox's share of inotify could not be bounded.");
+        // Before any command can run. Failing to set it leaves the sandbox no worse off.
+        if let Err(error) = namespace::limit(pid).await {
+            tracing::warn!(container, %error, "Failed to limit a sandbox's inotify instances.");
         }
         if let Err(error) = limits::raise_oom_score(pid) {
-            tracing::warn!(container, %error, "A sandbox could not be made the first to go when the machine runs out of memory.");
+            tracing::warn!(
+                container,
+                %error,
+                "Failed to make a sandbox the preferred victim of the OOM killer."
+            );
         }
-        terminals::bound(pid).map_err(|error| {
-            ApiError::new(ErrorCode::LimitUnenforceable, format!("this host does not let a sandbox's terminals be bounded, so one could take all: {error}"))
+        terminals::limit(pid).map_err(|error| {
+            let detail = format!(
+                "this host can't limit the terminals of a sandbox, so one could use them all: \
+                 {error}"
+            );
+            ApiError::new(ErrorCode::LimitUnenforceable, detail)
         })?;
         if let Some(link) = &link {
             link.set_init(init);
-            if !link.present(AGENT_WAIT).await {
+            if !link.present(AGENT_CONNECT_TIMEOUT).await {
                 return Err(ApiError::new(
                     ErrorCode::AgentUnavailable,
                     "the agent in the sandbox did not connect",
@@ -132,10 +142,10 @@ impl Sessions {
             tracing::warn!(
                 container,
                 parent,
-                "The container runtime runs a sandbox outside the cgroup that limits all of them."
+                "The container runtime placed a sandbox outside the cgroup that limits all of them."
             );
         }
-        let mut unenforced = limits::missing(
+        let mut unenforced = limits::unenforced(
             init.pid,
             &sandbox.limits,
             self.ids.map(sandbox.id_block),
@@ -148,19 +158,19 @@ impl Sessions {
         unenforced.sort_unstable();
         unenforced.dedup();
         self.check_enforced(&unenforced)?;
-        Ok(Started {
+        Ok(StartedSandbox {
             live: Live::new(
                 container,
                 init,
                 Arc::clone(&self.runtime),
                 link,
-                first_claim,
+                initial_usage,
             ),
             unenforced,
         })
     }
 
-    /// Refuses what this host does not enforce, unless its operator allowed that by name.
+    /// Rejects limits that this host does not enforce, unless the operator allowed each by name.
     pub(super) fn check_enforced(&self, unenforced: &[Unenforced]) -> Result<(), ApiError> {
         let refused: Vec<Unenforced> = unenforced
             .iter()
@@ -174,21 +184,21 @@ impl Sessions {
             .iter()
             .map(|name| format!("limits.{name}"))
             .collect();
-        let why = match &self.disks {
-            Err(why) if refused.contains(&Unenforced::Disk) => {
-                format!(" (no disk can be mounted here: {why})")
+        let reason = match &self.disks {
+            Err(reason) if refused.contains(&Unenforced::Disk) => {
+                format!(" (no disk can be mounted here: {reason})")
             }
             _ => String::new(),
         };
         let detail = format!(
-            "{}: this host does not enforce that{why}; {} allows it",
+            "{}: this host does not enforce that{reason}; {} allows it",
             names.join(", "),
             self.config.allowance(&refused)
         );
         Err(ApiError::new(ErrorCode::LimitUnenforceable, detail))
     }
 
-    /// The directory that is mounted at `/run/cynode`: the agent's binary, and room for the sockets.
+    /// Prepares the directory mounted at `/run/cynode`: the agent's binary and the sockets.
     fn prepare_sandbox(&self, directory: &Path) -> io::Result<()> {
         fs_err::create_dir_all(directory)?;
         fs_err::set_permissions(directory, std::fs::Permissions::from_mode(0o755))?;
@@ -202,7 +212,7 @@ impl Sessions {
     fn spec(&self, sandbox: &Sandbox, directory: &Path, workspace: &Path, home: &Path) -> Spec {
         let argv = match self.config.exec_via {
             ExecVia::Agent => vec![AGENT_BINARY.to_owned(), "agent".to_owned()],
-            // Idle, and ended by TERM at once.
+            // Idles, and exits at once on TERM.
             ExecVia::Runtime => [
                 "/bin/sh",
                 "-c",

@@ -1,4 +1,4 @@
-//! Bounds of what a session may ask for, each refusal naming its field.
+//! Validates session requests; each rejection names its field.
 
 use cynode_api::{
     API_VERSION, ErrorCode, Limits, SessionCreate,
@@ -13,9 +13,9 @@ use time::OffsetDateTime;
 use super::reference::check_reference;
 use crate::capacity::Capacity;
 
-/// A request with its defaults filled in.
+/// A request with its defaults applied.
 #[derive(Debug)]
-pub(super) struct Checked {
+pub(super) struct ValidatedRequest {
     pub(super) limits: Limits,
     pub(super) lifetime_seconds: u64,
     pub(super) idle_seconds: u64,
@@ -26,17 +26,20 @@ pub(crate) fn check_version(version: Option<u32>) -> Result<(), ApiError> {
         None | Some(API_VERSION) => Ok(()),
         Some(other) => Err(ApiError::new(
             ErrorCode::UnsupportedVersion,
-            format!("version {other} is unknown here"),
+            format!("version {other} is not supported"),
         )),
     }
 }
 
-pub(super) fn check(request: &SessionCreate, capacity: &Capacity) -> Result<Checked, ApiError> {
+pub(super) fn check(
+    request: &SessionCreate,
+    capacity: &Capacity,
+) -> Result<ValidatedRequest, ApiError> {
     check_version(request.version)?;
     check_reference(&request.image_ref)?;
     check_env(&request.env, MAX_ENV, MAX_ENV_BYTES)?;
     check_labels(&request.labels)?;
-    Ok(Checked {
+    Ok(ValidatedRequest {
         limits: capacity.limits(request.limits.unwrap_or_default())?,
         lifetime_seconds: check_seconds(
             "max_lifetime_seconds",

@@ -1,6 +1,7 @@
 //! Workspaces: the files of a session on the host, owned by the ids of its sandbox.
 //!
-//! The host makes the directories and hands them over; while a sandbox lives it opens nothing below them by name.
+//! The worker creates the directories and hands them over. While a sandbox is live, the worker
+//! opens nothing below them by name.
 
 use std::{
     io,
@@ -16,28 +17,28 @@ use time::OffsetDateTime;
 use super::{Sessions, blocking, journal_error, validate};
 use crate::{disk, idrange::AGENT_ID, journal::WorkspaceRecord};
 
-/// The disk that a request asks for, and whether it says so itself.
+/// The requested disk size, and whether the request set it explicitly.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct AskedDisk {
+pub(super) struct RequestedDisk {
     pub(super) bytes: u64,
     pub(super) explicit: bool,
 }
 
 impl Sessions {
-    /// The workspace that a request names, or a new one, with its block of ids.
+    /// Resolves the workspace of a request, or creates one with its block of ids.
     pub(super) async fn workspace(
         self: &Arc<Self>,
         reference: &WorkspaceRef,
         task_id: TaskId,
         for_session: SessionId,
-        disk: AskedDisk,
+        disk: RequestedDisk,
     ) -> Result<WorkspaceRecord, ApiError> {
         match reference {
             WorkspaceRef::New | WorkspaceRef::Artifact(_) => {
-                let id_block = self.take_ids().await.ok_or_else(|| {
+                let id_block = self.allocate_id_block().await.ok_or_else(|| {
                     ApiError::new(
                         ErrorCode::NoCapacity,
-                        "every block of ids is used by a session or a kept workspace",
+                        "all blocks of ids are used by sessions and retained workspaces",
                     )
                 })?;
                 let record = WorkspaceRecord {
@@ -51,7 +52,7 @@ impl Sessions {
                 blocking(move || journal.write_workspace(&record).map(|()| record))
                     .await
                     .map_err(|error| {
-                        self.ids.give_back(id_block);
+                        self.ids.release(id_block);
                         journal_error(&error)
                     })
             }
@@ -60,16 +61,16 @@ impl Sessions {
                     .journal
                     .workspace(*id)
                     .map_err(|error| journal_error(&error))?;
-                // One of another task looks like none.
+                // A workspace of another task is not found.
                 let record = record
                     .filter(|record| record.task_id == task_id)
                     .ok_or_else(|| {
                         ApiError::new(
                             ErrorCode::WorkspaceNotFound,
-                            format!("no workspace {id} is kept for this task"),
+                            format!("this task has no workspace {id}"),
                         )
                     })?;
-                if self.known.lock().values().any(|entry| {
+                if self.by_id.lock().values().any(|entry| {
                     let other = entry.record.lock();
                     other.session.workspace_id == *id
                         && other.session.session_id != for_session
@@ -80,35 +81,36 @@ impl Sessions {
                         format!("workspace {id} is mounted in another session"),
                     ));
                 }
-                self.fit_disk(record, disk).await
+                self.resize_disk(record, disk).await
             }
         }
     }
 
-    /// A kept workspace under the disk limit that is asked for now: it can grow, but not shrink below what may be in it.
-    async fn fit_disk(
+    /// Applies the requested disk size to a retained workspace: it can grow but not shrink.
+    async fn resize_disk(
         &self,
         mut record: WorkspaceRecord,
-        disk: AskedDisk,
+        disk: RequestedDisk,
     ) -> Result<WorkspaceRecord, ApiError> {
-        let refused = |why: String| {
+        let refused = |reason: String| {
             Err(ApiError::new(
                 ErrorCode::LimitUnenforceable,
-                format!("limits.disk_bytes: {why}"),
+                format!("limits.disk_bytes: {reason}"),
             ))
         };
         match record.disk_bytes {
             None if self.may_go_unenforced(Unenforced::Disk) => Ok(record),
             None => refused(format!(
-                "this workspace was made without a limit; {} allows that",
+                "this workspace has no disk limit; {} allows that",
                 self.config.allowance(&[Unenforced::Disk])
             )),
             Some(_) if !self.limits_disks() => refused(
-                "this workspace has a disk of its own, which can't be mounted here now".to_owned(),
+                "this workspace has its own disk, which can't be mounted on this host now"
+                    .to_owned(),
             ),
-            Some(has) if !disk.explicit || disk.bytes == has => Ok(record),
-            Some(has) if disk.bytes < has => refused(format!(
-                "this workspace has a disk of {has} bytes and can't be made smaller"
+            Some(current) if !disk.explicit || disk.bytes == current => Ok(record),
+            Some(current) if disk.bytes < current => refused(format!(
+                "this workspace has a disk of {current} bytes and can't be shrunk"
             )),
             Some(_) => {
                 record.disk_bytes = Some(disk.bytes);
@@ -120,7 +122,7 @@ impl Sessions {
         }
     }
 
-    /// Whether workspaces get disks of their own here.
+    /// Returns whether workspaces get their own disks on this host.
     pub(super) fn limits_disks(&self) -> bool {
         self.disks.is_ok()
     }
@@ -129,7 +131,7 @@ impl Sessions {
         self.config.allow_unenforced.contains(&name)
     }
 
-    /// Makes sure that the disk is mounted and the directories are there and belong to the sandbox's user.
+    /// Mounts the disk and creates the directories for the sandbox's user, where missing.
     pub(super) async fn prepare_workspace(
         &self,
         id: WorkspaceId,
@@ -153,7 +155,7 @@ impl Sessions {
         Ok((workspace, home))
     }
 
-    /// Keeps a workspace: for a while, or until it is asked for.
+    /// Retains a workspace, for the grace period or indefinitely.
     pub(super) async fn keep_workspace(
         &self,
         id: WorkspaceId,
@@ -174,7 +176,7 @@ impl Sessions {
         .await
     }
 
-    /// No sandbox has it any more: its disk is unmounted, until one has it again.
+    /// Unmounts the disk of a workspace that no sandbox uses any more.
     pub(super) async fn release_workspace(&self, id: WorkspaceId) -> io::Result<()> {
         disk::unmount(&self.journal.workspace_disk(id).1).await
     }
@@ -184,14 +186,14 @@ impl Sessions {
         if let Some(record) = self.journal.workspace(id)? {
             self.journal
                 .discard(&self.journal.workspace_directory(id))?;
-            self.ids.give_back(record.id_block);
+            self.ids.release(record.id_block);
         }
         Ok(())
     }
 }
 
-/// Makes a directory that belongs to `owner`. One that is there already stays as it is: hostile code may have put
-/// anything in it, and its owner never changes.
+/// Creates a directory owned by `owner`. An existing one is not modified otherwise: hostile code
+/// may have put anything in it.
 fn hand_over(directory: &Path, owner: u32) -> io::Result<()> {
     match fs_err::create_dir(directory) {
         Ok(()) => {}

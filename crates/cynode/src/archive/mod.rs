@@ -1,7 +1,7 @@
-//! Trees as tar streams, both ways.
+//! Packs and unpacks directory trees as tar streams.
 //!
-//! Both sides run on a blocking thread and meet the HTTP body over a short channel, so that nothing larger than a few
-//! pieces is ever in memory.
+//! Packing and unpacking run on a blocking thread and exchange pieces with the HTTP body over a
+//! bounded channel, so memory never holds more than a few pieces.
 
 mod pack;
 #[cfg(test)]
@@ -16,18 +16,18 @@ use tokio::sync::mpsc;
 pub use pack::{pack_file, pack_tree};
 pub use unpack::{Error as UnpackError, unpack};
 
-const PIECE: usize = 64 * 1024;
-const PIECES: usize = 16;
+const PIECE_BYTES: usize = 64 * 1024;
+const CHANNEL_CAPACITY: usize = 16;
 
-/// The two ends of a stream of pieces. An error in it means that it was not whole.
+/// A channel of pieces. An error in it marks the stream as incomplete.
 pub fn channel() -> (
     mpsc::Sender<io::Result<Bytes>>,
     mpsc::Receiver<io::Result<Bytes>>,
 ) {
-    mpsc::channel(PIECES)
+    mpsc::channel(CHANNEL_CAPACITY)
 }
 
-/// What comes out of the channel, as a body's stream.
+/// The receiving end as the stream of a body.
 pub fn stream(
     mut from: mpsc::Receiver<io::Result<Bytes>>,
 ) -> impl futures_util::Stream<Item = io::Result<Bytes>> {
@@ -45,11 +45,11 @@ impl PieceWriter {
     pub fn new(to: mpsc::Sender<io::Result<Bytes>>) -> Self {
         Self {
             to,
-            piece: BytesMut::with_capacity(PIECE),
+            piece: BytesMut::with_capacity(PIECE_BYTES),
         }
     }
 
-    /// Ends the stream as broken.
+    /// Ends the stream with an error.
     pub fn fail(self, error: &io::Error) {
         // The reader may be gone already.
         drop(
@@ -61,9 +61,9 @@ impl PieceWriter {
 
 impl Write for PieceWriter {
     fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        let count = data.len().min(PIECE - self.piece.len());
+        let count = data.len().min(PIECE_BYTES - self.piece.len());
         self.piece.extend_from_slice(&data[..count]);
-        if self.piece.len() == PIECE {
+        if self.piece.len() == PIECE_BYTES {
             self.flush()?;
         }
         Ok(count)
@@ -73,7 +73,8 @@ impl Write for PieceWriter {
         if self.piece.is_empty() {
             return Ok(());
         }
-        let piece = std::mem::replace(&mut self.piece, BytesMut::with_capacity(PIECE)).freeze();
+        let piece =
+            std::mem::replace(&mut self.piece, BytesMut::with_capacity(PIECE_BYTES)).freeze();
         self.to
             .blocking_send(Ok(piece))
             .map_err(|_| io::ErrorKind::BrokenPipe.into())

@@ -1,4 +1,4 @@
-//! A local tree as a tar stream: files, directories and symbolic links with their modes, nothing else.
+//! Packs a local tree into a tar stream: files, directories and symbolic links with their modes.
 
 use std::{
     io::{self, Read, Write},
@@ -9,20 +9,20 @@ use std::{
 use fs_err::os::unix::fs::OpenOptionsExt as _;
 use tar::{Builder, EntryType, Header};
 
-/// The sandbox's own user. Who owns a file here is nobody's business there.
-const OWNER: u64 = 1000;
+/// The sandbox's user: local owners mean nothing there.
+const SANDBOX_UID: u64 = 1000;
 
 #[derive(Debug, Default)]
 pub struct Packed {
-    /// What was left out, and why.
+    /// Skipped entries, each with its reason.
     pub skipped: Vec<String>,
 }
 
-/// All that is below `root`, by names relative to it.
+/// Packs everything below `root` under names relative to it.
 pub fn pack_tree(root: &Path, to: &mut impl Write) -> io::Result<Packed> {
     let mut builder = Builder::new(to);
     let mut packed = Packed::default();
-    // Directories still to be read, deepest last; no recursion, so that depth costs no stack.
+    // Directories still to read, deepest last. No recursion: depth must not cost stack.
     let mut directories = vec![PathBuf::new()];
     while let Some(relative) = directories.pop() {
         let directory = root.join(&relative);
@@ -56,7 +56,7 @@ pub fn pack_tree(root: &Path, to: &mut impl Write) -> io::Result<Packed> {
     Ok(packed)
 }
 
-/// One file as an archive of one entry.
+/// Packs one file as an archive of one entry.
 pub fn pack_file(path: &Path, name: &Path, to: &mut impl Write) -> io::Result<()> {
     let mut builder = Builder::new(to);
     append_file(&mut builder, path, name)?;
@@ -65,7 +65,7 @@ pub fn pack_file(path: &Path, name: &Path, to: &mut impl Write) -> io::Result<()
 }
 
 fn append_file(builder: &mut Builder<impl Write>, path: &Path, name: &Path) -> io::Result<()> {
-    // It was a file a moment ago; a pipe that took its place must not hold us.
+    // A pipe that replaced the file meanwhile must not block the open.
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     let file = fs_err::OpenOptions::new()
         .read(true)
@@ -95,14 +95,14 @@ fn append_file(builder: &mut Builder<impl Write>, path: &Path, name: &Path) -> i
 fn header(metadata: &std::fs::Metadata) -> Header {
     let mut header = Header::new_gnu();
     header.set_mode(metadata.mode() & 0o777);
-    header.set_uid(OWNER);
-    header.set_gid(OWNER);
+    header.set_uid(SANDBOX_UID);
+    header.set_gid(SANDBOX_UID);
     header.set_mtime(u64::try_from(metadata.mtime()).unwrap_or(0));
     header
 }
 
-/// Reads as many bytes as the header promised. A file that grew is cut there; one that shrank is an error, because the
-/// archive would be broken.
+/// Reads as many bytes as the header declares. A file that grew is truncated; one that shrank is an
+/// error, because the archive would be malformed.
 struct Exactly<'a> {
     from: fs_err::File,
     left: u64,
@@ -114,8 +114,8 @@ impl Read for Exactly<'_> {
         if self.left == 0 || buffer.is_empty() {
             return Ok(0);
         }
-        let most = usize::try_from(self.left).map_or(buffer.len(), |left| left.min(buffer.len()));
-        let count = self.from.read(&mut buffer[..most])?;
+        let limit = usize::try_from(self.left).map_or(buffer.len(), |left| left.min(buffer.len()));
+        let count = self.from.read(&mut buffer[..limit])?;
         if count == 0 {
             return Err(io::Error::new(
                 io::ErrorKind::UnexpectedEof,

@@ -1,4 +1,4 @@
-//! `audit export`.
+//! `audit export`: prints records, with the signed checkpoints on request.
 
 use std::{
     io::{self, BufWriter, Write},
@@ -12,21 +12,22 @@ use serde_json::{Value, json};
 
 use crate::{
     cli::{AuditExport, ExportFormat},
+    commands::CommandResult,
     failure::Failure,
     output::{self, Progress},
-    plane::Outcome,
     sanitize,
 };
 
-pub async fn run(client: &UserClient, args: &AuditExport) -> Outcome {
+pub async fn run(client: &UserClient, args: &AuditExport) -> CommandResult {
     if args.proof && args.format != ExportFormat::Jsonl {
-        return Err(Failure::usage("only records as they are can be proven")
-            .remedy("Leave out --format, or --proof."));
+        return Err(
+            Failure::usage("--proof needs records as stored").remedy("Omit --format or --proof.")
+        );
     }
     let progress = Progress::start("exporting");
     let mut out = BufWriter::with_capacity(256 * 1024, io::stdout());
     if args.proof {
-        // Before the records: what is signed meanwhile is then only newer than what is proven.
+        // Read the checkpoints first: they must not cover records that the export lacks.
         let checkpoints = client.audit_checkpoints().await?;
         for line in checkpoints.items {
             writeln!(
@@ -36,28 +37,28 @@ pub async fn run(client: &UserClient, args: &AuditExport) -> Outcome {
             )?;
         }
         output::note(&sanitize::line(&format!(
-            "verify it with 'cynode audit verify --file FILE --key {}'",
+            "verify the file with 'cynode audit verify --file FILE --key {}'",
             checkpoints.key
         )));
     }
     let filter = args.filter.filter();
-    let (mut rest, mut count) = (Some(0), 0_u64);
-    while let Some(page) = super::next_page(client, &mut rest, &filter).await? {
+    let (mut after, mut count) = (Some(0), 0_u64);
+    while let Some(page) = super::next_page(client, &mut after, &filter).await? {
         for record in page.items {
             writeln!(
                 out,
                 "{}",
-                sanitize::json(written(record, args.format)?.to_string())
+                sanitize::json(convert(record, args.format)?.to_string())
             )?;
             count += 1;
         }
-        progress.say(format!("exporting: {count} records"));
+        progress.set_message(format!("exporting: {count} records"));
     }
     out.flush()?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn written(record: Value, format: ExportFormat) -> Result<Value, Failure> {
+fn convert(record: Value, format: ExportFormat) -> Result<Value, Failure> {
     match format {
         ExportFormat::Jsonl => Ok(record),
         ExportFormat::Ocsf => {

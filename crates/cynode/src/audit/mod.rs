@@ -1,4 +1,4 @@
-//! `audit`: reading the trail, and verifying it here or there.
+//! `audit`: reads the audit trail and verifies it, on the server or offline.
 
 mod export;
 mod offline;
@@ -13,26 +13,28 @@ use cynode_client::{AuditFilter, RawAuditPage, UserClient};
 
 use crate::{
     cli::{Audit, Globals},
+    commands::CommandResult,
     connect,
     failure::Failure,
-    plane::Outcome,
 };
 
-pub async fn run(globals: &Globals, command: Audit) -> Outcome {
+pub async fn run(globals: &Globals, command: Audit) -> CommandResult {
     match command {
-        Audit::Tail(args) => tail::run(&connect::plane(globals)?, globals, &args).await,
-        Audit::Show { of } => show::run(&connect::plane(globals)?, globals, of).await,
+        Audit::Tail(args) => tail::run(&connect::user_client(globals)?, globals, &args).await,
+        Audit::Show { subject } => {
+            show::run(&connect::user_client(globals)?, globals, subject).await
+        }
         Audit::Verify(args) => match (&args.file, args.key) {
-            // Speaks with nobody, and so needs nobody.
+            // Offline: needs no connection.
             (Some(file), Some(key)) => offline::run(globals, file, key),
-            _ => verify::run(&connect::plane(globals)?, globals, args.key).await,
+            _ => verify::run(&connect::user_client(globals)?, globals, args.key).await,
         },
-        Audit::Export(args) => export::run(&connect::plane(globals)?, &args).await,
+        Audit::Export(args) => export::run(&connect::user_client(globals)?, &args).await,
     }
 }
 
-/// The next page of those that are there already; `None` at their end. A page that is neither full nor truncated is the last one:
-/// reading is in the trail too, so that there would be always one more.
+/// The next page of existing records; `None` after the last. A page that is neither full nor
+/// truncated is the last: reading the trail appends records to it, so the cursor never stops.
 async fn next_page(
     client: &UserClient,
     after: &mut Option<i64>,

@@ -1,6 +1,6 @@
-//! `audit verify --file`: verifies what an export with its proof holds, without speaking with anybody.
+//! `audit verify --file`: verifies an export with its proof offline.
 //!
-//! A line that can't be read is a problem like any other: whoever damaged it may have meant to.
+//! An unreadable line is a problem like any other: the damage may be deliberate.
 
 use std::{
     io::{self, BufRead, BufReader, Read as _},
@@ -8,24 +8,24 @@ use std::{
 };
 
 use cynode_api::{AuditProblem, AuditVerdict, MAX_AUDIT_PROBLEMS};
-use cynode_audit::{Link, PublicKey, Signed, Verifier};
+use cynode_audit::{Link, PublicKey, SignedCheckpoint, Verifier};
 use serde_json::Value;
 use time::OffsetDateTime;
 
-use super::verify::tell;
+use super::verify::print_verdict;
 use crate::{
     cli::Globals,
+    commands::CommandResult,
     failure::Failure,
     output::{self, Progress},
-    plane::Outcome,
 };
 
-/// The longest line that is read: a full checkpoint of very many streams.
+/// The longest line: a full checkpoint of very many streams.
 const MAX_LINE: u64 = 256 * 1024 * 1024;
-/// How often progress is told.
-const EVERY: u64 = 10_000;
+/// Lines between updates of the progress.
+const PROGRESS_INTERVAL: u64 = 10_000;
 
-pub fn run(globals: &Globals, file: &Path, key: PublicKey) -> Outcome {
+pub fn run(globals: &Globals, file: &Path, key: PublicKey) -> CommandResult {
     let progress = Progress::start("verifying");
     let verdict = if file == Path::new("-") {
         verify(io::stdin().lock(), key, &progress)?
@@ -35,9 +35,9 @@ pub fn run(globals: &Globals, file: &Path, key: PublicKey) -> Outcome {
     };
     drop(progress);
     if verdict.records == 0 && verdict.intact {
-        output::note("the file holds no records");
+        output::note("the file has no records");
     }
-    tell(globals, &verdict)
+    print_verdict(globals, &verdict)
 }
 
 fn verify(
@@ -47,47 +47,43 @@ fn verify(
 ) -> io::Result<AuditVerdict> {
     let mut verifier = Verifier::new(key);
     let mut checkpoints = CheckpointFeed::new(key);
-    let mut unreadable = Unreadable::default();
-    let mut are_records = false;
+    let mut unreadable = UnreadableLines::default();
+    let mut in_records = false;
     let mut line = Vec::new();
     for number in 1_u64.. {
         line.clear();
         if lines.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)? == 0 {
             break;
         }
-        if number % EVERY == 0 {
-            progress.say(format!("verifying: {number} lines"));
+        if number % PROGRESS_INTERVAL == 0 {
+            progress.set_message(format!("verifying: {number} lines"));
         }
         if line.trim_ascii().is_empty() {
             continue;
         }
         match read(&line) {
-            Ok(Line::Checkpoint(signed)) if !are_records => {
-                checkpoints.next(*signed, &mut verifier)
+            Ok(Line::Checkpoint(signed)) if !in_records => checkpoints.next(*signed, &mut verifier),
+            Ok(Line::Checkpoint(_)) => {
+                unreadable.add(number, "checkpoint_changed", "a checkpoint follows records");
             }
-            Ok(Line::Checkpoint(_)) => unreadable.add(
-                number,
-                "checkpoint_changed",
-                "a checkpoint stands after records",
-            ),
             Ok(Line::Record(cursor, link)) => {
-                are_records = true;
+                in_records = true;
                 verifier.record(cursor, &link);
             }
-            Err((what, why)) => unreadable.add(number, what, &why),
+            Err((kind, reason)) => unreadable.add(number, kind, &reason),
         }
     }
     Ok(unreadable.join(checkpoints.finish(verifier.finish())))
 }
 
-/// Passes checkpoints on to the verifier once one of them bears out the key. When none does, the key is another trail's, which is one
-/// problem and not one for each checkpoint.
+/// Passes checkpoints to the verifier once one of them is signed with the key. If none is, the key
+/// belongs to another trail, which is one problem, not one for each checkpoint.
 #[derive(Debug)]
 struct CheckpointFeed {
     key: PublicKey,
     is_signer: bool,
-    /// As many as can become problems.
-    withheld: Vec<Signed>,
+    /// At most as many as the verdict lists as problems.
+    withheld: Vec<SignedCheckpoint>,
     withheld_count: u64,
     last: Option<OffsetDateTime>,
 }
@@ -103,11 +99,11 @@ impl CheckpointFeed {
         }
     }
 
-    fn next(&mut self, signed: Signed, verifier: &mut Verifier) {
+    fn next(&mut self, signed: SignedCheckpoint, verifier: &mut Verifier) {
         if !self.is_signer && !signed.verify(&self.key) {
             self.withheld_count += 1;
             self.last = Some(signed.checkpoint.at);
-            // One more than is listed, so that the verifier knows that there are more.
+            // One more than the verdict lists, so that it reports that there are more.
             if self.withheld.len() <= MAX_AUDIT_PROBLEMS {
                 self.withheld.push(signed);
             }
@@ -123,16 +119,16 @@ impl CheckpointFeed {
         if self.is_signer || self.withheld_count == 0 {
             return verdict;
         }
-        let all = match self.withheld_count {
+        let subject = match self.withheld_count {
             1 => "the checkpoint was not".to_owned(),
             count => format!("none of the {count} checkpoints was"),
         };
         let until = self
             .last
-            .map(|last| format!(", up to {},", crate::plane::moment(last)))
+            .map(|last| format!(", up to {},", crate::commands::format_time(last)))
             .unwrap_or_default();
         let detail = format!(
-            "{all} signed with {}{until}: another key signed this trail, or it was changed",
+            "{subject} signed with {}{until}: another key signed this trail, or it was changed",
             self.key
         );
         verdict.problems.insert(
@@ -155,7 +151,7 @@ impl CheckpointFeed {
 }
 
 enum Line {
-    Checkpoint(Box<Signed>),
+    Checkpoint(Box<SignedCheckpoint>),
     Record(i64, Link),
 }
 
@@ -163,7 +159,7 @@ fn read(line: &[u8]) -> Result<Line, (&'static str, String)> {
     let value: Value =
         serde_json::from_slice(line).map_err(|error| ("record_changed", error.to_string()))?;
     match value.get("checkpoint").and_then(Value::as_str) {
-        Some(text) => Signed::parse(text)
+        Some(text) => SignedCheckpoint::parse(text)
             .map(|signed| Line::Checkpoint(Box::new(signed)))
             .map_err(|error| ("checkpoint_changed", error.to_string())),
         None => Link::from_record(value)
@@ -174,20 +170,20 @@ fn read(line: &[u8]) -> Result<Line, (&'static str, String)> {
 
 /// Lines that are neither a checkpoint nor a record.
 #[derive(Debug, Default)]
-struct Unreadable {
+struct UnreadableLines {
     problems: Vec<AuditProblem>,
     more: bool,
 }
 
-impl Unreadable {
-    fn add(&mut self, number: u64, what: &str, why: &str) {
+impl UnreadableLines {
+    fn add(&mut self, number: u64, kind: &str, reason: &str) {
         if self.problems.len() >= MAX_AUDIT_PROBLEMS {
             self.more = true;
             return;
         }
-        let detail = format!("line {number} of the file can't be taken: {why}");
+        let detail = format!("line {number} of the file is invalid: {reason}");
         self.problems.push(AuditProblem {
-            what: what.to_owned(),
+            what: kind.to_owned(),
             stream: None,
             seq: None,
             cursor: None,
@@ -269,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn an_export_is_verified_without_anybody() {
+    fn an_export_is_verified_offline() {
         let verdict = verdict(&export(), key().public());
         assert!(
             verdict.intact && verdict.records == 10 && verdict.checkpoints == 1,
@@ -278,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn an_export_with_members_that_nobody_knows_is_verified() {
+    fn an_export_with_unknown_members_is_verified() {
         let mut chain = Chain::new(Uuid::now_v7());
         let link = chain.append(
             OffsetDateTime::now_utc(),
@@ -292,13 +288,13 @@ mod tests {
         ] {
             record[name] = value;
         }
-        record["at"] = crate::plane::moment(link.at).into();
-        record["hash"] = output::hex(&link.hash).into();
+        record["at"] = crate::commands::format_time(link.at).into();
+        record["hash"] = hex::encode(link.hash).into();
         assert!(verdict(&[record.to_string()], key().public()).intact);
     }
 
     #[test]
-    fn whoever_changes_an_export_is_found() {
+    fn a_changed_export_is_detected() {
         let found = |change: &dyn Fn(&mut Vec<String>)| {
             let mut lines = export();
             change(&mut lines);
@@ -331,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn another_key_is_one_problem_however_many_checkpoints_there_are() {
+    fn another_key_is_one_problem_for_all_checkpoints() {
         let other = SigningKey::from_seed([6; 32]).public();
         for count in [1, 2, MAX_AUDIT_PROBLEMS as u64 + 50] {
             let lines = export_with(count);
@@ -357,7 +353,7 @@ mod tests {
                 "{verdict:?}"
             );
         }
-        // With damage of its own the trail is told apart from one of another key.
+        // Damage to the records is reported beside the wrong key.
         let mut lines = export();
         lines[3] = lines[3].replace("\"n\":3", "\"n\":4");
         let found: Vec<String> = verdict(&lines, other)
@@ -397,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_garbage_is_a_hundred_problems_and_no_more() {
+    fn a_file_of_garbage_lists_a_bounded_number_of_problems() {
         let verdict = verdict(&vec!["garbage".to_owned(); 1_000], key().public());
         assert!(
             !verdict.intact

@@ -1,4 +1,4 @@
-//! `audit show`.
+//! `audit show`: summarizes a session, a job or a task.
 
 use std::process::ExitCode;
 
@@ -8,23 +8,23 @@ use cynode_client::{AuditFilter, UserClient};
 
 use crate::{
     cli::{AuditSubjectId, Format, Globals},
+    commands::CommandResult,
     failure::{Failure, USAGE},
     output::{self, Progress},
-    plane::Outcome,
 };
 
-/// A story of more is not one that a person reads.
+/// Nobody reads a summary of more records.
 const MAX_RECORDS: usize = 200_000;
 
-pub async fn run(client: &UserClient, globals: &Globals, of: AuditSubjectId) -> Outcome {
+pub async fn run(client: &UserClient, globals: &Globals, subject: AuditSubjectId) -> CommandResult {
     let progress = Progress::start("reading");
-    for filter in filters(of) {
-        let (records, is_cut) = match records(client, &filter, &progress).await {
-            // An id that names nothing of this kind; it may name something of another.
-            Err(failure) if failure.exit == USAGE && matches!(of, AuditSubjectId::Any(_)) => {
+    for filter in filters(subject) {
+        let (records, is_truncated) = match records(client, &filter, &progress).await {
+            // The id may be of another kind.
+            Err(failure) if failure.exit == USAGE && matches!(subject, AuditSubjectId::Any(_)) => {
                 continue;
             }
-            found => found?,
+            result => result?,
         };
         if records.is_empty() {
             continue;
@@ -35,21 +35,23 @@ pub async fn run(client: &UserClient, globals: &Globals, of: AuditSubjectId) -> 
             Format::Json => output::json(&story)?,
             Format::Table => output::line(story.to_text().trim_end())?,
         }
-        if is_cut {
+        if is_truncated {
             output::note(&format!(
-                "only the first {MAX_RECORDS} records are told; see 'cynode audit export' for all"
+                "showing only the first {MAX_RECORDS} records; see 'cynode audit export'"
             ));
         }
         return Ok(ExitCode::SUCCESS);
     }
-    Err(
-        Failure::new(USAGE, "not_found", "nothing is recorded of it")
-            .remedy("Check the id; see 'cynode audit tail'."),
+    Err(Failure::new(
+        USAGE,
+        "not_found",
+        "the audit trail has no records of this id",
     )
+    .remedy("Check the id; see 'cynode audit tail'."))
 }
 
-/// What may be meant, the likeliest first.
-fn filters(of: AuditSubjectId) -> Vec<AuditFilter> {
+/// One filter for each kind that the id may be of, the likeliest first.
+fn filters(subject: AuditSubjectId) -> Vec<AuditFilter> {
     let session = |id| AuditFilter {
         session: Some(id),
         ..AuditFilter::default()
@@ -62,7 +64,7 @@ fn filters(of: AuditSubjectId) -> Vec<AuditFilter> {
         task: Some(id),
         ..AuditFilter::default()
     };
-    match of {
+    match subject {
         AuditSubjectId::Session(id) => vec![session(id)],
         AuditSubjectId::Job(id) => vec![job(id)],
         AuditSubjectId::Task(id) => vec![task(id)],
@@ -80,8 +82,8 @@ async fn records(
     progress: &Progress,
 ) -> Result<(Vec<AuditRecord>, bool), Failure> {
     let mut records = Vec::new();
-    let mut rest = Some(0);
-    while let Some(page) = super::next_page(client, &mut rest, filter).await? {
+    let mut after = Some(0);
+    while let Some(page) = super::next_page(client, &mut after, filter).await? {
         for record in page.items {
             if records.len() == MAX_RECORDS {
                 return Ok((records, true));
@@ -92,7 +94,7 @@ async fn records(
                 })?,
             );
         }
-        progress.say(format!("reading: {} records", records.len()));
+        progress.set_message(format!("reading: {} records", records.len()));
     }
     Ok((records, false))
 }

@@ -1,4 +1,4 @@
-//! `audit tail`.
+//! `audit tail`: prints records, and follows new ones.
 
 use std::{process::ExitCode, time::Duration};
 
@@ -11,24 +11,25 @@ use tokio::time::sleep;
 
 use crate::{
     cli::{AuditTail, Format, Globals},
+    commands::{CommandResult, format_time},
     failure::Failure,
-    output,
-    plane::{Outcome, moment},
-    sanitize,
+    output, sanitize,
 };
 
-const WAIT: Duration = Duration::from_secs(30);
-/// Between two tries while the orchestrator is away.
-const PAUSE: Duration = Duration::from_secs(1);
+/// How long the server holds a request until there are new records.
+const POLL_TIMEOUT: Duration = Duration::from_secs(30);
+/// Between attempts while the orchestrator is unreachable.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Each as a line; with `follow` for ever, from the last one again when the connection broke.
-pub async fn run(client: &UserClient, globals: &Globals, args: &AuditTail) -> Outcome {
+/// Prints a line for each record. With `follow`, continues forever and reconnects after the last
+/// printed record.
+pub async fn run(client: &UserClient, globals: &Globals, args: &AuditTail) -> CommandResult {
     let mut filter = args.filter.filter();
     if filter.since.is_none() && !args.filter.is_narrow() {
         filter.since = Some(OffsetDateTime::now_utc() - time::Duration::HOUR);
     }
-    let (mut rest, mut after) = (Some(0), 0);
-    while let Some(page) = super::next_page(client, &mut rest, &filter).await? {
+    let (mut next, mut after) = (Some(0), 0);
+    while let Some(page) = super::next_page(client, &mut next, &filter).await? {
         print(globals, page.items)?;
         after = page.next_cursor;
     }
@@ -36,20 +37,20 @@ pub async fn run(client: &UserClient, globals: &Globals, args: &AuditTail) -> Ou
         return Ok(ExitCode::SUCCESS);
     }
     loop {
-        match client.raw_audit(after, &filter, WAIT).await {
+        match client.raw_audit(after, &filter, POLL_TIMEOUT).await {
             Ok(page) => {
-                // To read the trail is in it too: what only we caused is no news to hurry for.
-                let is_ours = page
+                // Reading the trail appends records to it: don't spin on our own.
+                let only_reads = page
                     .items
                     .iter()
                     .all(|record| record["action"] == "audit.read");
                 print(globals, page.items)?;
                 after = page.next_cursor;
-                if is_ours {
-                    sleep(PAUSE).await;
+                if only_reads {
+                    sleep(RETRY_DELAY).await;
                 }
             }
-            Err(error) if error.is_passing() => sleep(PAUSE).await,
+            Err(error) if error.is_passing() => sleep(RETRY_DELAY).await,
             Err(error) => return Err(error.into()),
         }
     }
@@ -66,7 +67,7 @@ fn print(globals: &Globals, records: Vec<Value>) -> Result<(), Failure> {
                 output::line(&sanitize::line(&format!(
                     "{}  {}  {}",
                     record.cursor,
-                    moment(record.at),
+                    format_time(record.at),
                     headline(&record)
                 )))?;
             }

@@ -1,4 +1,5 @@
-//! `audit verify`: the server verifies its own trail, with the file that it keeps outside the database.
+//! `audit verify`: the server verifies its trail against the checkpoints that it keeps outside the
+//! database.
 
 use std::process::ExitCode;
 
@@ -8,29 +9,29 @@ use cynode_client::UserClient;
 
 use crate::{
     cli::{Format, Globals},
+    commands::{CommandResult, format_time},
     failure::{Failure, UNREACHABLE},
     output::{self, Progress},
-    plane::{Outcome, moment},
     sanitize,
 };
 
-/// Something was changed.
-const BROKEN: u8 = 1;
+/// The exit code for a trail that is not intact.
+const NOT_INTACT: u8 = 1;
 
-pub async fn run(client: &UserClient, globals: &Globals, key: Option<PublicKey>) -> Outcome {
+pub async fn run(client: &UserClient, globals: &Globals, key: Option<PublicKey>) -> CommandResult {
     let progress = Progress::start("verifying");
     let mut verification = client.verify_audit().await?;
     while let Some(line) = verification.next().await? {
         match line {
             AuditVerifyLine::Progress { checked, of } => {
-                progress.say(format!("verifying: {checked} of {of} records"))
+                progress.set_message(format!("verifying: {checked} of {of} records"));
             }
             AuditVerifyLine::Verdict { mut verdict } => {
                 drop(progress);
                 if let Some(key) = key {
-                    hold_against(&mut verdict, &key);
+                    compare_key(&mut verdict, &key);
                 }
-                return tell(globals, &verdict);
+                return print_verdict(globals, &verdict);
             }
         }
     }
@@ -39,15 +40,16 @@ pub async fn run(client: &UserClient, globals: &Globals, key: Option<PublicKey>)
         "unreachable",
         "the verification ended without a verdict",
     )
-    .remedy("Try again."))
+    .remedy("Retry."))
 }
 
-/// Whoever could change everything could also sign anew, with another key.
-fn hold_against(verdict: &mut AuditVerdict, key: &PublicKey) {
+/// Reports a wrong key: an attacker who rewrote the trail must sign it with another key.
+fn compare_key(verdict: &mut AuditVerdict, key: &PublicKey) {
     if verdict.key != key.to_text() {
         verdict.intact = false;
         let detail = format!(
-            "the checkpoints are signed with {}, not with {key}: another CyNode's key was given, or somebody signed the trail anew",
+            "the checkpoints are signed with {}, not with {key}: the key is another CyNode's, \
+             or the trail was signed again",
             verdict.key
         );
         verdict.problems.insert(
@@ -64,40 +66,40 @@ fn hold_against(verdict: &mut AuditVerdict, key: &PublicKey) {
     }
 }
 
-/// The verdict on stdout: as JSON, or a line for each problem, or one that says that all is well.
-pub fn tell(globals: &Globals, verdict: &AuditVerdict) -> Outcome {
+/// Prints the verdict: as JSON, or as a line for each problem, or as one line if it is intact.
+pub fn print_verdict(globals: &Globals, verdict: &AuditVerdict) -> CommandResult {
     match globals.output {
         Format::Json => output::json(verdict)?,
         Format::Table if verdict.intact => {
-            output::line(&sanitize::line(&format!("intact: {}", counted(verdict))))?
+            output::line(&sanitize::line(&format!("intact: {}", summary(verdict))))?;
         }
         Format::Table => {
             for problem in &verdict.problems {
-                output::line(&sanitize::line(&line(problem)))?;
+                output::line(&sanitize::line(&problem_line(problem)))?;
             }
             if verdict.more_problems {
                 output::line("… and more")?;
             }
             output::note(&sanitize::line(&format!(
                 "NOT intact: {}",
-                counted(verdict)
+                summary(verdict)
             )));
         }
     }
     if verdict.records > 0 && verdict.checkpoints == 0 {
-        output::note("no checkpoint is there: only that the records fit one another was verified");
+        output::note("there are no checkpoints: only the hash chain was verified");
     }
     Ok(if verdict.intact {
         ExitCode::SUCCESS
     } else {
-        ExitCode::from(BROKEN)
+        ExitCode::from(NOT_INTACT)
     })
 }
 
-fn counted(verdict: &AuditVerdict) -> String {
+fn summary(verdict: &AuditVerdict) -> String {
     let signed = verdict
         .last_signed_at
-        .map(|at| format!(", signed up to {} with {}", moment(at), verdict.key))
+        .map(|at| format!(", signed up to {} with {}", format_time(at), verdict.key))
         .unwrap_or_default();
     let removed = if verdict.truncated > 0 {
         format!(", {} removed by retention", verdict.truncated)
@@ -105,7 +107,7 @@ fn counted(verdict: &AuditVerdict) -> String {
         String::new()
     };
     let count =
-        |count: u64, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
+        |count: u64, noun: &str| format!("{count} {noun}{}", if count == 1 { "" } else { "s" });
     format!(
         "{} in {}, {}{removed}, {} without an outcome{signed}, {}",
         count(verdict.records, "record"),
@@ -115,16 +117,16 @@ fn counted(verdict: &AuditVerdict) -> String {
         match (verdict.unsigned, verdict.unsigned_since) {
             (0, _) => "none after the last checkpoint".to_owned(),
             (unsigned, Some(since)) => format!(
-                "{unsigned} after the last checkpoint (from {} on, chained and not signed)",
-                moment(since)
+                "{unsigned} after the last checkpoint (from {} on, chained but not signed)",
+                format_time(since)
             ),
             (unsigned, None) =>
-                format!("{unsigned} after the last checkpoint (chained and not signed)"),
+                format!("{unsigned} after the last checkpoint (chained but not signed)"),
         }
     )
 }
 
-fn line(problem: &AuditProblem) -> String {
+fn problem_line(problem: &AuditProblem) -> String {
     let mut text = problem.what.clone();
     let places = [
         problem
@@ -156,15 +158,16 @@ mod tests {
             ..Verifier::new(SigningKey::from_seed([1; 32]).public()).finish()
         };
         assert_eq!(
-            counted(&verdict),
-            "2 records in 1 stream, 0 checkpoints, 4 removed by retention, 0 calls without an outcome, none after the last checkpoint"
+            summary(&verdict),
+            "2 records in 1 stream, 0 checkpoints, 4 removed by retention, \
+             0 calls without an outcome, none after the last checkpoint"
         );
         let verdict = AuditVerdict {
             unsigned: 2,
             ..verdict
         };
         assert!(
-            counted(&verdict).ends_with(", 2 after the last checkpoint (chained and not signed)")
+            summary(&verdict).ends_with(", 2 after the last checkpoint (chained but not signed)")
         );
     }
 
@@ -178,7 +181,10 @@ mod tests {
             checkpoint: None,
             detail: "x".into(),
         };
-        assert_eq!(line(&problem), "record_changed  number 3 cursor 9: x");
+        assert_eq!(
+            problem_line(&problem),
+            "record_changed  number 3 cursor 9: x"
+        );
     }
 
     #[test]
@@ -188,9 +194,9 @@ mod tests {
             SigningKey::from_seed([2; 32]).public(),
         );
         let mut verdict = Verifier::new(ours).finish();
-        hold_against(&mut verdict, &ours);
+        compare_key(&mut verdict, &ours);
         assert!(verdict.intact);
-        hold_against(&mut verdict, &other);
+        compare_key(&mut verdict, &other);
         assert!(!verdict.intact && verdict.problems[0].what == "signature_bad");
     }
 }

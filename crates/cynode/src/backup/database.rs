@@ -1,24 +1,26 @@
-//! The orchestrator's database by PostgreSQL's own programs: the private server's, or another's.
+//! Dumps and restores the orchestrator's database with `pg_dump` and `pg_restore`.
 
 use std::{path::Path, process::Command};
 
+use percent_encoding::percent_decode_str;
+
 use crate::{
     failure::{Failure, INTERNAL},
-    postgres::{self, Programs, Server, Temporary},
+    postgres::{self, Programs, Server, TemporaryServer},
     state::StateDir,
 };
 
-/// A database that takes connections while this lives.
+/// A database that accepts connections while this value lives.
 #[derive(Debug)]
 pub struct Database {
     url: String,
     server: Option<Server>,
-    _temporary: Option<Temporary>,
+    _temporary: Option<TemporaryServer>,
 }
 
 impl Database {
-    /// The configured one, else the private one, started for as long as it is needed when `up` does not run it. The caller holds the
-    /// lock of `up` when `may_start`.
+    /// Opens the configured database, or else the private one. With `may_start`, starts the private
+    /// server until this is dropped; the caller then holds the lock of `up`.
     pub fn open(
         state: &StateDir,
         configured: Option<&str>,
@@ -31,9 +33,11 @@ impl Database {
                 _temporary: None,
             });
         }
-        let server = Server::of(state);
+        let server = Server::new(state);
         server.secure_sockets()?;
-        let temporary = may_start.then(|| Temporary::start(state)).transpose()?;
+        let temporary = may_start
+            .then(|| TemporaryServer::start(state))
+            .transpose()?;
         Ok(Self {
             url: server.url(),
             server: Some(server),
@@ -49,7 +53,7 @@ impl Database {
         run(&mut command, "saving the database")
     }
 
-    /// Into an empty database; all of it or nothing.
+    /// Restores into an empty database, in one transaction.
     pub fn restore(&self, from: &Path) -> Result<(), Failure> {
         let mut command = self.command("pg_restore")?;
         command
@@ -68,14 +72,14 @@ impl Database {
             Programs::find(server)?.client(name)?
         } else {
             let mut command = postgres::newest_client(name)?;
-            // How other servers are reached may be in these.
+            // PG* variables may configure the connection to an external server.
             command.envs(
                 std::env::vars_os()
                     .filter(|(variable, _)| variable.to_string_lossy().starts_with("PG")),
             );
             command
         };
-        let (url, password) = without_password(&self.url);
+        let (url, password) = split_password(&self.url);
         if let Some(password) = password {
             command.env("PGPASSWORD", password);
         }
@@ -84,22 +88,22 @@ impl Database {
     }
 }
 
-fn run(command: &mut Command, what: &str) -> Result<(), Failure> {
+fn run(command: &mut Command, action: &str) -> Result<(), Failure> {
     let output = command.output()?;
     if output.status.success() {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    let lines: Vec<&str> = said.lines().take(4).collect();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let lines: Vec<&str> = stderr.lines().take(4).collect();
     Err(Failure::new(
         INTERNAL,
         "database",
-        format!("{what} failed: {}", lines.join("; ")),
+        format!("{action} failed: {}", lines.join("; ")),
     ))
 }
 
-/// An address whose password is apart: everybody on a machine can read the arguments of a program.
-fn without_password(url: &str) -> (String, Option<String>) {
+/// Splits the password off a URL: every user of a machine can read the arguments of a program.
+fn split_password(url: &str) -> (String, Option<String>) {
     let Some((scheme, rest)) = url.split_once("://") else {
         return (url.to_owned(), None);
     };
@@ -113,27 +117,12 @@ fn without_password(url: &str) -> (String, Option<String>) {
     };
     (
         format!("{scheme}://{user}@{host}{rest}"),
-        Some(decoded(password)),
+        Some(
+            percent_decode_str(password)
+                .decode_utf8_lossy()
+                .into_owned(),
+        ),
     )
-}
-
-fn decoded(text: &str) -> String {
-    let mut bytes = Vec::new();
-    let mut rest = text.as_bytes();
-    while let [first, more @ ..] = rest {
-        let hex = more
-            .get(..2)
-            .and_then(|two| std::str::from_utf8(two).ok())
-            .and_then(|two| u8::from_str_radix(two, 16).ok());
-        if let (b'%', Some(byte)) = (first, hex) {
-            bytes.push(byte);
-            rest = &more[2..];
-        } else {
-            bytes.push(*first);
-            rest = more;
-        }
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 #[cfg(test)]
@@ -141,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_password_goes_by_the_environment() {
+    fn a_password_is_split_off_its_url() {
         for (url, expected, password) in [
             (
                 "postgres://u:p%40ss@host:5432/db?sslmode=require",
@@ -157,7 +146,7 @@ mod tests {
             ("postgres://u:p@w@host", "postgres://u@host", Some("p@w")),
         ] {
             assert_eq!(
-                without_password(url),
+                split_password(url),
                 (expected.to_owned(), password.map(Into::into)),
                 "{url}"
             );

@@ -1,8 +1,10 @@
-//! `backup`: the whole state of the control plane in one file, and back.
+//! `backup`: saves the state of the control plane to one file, and restores it.
 //!
-//! The file is a tar: the database as `pg_dump` wrote it, the keys and tokens, the artifacts, and last a manifest with the hash of each.
-//! The database is saved before the artifacts, which never change and are stored before the database names them: whatever it names is
-//! there. What workers have (sandboxes, workspaces, their journal) is not in it.
+//! The file is a tar archive: the database as `pg_dump` writes it, the keys and tokens, the
+//! artifacts, and last a manifest with the hash of each file. The database is dumped before the
+//! artifacts are copied: artifacts are immutable and stored before the database refers to them, so
+//! the backup has every artifact that its database refers to. State of workers (sandboxes,
+//! workspaces, their journal) is not included.
 
 mod database;
 mod restore;
@@ -33,18 +35,18 @@ const ARTIFACTS: &str = "artifacts";
 /// The last file of a backup.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Manifest {
-    /// Of the format.
+    /// The version of the format.
     version: u32,
-    /// Of the program that wrote it.
+    /// The version of the program that wrote the backup.
     cynode: String,
     made_at: String,
-    /// False when they are in a store elsewhere, which has its own backup.
+    /// False if artifacts are in an external store, which needs its own backup.
     has_artifacts: bool,
-    files: Vec<Entry>,
+    files: Vec<FileEntry>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Entry {
+struct FileEntry {
     path: String,
     size: u64,
     sha256: String,
@@ -58,7 +60,7 @@ pub async fn run(globals: &Globals, args: &Backup) -> Result<ExitCode, Failure> 
     } else {
         save::run(&args.file, args.force, &state, &config).await?
     };
-    let done = if args.restore {
+    let verb = if args.restore {
         "restored from"
     } else {
         "saved to"
@@ -71,22 +73,22 @@ pub async fn run(globals: &Globals, args: &Backup) -> Result<ExitCode, Failure> 
                 .iter()
                 .filter(|entry| entry.path.starts_with(ARTIFACTS))
                 .count();
-            let kept = if manifest.has_artifacts {
+            let contents = if manifest.has_artifacts {
                 format!("{artifacts} artifacts and outputs")
             } else {
-                "no artifacts, which are in a store elsewhere".to_owned()
+                "no artifacts (they are in an external store)".to_owned()
             };
             output::note(&format!(
-                "{done} {}: the database, keys and tokens, {kept}",
+                "{verb} {}: the database, keys and tokens, {contents}",
                 args.file.display()
             ));
-            output::note("sandboxes, workspaces and images of workers are not in a backup");
+            output::note("a backup does not include sandboxes, workspaces and images of workers");
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// The files besides the database and the artifacts: their names in the backup, and where they belong.
+/// Keys and tokens: their names in the backup and their paths in the state directory.
 fn keys(state: &StateDir, config: &cynode_orchestrator::Config) -> Vec<(&'static str, PathBuf)> {
     let registration = config
         .registration_key_file
@@ -100,7 +102,7 @@ fn keys(state: &StateDir, config: &cynode_orchestrator::Config) -> Vec<(&'static
     ]
 }
 
-/// Where artifacts are on this machine; `None` when they are elsewhere.
+/// The local artifact store; `None` if the store is external.
 fn artifacts(state: &StateDir, config: &cynode_orchestrator::Config) -> Option<PathBuf> {
     match &config.artifact_store {
         Some(store) if store.contains("://") => None,
@@ -109,43 +111,58 @@ fn artifacts(state: &StateDir, config: &cynode_orchestrator::Config) -> Option<P
     }
 }
 
-/// Reads and hashes.
-#[derive(Debug)]
-struct Hashing<R> {
-    inner: R,
+/// Size and hash of a file's content so far.
+#[derive(Debug, Default)]
+struct ContentDigest {
     hash: Sha256,
     size: u64,
 }
 
-impl<R: Read> Hashing<R> {
-    fn new(inner: R) -> Self {
-        Self {
-            inner,
-            hash: Sha256::new(),
-            size: 0,
-        }
+impl ContentDigest {
+    fn update(&mut self, piece: &[u8]) {
+        self.hash.update(piece);
+        self.size += piece.len() as u64;
     }
 
-    fn finish(self, path: &str) -> Entry {
-        Entry {
+    fn finish(self, path: &str) -> FileEntry {
+        FileEntry {
             path: path.to_owned(),
             size: self.size,
-            sha256: output::hex(&self.hash.finalize()),
+            sha256: hex::encode(self.hash.finalize()),
         }
     }
 }
 
-impl<R: Read> Read for Hashing<R> {
+/// Hashes what it reads.
+#[derive(Debug)]
+struct HashingReader<R> {
+    inner: R,
+    digest: ContentDigest,
+}
+
+impl<R> HashingReader<R> {
+    fn new(inner: R) -> Self {
+        Self {
+            inner,
+            digest: ContentDigest::default(),
+        }
+    }
+
+    fn finish(self, path: &str) -> FileEntry {
+        self.digest.finish(path)
+    }
+}
+
+impl<R: Read> Read for HashingReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = self.inner.read(buffer)?;
-        self.hash.update(&buffer[..count]);
-        self.size += count as u64;
+        self.digest.update(&buffer[..count]);
         Ok(count)
     }
 }
 
-/// Whether a name in a backup is one that we give. Nothing else is ever written to disk.
-fn is_known(path: &str) -> bool {
+/// Whether a backup may hold an entry of this name. Entries of other names are never unpacked.
+fn is_backup_path(path: &str) -> bool {
     let is_blob = |rest: &str| {
         let mut parts = rest.split('/');
         let (kind, prefix, hash) = (parts.next(), parts.next(), parts.next());
@@ -177,12 +194,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_names_that_we_give_are_taken() {
+    fn only_paths_that_save_writes_are_backup_paths() {
         let hash = "ab".repeat(32);
         assert!(
-            is_known(&format!("artifacts/sha256/ab/{hash}"))
-                && is_known(DATABASE)
-                && is_known("keys/admin.token")
+            is_backup_path(&format!("artifacts/sha256/ab/{hash}"))
+                && is_backup_path(DATABASE)
+                && is_backup_path("keys/admin.token")
         );
         for path in [
             "keys/../../etc/passwd".to_owned(),
@@ -194,7 +211,7 @@ mod tests {
             "keys/other".to_owned(),
             String::new(),
         ] {
-            assert!(!is_known(&path), "{path}");
+            assert!(!is_backup_path(&path), "{path}");
         }
     }
 }

@@ -1,29 +1,30 @@
-//! Bringing a backup back, into an empty state directory.
+//! Restores a backup into an empty state directory.
 //!
-//! All of the file is read and compared with its manifest before anything is put in its place. A marker stands in the directory
-//! meanwhile: `up` refuses one in which a restore was cut off.
+//! The whole file is staged and compared with its manifest before anything is moved into place. A
+//! marker file exists meanwhile: `up` refuses a directory with an interrupted restore.
 
 use std::{
     collections::BTreeMap,
-    io::{self, Read as _},
+    io::{self, Write as _},
     os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
 };
 
+use cynode_archive::{Archive, Kind, ReadError, Reader};
 use fs_err::os::unix::fs::OpenOptionsExt as _;
 
 use super::{
-    ARTIFACTS, DATABASE, Entry, FORMAT, Hashing, MANIFEST, Manifest, artifacts, database::Database,
-    is_known, keys,
+    ARTIFACTS, ContentDigest, DATABASE, FORMAT, FileEntry, MANIFEST, Manifest, artifacts,
+    database::Database, is_backup_path, keys,
 };
 use crate::{
     failure::{Failure, USAGE},
     output::Progress,
-    state::{Locked, StateDir},
+    state::{LockState, StateDir},
     up,
 };
 
-/// A manifest is a line for each artifact.
+/// A manifest has one line for each artifact.
 const MAX_MANIFEST: u64 = 1 << 30;
 
 pub async fn run(
@@ -35,13 +36,13 @@ pub async fn run(
         .map_err(|error| Failure::new(USAGE, "usage", error.to_string()))?;
     refuse_unless_empty(state)?;
     state.create()?;
-    let Locked::Ours(lock) = up::acquire(state).await? else {
+    let LockState::Acquired(lock) = up::acquire(state).await? else {
         return Err(Failure::new(
             USAGE,
             "already_running",
             "CyNode runs on this state directory",
         )
-        .remedy("Restore into another one."));
+        .remedy("Restore into another state directory."));
     };
     cynode_service::files::replace(&state.unfinished_restore(), b"")?;
     let staged = state.path().join("restore");
@@ -49,7 +50,7 @@ pub async fn run(
     let manifest = match unpack(archive, &staged) {
         Ok(manifest) => manifest,
         Err(failure) => {
-            // Nothing was put in its place yet: the directory is as empty as it was.
+            // Nothing was moved into place yet: leave the directory as empty as it was.
             drop(fs_err::remove_dir_all(&staged));
             drop(fs_err::remove_file(state.unfinished_restore()));
             drop(lock);
@@ -58,7 +59,7 @@ pub async fn run(
             return Err(failure);
         }
     };
-    progress.say("putting it in its place");
+    progress.set_message("moving files into place");
     for (name, path) in keys(state, config) {
         if staged.join(name).exists() {
             cynode_service::files::replace(&path, &fs_err::read(staged.join(name))?)?;
@@ -67,7 +68,7 @@ pub async fn run(
     if let Some(store) = artifacts(state, config).filter(|_| staged.join(ARTIFACTS).exists()) {
         fs_err::rename(staged.join(ARTIFACTS), store)?;
     }
-    progress.say("restoring the database");
+    progress.set_message("restoring the database");
     Database::open(
         state,
         config.database_url.as_deref(),
@@ -89,39 +90,39 @@ fn refuse_unless_empty(state: &StateDir) -> Result<(), Failure> {
                 "not_empty",
                 format!("{} is not empty", state.path().display()),
             )
-            .remedy("Name an empty state directory by --state-dir, or move what is there away.")),
+            .remedy("Pass an empty state directory with --state-dir, or move its files away.")),
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error.into()),
     }
 }
 
-fn damaged(what: impl Into<String>) -> Failure {
-    Failure::new(USAGE, "damaged", what).remedy("Use another backup; nothing was changed.")
+fn damaged(message: impl Into<String>) -> Failure {
+    Failure::new(USAGE, "damaged", message).remedy("Use another backup; nothing was changed.")
 }
 
-/// Unpacks below `to` what must be there, and nothing else.
+/// Unpacks the files that a backup must have below `to`, and refuses any other.
 fn unpack(archive: fs_err::File, to: &Path) -> Result<Manifest, Failure> {
-    let broken = |error: &io::Error| damaged(format!("this is not a whole backup: {error}"));
-    let mut archive = tar::Archive::new(io::BufReader::with_capacity(1 << 20, archive));
-    let mut found = BTreeMap::new();
+    let broken = |error: ReadError| damaged(format!("the backup can't be read: {error}"));
+    let mut archive = Archive::new(Reader::new(archive));
+    let mut unpacked = BTreeMap::new();
     let mut manifest = None;
-    for entry in archive.entries().map_err(|error| broken(&error))? {
-        let entry = entry.map_err(|error| broken(&error))?;
-        let name = entry
-            .path()
-            .ok()
-            .and_then(|path| path.to_str().map(ToOwned::to_owned))
-            .unwrap_or_default();
-        if !is_known(&name) || entry.header().entry_type() != tar::EntryType::Regular {
-            return Err(damaged(format!("a backup has no '{name}'")));
+    while let Some(entry) = archive.next_entry().map_err(broken)? {
+        let name = String::from_utf8_lossy(&entry.path).into_owned();
+        if !is_backup_path(&name) || entry.kind != Kind::File {
+            return Err(damaged(format!("unexpected entry '{name}'")));
         }
         if name == MANIFEST {
+            if entry.size > MAX_MANIFEST {
+                return Err(damaged(format!("{MANIFEST} is too large")));
+            }
             let mut text = Vec::new();
-            entry
-                .take(MAX_MANIFEST)
-                .read_to_end(&mut text)
-                .map_err(|error| broken(&error))?;
+            archive
+                .read(|piece| {
+                    text.extend_from_slice(piece);
+                    Ok(())
+                })
+                .map_err(broken)?;
             manifest = Some(
                 serde_json::from_slice::<Manifest>(&text)
                     .map_err(|error| damaged(format!("{MANIFEST} can't be read: {error}")))?,
@@ -129,24 +130,30 @@ fn unpack(archive: fs_err::File, to: &Path) -> Result<Manifest, Failure> {
             continue;
         }
         let path = to.join(&name);
-        private(&path)?;
+        create_parent(&path)?;
         let mut file = fs_err::OpenOptions::new()
             .write(true)
             .create_new(true)
             .mode(0o600)
             .open(&path)
-            .map_err(|error| broken(&error))?;
-        let mut reader = Hashing::new(entry);
-        io::copy(&mut reader, &mut file).map_err(|error| broken(&error))?;
+            .map_err(|error| broken(error.into()))?;
+        let mut digest = ContentDigest::default();
+        archive
+            .read(|piece| {
+                digest.update(piece);
+                Ok(file.write_all(piece)?)
+            })
+            .map_err(broken)?;
         file.sync_all()?;
-        found.insert(name.clone(), reader.finish(&name));
+        unpacked.insert(name.clone(), digest.finish(&name));
     }
-    let manifest = manifest.ok_or_else(|| damaged("it has no manifest: it was cut off"))?;
-    check(&manifest, &found)?;
+    let manifest =
+        manifest.ok_or_else(|| damaged("the backup has no manifest: it is truncated"))?;
+    check(&manifest, &unpacked)?;
     Ok(manifest)
 }
 
-fn private(path: &Path) -> io::Result<()> {
+fn create_parent(path: &Path) -> io::Result<()> {
     let parent = path.parent().map_or_else(PathBuf::new, Path::to_owned);
     std::fs::DirBuilder::new()
         .mode(0o700)
@@ -154,39 +161,44 @@ fn private(path: &Path) -> io::Result<()> {
         .create(parent)
 }
 
-fn check(manifest: &Manifest, found: &BTreeMap<String, Entry>) -> Result<(), Failure> {
+fn check(manifest: &Manifest, unpacked: &BTreeMap<String, FileEntry>) -> Result<(), Failure> {
     if manifest.version != FORMAT {
         return Err(Failure::new(
             USAGE,
             "unsupported_version",
             format!(
-                "the backup has format {}; this program knows {FORMAT}",
+                "the backup has format {}; this program reads format {FORMAT}",
                 manifest.version
             ),
         )
         .remedy(format!("Restore it with CyNode {}.", manifest.cynode)));
     }
-    let own = env!("CARGO_PKG_VERSION");
-    if numbers(&manifest.cynode) > numbers(own) {
+    let this_version = env!("CARGO_PKG_VERSION");
+    if numbers(&manifest.cynode) > numbers(this_version) {
         return Err(Failure::new(
             USAGE,
             "unsupported_version",
             format!(
-                "the backup is of CyNode {}, which is newer than this one, {own}",
+                "the backup is from CyNode {}, which is newer than this program ({this_version})",
                 manifest.cynode
             ),
         )
         .remedy("Restore it with that version or a newer one."));
     }
     for entry in &manifest.files {
-        match found.get(&entry.path) {
+        match unpacked.get(&entry.path) {
             Some(present) if present == entry => {}
-            Some(_) => return Err(damaged(format!("{} is not what was saved", entry.path))),
+            Some(_) => {
+                return Err(damaged(format!(
+                    "{} differs from its hash in the manifest",
+                    entry.path
+                )));
+            }
             None => return Err(damaged(format!("{} is missing", entry.path))),
         }
     }
-    if found.len() != manifest.files.len() || !found.contains_key(DATABASE) {
-        return Err(damaged("its files are not those of its manifest"));
+    if unpacked.len() != manifest.files.len() || !unpacked.contains_key(DATABASE) {
+        return Err(damaged("the files differ from the manifest"));
     }
     Ok(())
 }

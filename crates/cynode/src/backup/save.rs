@@ -1,4 +1,4 @@
-//! Writing a backup. Works while everything runs.
+//! Writes a backup, also while CyNode runs.
 
 use std::{
     io::{self, Write as _},
@@ -8,15 +8,15 @@ use std::{
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 use super::{
-    ARTIFACTS, DATABASE, Entry, FORMAT, Hashing, MANIFEST, Manifest, artifacts, database::Database,
-    is_known, keys,
+    ARTIFACTS, DATABASE, FORMAT, FileEntry, HashingReader, MANIFEST, Manifest, artifacts,
+    database::Database, is_backup_path, keys,
 };
 use crate::{
     failure::{Failure, USAGE},
     output::Progress,
     postgres::Server,
     staged::{Staged, unless_interrupted},
-    state::{Locked, StateDir},
+    state::{LockState, StateDir},
     up,
 };
 
@@ -27,25 +27,22 @@ pub async fn run(
     config: &cynode_orchestrator::Config,
 ) -> Result<Manifest, Failure> {
     state.check_restored()?;
-    if config.database_url.is_none() && !Server::of(state).exists() {
+    if config.database_url.is_none() && !Server::new(state).exists() {
         return Err(Failure::new(
             USAGE,
             "nothing_to_save",
-            format!(
-                "there is no orchestrator's database in {}",
-                state.path().display()
-            ),
+            format!("{} has no orchestrator database", state.path().display()),
         )
-        .remedy("Name the state directory by --state-dir, or the database by DATABASE_URL."));
+        .remedy("Pass the state directory with --state-dir, or set DATABASE_URL."));
     }
     check_target(file, force)?;
     let progress = Progress::start("saving the database");
     unless_interrupted(async {
-        // The dump is for nobody else, and neither is the file that it becomes a part of.
+        // Both files hold secrets: only their owner may read them.
         let (staged, archive) = Staged::create(file, 0o600)?;
         let (dump, _) = Staged::create(file, 0o600)?;
         save_database(dump.path(), state, config).await?;
-        progress.say("saving artifacts");
+        progress.set_message("saving artifacts");
         let (from, state, config) = (dump.path().to_owned(), state.clone(), config.clone());
         let manifest = blocking(move || write(archive, &from, &state, &config)).await?;
         publish(staged.path(), file, force)?;
@@ -54,7 +51,7 @@ pub async fn run(
     .await
 }
 
-/// Does what can't be awaited in a thread of its own, so that a signal is heard meanwhile.
+/// Runs blocking work on its own thread, so that this one keeps handling signals.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
 ) -> Result<T, Failure> {
@@ -69,25 +66,25 @@ fn exists(file: &Path) -> Failure {
         "already_exists",
         format!("{} exists", file.display()),
     )
-    .remedy("Name another file, or replace it with --force.")
+    .remedy("Choose another file, or replace this one with --force.")
 }
 
-/// Refuses a target that would be overwritten, before the work is done.
+/// Refuses a target that must not be overwritten, before the work starts.
 fn check_target(file: &Path, force: bool) -> Result<(), Failure> {
     match fs_err::symlink_metadata(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(Failure::usage(error.to_string())),
-        Ok(found) if found.is_file() && force => Ok(()),
-        Ok(found) if found.is_file() => Err(exists(file)),
+        Ok(existing) if existing.is_file() && force => Ok(()),
+        Ok(existing) if existing.is_file() => Err(exists(file)),
         Ok(_) => Err(Failure::usage(format!(
             "{} exists and is not a regular file",
             file.display()
         ))
-        .remedy("Name a file that a backup can become.")),
+        .remedy("Choose the path of a regular or a new file.")),
     }
 }
 
-/// Gives the finished file its name. Without `force` a file that appeared meanwhile stays.
+/// Renames the finished file to its target. Without `force` never replaces an existing file.
 fn publish(staged: &Path, file: &Path, force: bool) -> Result<(), Failure> {
     use rustix::{
         fs::{CWD, RenameFlags, renameat_with},
@@ -99,7 +96,7 @@ fn publish(staged: &Path, file: &Path, force: bool) -> Result<(), Failure> {
     match renameat_with(CWD, staged, CWD, file, RenameFlags::NOREPLACE) {
         Ok(()) => Ok(()),
         Err(Errno::EXIST) => Err(exists(file)),
-        // The file system has no such rename.
+        // The file system does not support RENAME_NOREPLACE.
         Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP) => match fs_err::hard_link(staged, file) {
             Ok(()) => Ok(fs_err::remove_file(staged)?),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Err(exists(file)),
@@ -118,8 +115,8 @@ async fn save_database(
         Some(_) => None,
         None => Some(up::acquire(state).await?),
     };
-    // While `up` runs, so does its server.
-    let may_start = matches!(lock, Some(Locked::Ours(_)));
+    // If `up` holds the lock, its server runs already.
+    let may_start = matches!(lock, Some(LockState::Acquired(_)));
     let (dump, state, url) = (dump.to_owned(), state.clone(), config.database_url.clone());
     blocking(move || Database::open(&state, url.as_deref(), may_start)?.dump(&dump)).await
 }
@@ -141,7 +138,7 @@ fn write(
     for (name, path) in store.iter().flat_map(|store| blobs(store)) {
         match append(&mut archive, &name, &path) {
             Ok(entry) => files.push(entry),
-            // Dropped by retention meanwhile: the database had let go of it.
+            // Retention deleted the artifact meanwhile: the database no longer refers to it.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error.into()),
         }
@@ -178,23 +175,23 @@ fn append(
     archive: &mut tar::Builder<impl io::Write>,
     name: &str,
     path: &Path,
-) -> io::Result<Entry> {
+) -> io::Result<FileEntry> {
     let file = fs_err::File::open(path)?;
     let size = file.metadata()?.len();
-    let mut reader = Hashing::new(io::Read::take(file, size));
+    let mut reader = HashingReader::new(io::Read::take(file, size));
     archive.append_data(&mut header(size), name, &mut reader)?;
     let entry = reader.finish(name);
     if entry.size == size {
         Ok(entry)
     } else {
         Err(io::Error::other(format!(
-            "{} became shorter while it was read",
+            "{} shrank while it was read",
             path.display()
         )))
     }
 }
 
-/// Whole artifacts, in order; what is still coming in is nobody's yet.
+/// Complete artifacts, sorted. Uploads in flight are not part of the store yet.
 fn blobs(store: &Path) -> Vec<(String, PathBuf)> {
     let entries = |directory: &Path| {
         fs_err::read_dir(directory)
@@ -204,7 +201,7 @@ fn blobs(store: &Path) -> Vec<(String, PathBuf)> {
             .map(|entry| entry.path())
             .collect::<Vec<_>>()
     };
-    let mut found: Vec<(String, PathBuf)> = entries(&store.join("sha256"))
+    let mut blobs: Vec<(String, PathBuf)> = entries(&store.join("sha256"))
         .iter()
         .flat_map(|prefix| entries(prefix))
         .filter_map(|path| {
@@ -213,10 +210,10 @@ fn blobs(store: &Path) -> Vec<(String, PathBuf)> {
                 path,
             ))
         })
-        .filter(|(name, _)| is_known(name))
+        .filter(|(name, _)| is_backup_path(name))
         .collect();
-    found.sort();
-    found
+    blobs.sort();
+    blobs
 }
 
 #[cfg(test)]
@@ -233,7 +230,7 @@ mod tests {
         let read = |path: &Path| fs_err::read_to_string(path).expect("readable");
         fs_err::write(&staged, "new").expect("written");
         assert!(check_target(&file, false).is_ok());
-        // It appears while the backup is made.
+        // The file appears while the backup is being written.
         fs_err::write(&file, "old").expect("written");
         let refused = publish(&staged, &file, false).expect_err("it exists");
         assert!(

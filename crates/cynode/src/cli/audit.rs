@@ -1,4 +1,4 @@
-//! The commands of the audit and of policies.
+//! Arguments of `audit` and `policy`.
 
 use std::path::PathBuf;
 
@@ -9,54 +9,55 @@ use cynode_client::AuditFilter;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
+use super::LimitArgs;
 use crate::parse;
 
 #[derive(Debug, Subcommand)]
 pub enum Audit {
-    /// Print records, a line each
+    /// Print records, one per line
     Tail(AuditTail),
-    /// Tell what happened in a session, a job or a task
+    /// Summarize what happened in a session, a job or a task
     Show {
-        /// Its id, or session:ID, job:ID, task:ID
+        /// Id, or session:ID, job:ID, task:ID
         #[arg(value_name = "ID")]
-        of: AuditSubjectId,
+        subject: AuditSubjectId,
     },
-    /// Verify that nothing was changed, removed or added; ends with 1 when something was
+    /// Verify that no record was changed, removed or added; exit with 1 if one was
     Verify(AuditVerify),
-    /// Print all records, one JSON object a line
+    /// Print records as JSON, one per line
     Export(AuditExport),
 }
 
 #[derive(Clone, Debug, Default, Args)]
 pub struct AuditFilterArgs {
-    /// Only of this task
+    /// Only records of this task
     #[arg(long, value_name = "UUID")]
     pub task: Option<TaskId>,
-    /// Only of this session
+    /// Only records of this session
     #[arg(long, value_name = "UUID")]
     pub session: Option<SessionId>,
-    /// Only of this job
+    /// Only records of this job
     #[arg(long, value_name = "UUID")]
     pub job: Option<JobId>,
-    /// Only what this user, agent or node did: name or id
+    /// Only records of this user, agent or node (name or id)
     #[arg(long, value_name = "NAME")]
     pub subject: Option<String>,
-    /// Only what was allowed, or denied: allow or deny
+    /// Only records with this decision: allow or deny
     #[arg(long)]
     pub decision: Option<AuditDecision>,
-    /// Only this action, such as session.exec
+    /// Only records of this action, such as session.exec
     #[arg(long)]
     pub action: Option<String>,
-    /// Only from then on: a time ago, such as 90m, or 2026-01-02T03:04:05Z
+    /// Start time: a duration ago, such as 90m, or 2026-01-02T03:04:05Z
     #[arg(long, value_name = "TIME", value_parser = parse::since)]
     pub since: Option<OffsetDateTime>,
-    /// Only until then
+    /// End time, in the same forms
     #[arg(long, value_name = "TIME", value_parser = parse::since)]
     pub until: Option<OffsetDateTime>,
 }
 
 impl AuditFilterArgs {
-    /// Whether they name something whose records are few.
+    /// Whether the filter selects one task, session or job, which has few records.
     pub const fn is_narrow(&self) -> bool {
         self.task.is_some() || self.session.is_some() || self.job.is_some()
     }
@@ -78,23 +79,23 @@ impl AuditFilterArgs {
 
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Without --since: the last hour; all that is kept of a task, session or job that is named."
+    after_help = "Without --since: the last hour, or all records of the given task, session or job."
 )]
 pub struct AuditTail {
-    /// Go on with what comes
+    /// Keep printing new records
     #[arg(long, short, conflicts_with = "until")]
     pub follow: bool,
     #[command(flatten)]
     pub filter: AuditFilterArgs,
 }
 
-/// What a story is told of.
+/// The session, job or task that `audit show` summarizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AuditSubjectId {
     Session(SessionId),
     Job(JobId),
     Task(TaskId),
-    /// One of those.
+    /// An id of unknown kind.
     Any(Uuid),
 }
 
@@ -110,7 +111,7 @@ impl std::str::FromStr for AuditSubjectId {
             "job" => Ok(Self::Job(JobId::from_uuid(id))),
             "task" => Ok(Self::Task(TaskId::from_uuid(id))),
             _ => Err(format!(
-                "unknown kind '{kind}'; write it as session:ID, job:ID or task:ID"
+                "unknown kind '{kind}'; write session:ID, job:ID or task:ID"
             )),
         }
     }
@@ -118,20 +119,26 @@ impl std::str::FromStr for AuditSubjectId {
 
 #[derive(Debug, Args)]
 pub struct AuditVerify {
-    /// Verify what `audit export --proof` wrote, without speaking with anybody; `-` is standard input
+    /// Verify the output of `audit export --proof` offline; `-` is standard input
     #[arg(long, value_name = "FILE", requires = "key")]
     pub file: Option<PathBuf>,
-    /// The key that must have signed, as it was noted when the system was new: ed25519:…
+    /// Expected signing key, noted when the system was set up: ed25519:…
     #[arg(long)]
     pub key: Option<PublicKey>,
 }
 
 #[derive(Debug, Args)]
 pub struct AuditExport {
+    /// Export format
     #[arg(long, value_enum, default_value_t)]
     pub format: ExportFormat,
-    /// Begin with the signed checkpoints, so that the file can be verified anywhere
-    #[arg(long, conflicts_with_all = ["task", "session", "job", "subject", "decision", "action", "since", "until"])]
+    /// Start with the signed checkpoints, so that the file can be verified offline
+    #[arg(
+        long,
+        conflicts_with_all = [
+            "task", "session", "job", "subject", "decision", "action", "since", "until",
+        ],
+    )]
     pub proof: bool,
     #[command(flatten)]
     pub filter: AuditFilterArgs,
@@ -139,10 +146,10 @@ pub struct AuditExport {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum ExportFormat {
-    /// As they are
+    /// Records as stored
     #[default]
     Jsonl,
-    /// As events of the Open Cybersecurity Schema Framework
+    /// Events of the Open Cybersecurity Schema Framework
     Ocsf,
 }
 
@@ -152,64 +159,62 @@ pub enum Policy {
     List,
     /// Print a policy
     Show { id: String },
-    /// Store a policy; it counts at once
+    /// Store a policy; it takes effect at once
     Put {
         id: String,
-        /// Its rules, in Cedar; `-` is standard input
+        /// Cedar rules; `-` is standard input
         file: PathBuf,
-        /// Only when its revision is this one; 0 when there must be none yet
+        /// Require this current revision; 0 requires that the policy is new
         #[arg(long, value_name = "N")]
         if_revision: Option<i64>,
     },
     /// Delete a policy
     Delete { id: String },
-    /// Say what would be decided, and by which rules; nothing is done. Ends with 77 when denied
+    /// Evaluate a request without running it; exit with 77 if denied
     Test(Box<PolicyTestArgs>),
 }
 
 #[derive(Debug, Args)]
 pub struct PolicyTestArgs {
-    /// Who asks: name or id [default: oneself]
+    /// Caller, by user name or id [default: yourself]
     #[arg(long, value_name = "NAME")]
     pub user: Option<String>,
-    /// Who asks: by which token
+    /// Caller, by token id
     #[arg(long, value_name = "UUID", conflicts_with = "user")]
     pub token: Option<TokenId>,
-    /// Such as session.exec
+    /// Action, such as session.exec
     #[arg(long)]
     pub action: String,
+    /// Project of the request
     #[arg(long, value_name = "UUID")]
     pub project: Option<ProjectId>,
+    /// Task of the request
     #[arg(long, value_name = "UUID")]
     pub task: Option<TaskId>,
+    /// Session of the request
     #[arg(long, value_name = "UUID")]
     pub session: Option<SessionId>,
+    /// Job of the request
     #[arg(long, value_name = "UUID")]
     pub job: Option<JobId>,
+    /// Requested image
     #[arg(long, value_name = "REF")]
     pub image: Option<String>,
-    /// The file that is read or written
+    /// File to read or write
     #[arg(long)]
     pub path: Option<String>,
-    /// The program that is run
+    /// Program to run
     #[arg(long)]
     pub program: Option<String>,
-    /// The network policy that a session or a job asks for
+    /// Requested network policy
     #[arg(long, value_name = "POLICY")]
     pub network: Option<String>,
-    /// The session asks for terminals
+    /// Request a session with terminals
     #[arg(long)]
     pub pty: bool,
-    /// The memory that a session or a job asks for, such as 512m or 2g
-    #[arg(long, value_name = "SIZE", value_parser = parse::size)]
-    pub memory: Option<u64>,
-    /// The processors that it asks for, such as 1.5
-    #[arg(long, value_name = "N", value_parser = parse::cpus)]
-    pub cpus: Option<f64>,
-    /// The processes that it asks for
-    #[arg(long, value_name = "N")]
-    pub pids: Option<u32>,
-    /// What kind of token is to be made
+    #[command(flatten)]
+    pub limits: LimitArgs,
+    /// Kind of the requested token
     #[arg(long, value_name = "KIND")]
     pub token_kind: Option<TokenKind>,
 }
@@ -222,7 +227,7 @@ mod tests {
     use crate::cli::Cli;
 
     #[test]
-    fn a_story_is_told_of_a_thing_that_may_say_what_it_is() {
+    fn a_subject_is_an_id_with_or_without_its_kind() {
         let id = "01890000-0000-7000-8000-000000000001";
         assert_eq!(id.parse(), Ok(AuditSubjectId::Any(id.parse().expect("id"))));
         assert_eq!(
@@ -235,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_verified_with_a_key_and_a_proof_is_of_everything() {
+    fn a_file_needs_a_key_and_a_proof_excludes_filters() {
         let accepts = |arguments: &[&str]| {
             Cli::try_parse_from(["cynode", "audit"].iter().chain(arguments)).is_ok()
         };

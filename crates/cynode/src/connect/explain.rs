@@ -1,45 +1,44 @@
-//! Remedies for what goes wrong between here and the server: they depend on what answers at the address, and on where the address and
-//! the token come from.
+//! Remedies for failures to communicate with the server. They depend on what answers at the address
+//! and on the source of the address and the token.
 
-use cynode_client::{Peer, WorkerClient};
+use cynode_client::{Peer, SessionClient};
 
 use super::{environment, target, trust};
 use crate::{
     cli::Globals,
-    failure::{Failure, Trouble},
+    failure::{Failure, RemoteProblem},
     state::StateDir,
 };
 
 /// How the server was chosen, and what answers there.
 #[derive(Clone, Debug)]
-struct Situation {
+struct ConnectionContext {
     url: String,
     /// The address comes from `CYNODE_URL`, not from the state directory.
-    is_named: bool,
-    /// The token comes from `CYNODE_TOKEN`.
-    is_token_named: bool,
-    /// Where the token comes from otherwise.
+    url_from_environment: bool,
+    /// The token comes from `CYNODE_TOKEN`, not from `token_file`.
+    token_from_environment: bool,
     token_file: String,
-    /// The user API of this machine, when one runs.
+    /// The URL of the user API on this machine, if one runs.
     local: Option<String>,
-    /// `None` when no HTTP answer comes.
+    /// `None` if there is no HTTP response.
     peer: Option<Peer>,
-    /// The failure as it was reported: its root cause is at its end.
+    /// The original message, which ends with the root cause.
     message: String,
 }
 
-/// The failure with the remedy for its true cause.
+/// Adds the cause and its remedy to a failure.
 pub async fn explain(globals: &Globals, failure: Failure) -> Failure {
-    let Some(trouble) = failure.trouble else {
+    let Some(problem) = failure.remote_problem else {
         return failure;
     };
     let (Ok(target), Ok(state)) = (target(globals), StateDir::new(globals)) else {
         return failure;
     };
-    let peer = if trouble == Trouble::Connection {
+    let peer = if problem == RemoteProblem::Connection {
         None
     } else {
-        WorkerClient::identify(&target.url, trust(globals, target.authority.as_deref()))
+        SessionClient::identify(&target.url, trust(globals, target.authority.as_deref()))
             .await
             .ok()
     };
@@ -53,120 +52,130 @@ pub async fn explain(globals: &Globals, failure: Failure) -> Failure {
     } else {
         "admin.token"
     };
-    let situation = Situation {
+    let context = ConnectionContext {
         url: target.url.trim_end_matches('/').to_owned(),
-        is_named: environment("CYNODE_URL").is_some(),
-        is_token_named: environment("CYNODE_TOKEN").is_some(),
+        url_from_environment: environment("CYNODE_URL").is_some(),
+        token_from_environment: environment("CYNODE_TOKEN").is_some(),
         token_file: state.path().join(file).display().to_string(),
         local,
         peer,
         message: failure.message().to_owned(),
     };
-    let failure = match situation.cause(trouble) {
-        Some(cause) => failure.because(cause),
+    let failure = match context.cause(problem) {
+        Some(cause) => failure.with_message(cause),
         None => failure,
     };
-    match situation.remedy(trouble) {
+    match context.remedy(problem) {
         Some(remedy) => failure.remedy(remedy),
         None => failure,
     }
 }
 
-impl Situation {
-    /// A message that names the cause, where the server's own does not.
-    fn cause(&self, trouble: Trouble) -> Option<String> {
+impl ConnectionContext {
+    /// The cause, if the server's message does not name it.
+    fn cause(&self, problem: RemoteProblem) -> Option<String> {
         let url = &self.url;
-        match (trouble, self.peer) {
-            (Trouble::Route | Trouble::Token, Some(Peer::Control)) => Some(format!(
+        match (problem, self.peer) {
+            (RemoteProblem::Route | RemoteProblem::Token, Some(Peer::Control)) => Some(format!(
                 "{url} is an orchestrator's port for nodes, not its user API"
             )),
-            (Trouble::Route, Some(Peer::Worker)) => {
-                Some(format!("{url} is a worker, which has sessions and no more"))
+            (RemoteProblem::Route, Some(Peer::Worker)) => {
+                Some(format!("{url} is a worker, which only serves sessions"))
             }
-            (Trouble::Token, Some(Peer::Worker)) => {
-                Some(format!("{url} is a worker, and this is not its token"))
+            (RemoteProblem::Token, Some(Peer::Worker)) => {
+                Some(format!("{url} is a worker, and the token is not its token"))
             }
-            (Trouble::Route | Trouble::Token | Trouble::Protocol, Some(Peer::Other)) => {
-                Some(format!("{url} is not CyNode"))
-            }
+            (
+                RemoteProblem::Route | RemoteProblem::Token | RemoteProblem::Protocol,
+                Some(Peer::Other),
+            ) => Some(format!("{url} is not CyNode")),
             _ => None,
         }
     }
 
-    fn remedy(&self, trouble: Trouble) -> Option<String> {
-        match (trouble, self.peer) {
-            (Trouble::Token, Some(Peer::Worker)) => {
-                let own = if self.is_token_named {
+    fn remedy(&self, problem: RemoteProblem) -> Option<String> {
+        match (problem, self.peer) {
+            (RemoteProblem::Token, Some(Peer::Worker)) => {
+                let token = if self.token_from_environment {
                     "worker.token in the worker's state directory".to_owned()
                 } else {
                     self.token_file.clone()
                 };
                 Some(format!(
-                    "A worker takes one token ({own}). A user's token is good at the user API: {}",
+                    "A worker accepts one token ({token}). Other tokens are for the user API. {}",
                     self.correct_address()
                 ))
             }
-            (Trouble::Token, Some(Peer::Orchestrator)) if self.is_token_named => {
-                let unset = if self.local.is_some() && !self.is_named {
+            (RemoteProblem::Token, Some(Peer::Orchestrator)) if self.token_from_environment => {
+                let unset = if self.local.is_some() && !self.url_from_environment {
                     format!(", or unset it to use {}", self.token_file)
                 } else {
                     String::new()
                 };
                 Some(format!(
-                    "The token in CYNODE_TOKEN is mistyped, expired, revoked or another CyNode's: make one with 'cynode token create'{unset}."
+                    "The token in CYNODE_TOKEN is mistyped, expired, revoked or from another \
+                     CyNode: create one with 'cynode token create'{unset}."
                 ))
             }
-            (Trouble::Token, Some(Peer::Orchestrator)) => Some(format!(
-                "{} does not fit the CyNode that answers at {}: see 'cynode status', or set CYNODE_TOKEN.",
+            (RemoteProblem::Token, Some(Peer::Orchestrator)) => Some(format!(
+                "{} is not a token of the CyNode at {}: see 'cynode status', or set CYNODE_TOKEN.",
                 self.token_file, self.url
             )),
-            (Trouble::Route, Some(Peer::Orchestrator)) => Some(format!(
-                "The orchestrator is of another version than this program ({}): update the older one.",
+            (RemoteProblem::Route, Some(Peer::Orchestrator)) => Some(format!(
+                "The orchestrator has another version than this program ({}): update the older.",
                 env!("CARGO_PKG_VERSION")
             )),
-            (Trouble::Token | Trouble::Route, Some(Peer::Control | Peer::Worker | Peer::Other))
-            | (Trouble::Protocol, Some(Peer::Other)) => Some(self.correct_address()),
-            (Trouble::Protocol, None) => Some(format!(
-                "What listens there does not speak plain HTTP; with TLS the address begins with https://. {}",
+            (
+                RemoteProblem::Token | RemoteProblem::Route,
+                Some(Peer::Control | Peer::Worker | Peer::Other),
+            )
+            | (RemoteProblem::Protocol, Some(Peer::Other)) => Some(self.correct_address()),
+            (RemoteProblem::Protocol, None) => Some(format!(
+                "The server does not speak plain HTTP; for TLS use https://. {}",
                 self.correct_address()
             )),
-            (Trouble::Connection, _) => self.connection(),
-            (Trouble::Token | Trouble::Route, None) | (Trouble::Protocol, Some(_)) => None,
+            (RemoteProblem::Connection, _) => self.connection(),
+            (RemoteProblem::Token | RemoteProblem::Route, None)
+            | (RemoteProblem::Protocol, Some(_)) => None,
         }
     }
 
     fn connection(&self) -> Option<String> {
-        let says = |words: &[&str]| words.iter().any(|word| self.message.contains(word));
-        if says(&["peer certificate"]) {
+        let mentions = |words: &[&str]| words.iter().any(|word| self.message.contains(word));
+        if mentions(&["peer certificate"]) {
             return Some(
-                "Name the authority that signed the certificate with --ca FILE or CYNODE_CA_FILE."
+                "Pass the CA that signed the certificate with --ca FILE or CYNODE_CA_FILE."
                     .to_owned(),
             );
         }
-        if self.url.starts_with("https:") && says(&["corrupt message", "InvalidContentType"]) {
+        if self.url.starts_with("https:") && mentions(&["corrupt message", "InvalidContentType"]) {
             return Some(format!(
-                "What listens there does not speak TLS: try http://. {}",
+                "The server does not speak TLS: try http://. {}",
                 self.correct_address()
             ));
         }
-        if !self.is_named {
+        if !self.url_from_environment {
             return None;
         }
-        let what = if says(&["lookup address", "Name or service", "dns"]) {
-            "The host name is not known."
+        let cause = if mentions(&["lookup address", "Name or service", "dns"]) {
+            "The host name can't be resolved."
         } else {
-            "Nothing listens there, or a firewall is in between."
+            "Nothing listens there, or a firewall blocks the connection."
         };
-        Some(format!("{what} {}", self.correct_address()))
+        Some(format!("{cause} {}", self.correct_address()))
     }
 
-    /// Where the user API is, as far as this machine knows.
+    /// The address of the user API, as far as this machine knows it.
     fn correct_address(&self) -> String {
         match &self.local {
-            Some(local) if self.is_named => format!("Check CYNODE_URL: here it is {local}."),
-            Some(local) => format!("Here it is {local}; see 'cynode status'."),
-            None if self.is_named => {
-                "Check CYNODE_URL: its port is 12080 unless configured otherwise.".to_owned()
+            Some(local) if self.url_from_environment => {
+                format!("Check CYNODE_URL: the user API of this machine is {local}.")
+            }
+            Some(local) => {
+                format!("The user API of this machine is {local}; see 'cynode status'.")
+            }
+            None if self.url_from_environment => {
+                "Check CYNODE_URL: the default port of the user API is 12080.".to_owned()
             }
             None => "See 'cynode status'.".to_owned(),
         }
@@ -177,11 +186,11 @@ impl Situation {
 mod tests {
     use super::*;
 
-    fn situation(peer: Option<Peer>) -> Situation {
-        Situation {
+    fn context(peer: Option<Peer>) -> ConnectionContext {
+        ConnectionContext {
             url: "http://h:1".into(),
-            is_named: true,
-            is_token_named: true,
+            url_from_environment: true,
+            token_from_environment: true,
             token_file: "/s/admin.token".into(),
             local: None,
             peer,
@@ -191,28 +200,28 @@ mod tests {
 
     #[test]
     fn a_refused_token_is_told_from_one_at_the_wrong_port() {
-        let remedy = |situation: Situation| situation.remedy(Trouble::Token).expect("a remedy");
+        let remedy =
+            |context: ConnectionContext| context.remedy(RemoteProblem::Token).expect("a remedy");
         assert!(
-            remedy(situation(Some(Peer::Orchestrator)))
-                .contains("token in CYNODE_TOKEN is mistyped")
+            remedy(context(Some(Peer::Orchestrator))).contains("token in CYNODE_TOKEN is mistyped")
         );
-        let on_disk = remedy(Situation {
-            is_token_named: false,
-            ..situation(Some(Peer::Orchestrator))
+        let on_disk = remedy(ConnectionContext {
+            token_from_environment: false,
+            ..context(Some(Peer::Orchestrator))
         });
         assert!(
-            on_disk.starts_with("/s/admin.token does not fit"),
+            on_disk.starts_with("/s/admin.token is not a token"),
             "{on_disk}"
         );
-        let worker = remedy(situation(Some(Peer::Worker)));
+        let worker = remedy(context(Some(Peer::Worker)));
         assert!(
             worker.contains("worker.token") && worker.contains("12080"),
             "{worker}"
         );
-        let control = situation(Some(Peer::Control));
+        let control = context(Some(Peer::Control));
         assert!(
             control
-                .cause(Trouble::Token)
+                .cause(RemoteProblem::Token)
                 .is_some_and(|cause| cause.contains("port for nodes"))
                 && remedy(control).contains("CYNODE_URL")
         );
@@ -220,43 +229,45 @@ mod tests {
 
     #[test]
     fn a_wrong_port_is_named_by_what_listens_there() {
-        let local = Situation {
+        let local = ConnectionContext {
             local: Some("http://127.0.0.1:7".into()),
-            ..situation(Some(Peer::Worker))
+            ..context(Some(Peer::Worker))
         };
         assert_eq!(
-            local.remedy(Trouble::Route).as_deref(),
-            Some("Check CYNODE_URL: here it is http://127.0.0.1:7.")
+            local.remedy(RemoteProblem::Route).as_deref(),
+            Some("Check CYNODE_URL: the user API of this machine is http://127.0.0.1:7.")
         );
         assert!(
             local
-                .cause(Trouble::Route)
+                .cause(RemoteProblem::Route)
                 .is_some_and(|cause| cause.contains("is a worker"))
         );
-        let postgres = situation(None).remedy(Trouble::Protocol).expect("a remedy");
+        let postgres = context(None)
+            .remedy(RemoteProblem::Protocol)
+            .expect("a remedy");
         assert!(
             postgres.contains("does not speak plain HTTP") && postgres.contains("12080"),
             "{postgres}"
         );
         assert!(
-            situation(Some(Peer::Orchestrator))
-                .remedy(Trouble::Route)
+            context(Some(Peer::Orchestrator))
+                .remedy(RemoteProblem::Route)
                 .is_some_and(|remedy| remedy.contains("another version"))
         );
         for slow in [Peer::Orchestrator, Peer::Worker] {
-            assert_eq!(situation(Some(slow)).remedy(Trouble::Protocol), None);
+            assert_eq!(context(Some(slow)).remedy(RemoteProblem::Protocol), None);
         }
     }
 
     #[test]
     fn a_connection_that_is_not_made_names_its_cause() {
         let with = |message: &str, url: &str| {
-            Situation {
+            ConnectionContext {
                 message: message.into(),
                 url: url.into(),
-                ..situation(None)
+                ..context(None)
             }
-            .remedy(Trouble::Connection)
+            .remedy(RemoteProblem::Connection)
         };
         let remedy = |message: &str, url: &str| with(message, url).expect("a remedy");
         assert!(
@@ -279,11 +290,11 @@ mod tests {
         );
         assert!(remedy("failed to lookup address information", "http://h:1").contains("host name"));
         assert_eq!(
-            Situation {
-                is_named: false,
-                ..situation(None)
+            ConnectionContext {
+                url_from_environment: false,
+                ..context(None)
             }
-            .remedy(Trouble::Connection),
+            .remedy(RemoteProblem::Connection),
             None
         );
     }

@@ -1,4 +1,4 @@
-//! `policy`.
+//! `policy`: manages and tests policies.
 
 use std::{
     io::{self, IsTerminal as _},
@@ -7,32 +7,35 @@ use std::{
 };
 
 use cynode_api::{
-    API_VERSION, LimitsRequest, Policy as Object, PolicyPut, PolicyTest, PolicyVerdict,
+    API_VERSION, LimitsRequest, Policy as ApiPolicy, PolicyPut, PolicyTest, PolicyVerdict,
 };
 use cynode_client::UserClient;
 use serde_json::json;
 
 use crate::{
     cli::{Format, Globals, Policy, PolicyTestArgs},
+    commands::{CommandResult, format_time, print_done, print_list},
     connect,
     failure::{DENIED, Failure},
     output::{self, Colour},
-    plane::{Outcome, done, list, moment},
     sanitize,
 };
 
-pub async fn run(globals: &Globals, command: Policy) -> Outcome {
-    let client = connect::plane(globals)?;
+pub async fn run(globals: &Globals, command: Policy) -> CommandResult {
+    let client = connect::user_client(globals)?;
     match command {
         Policy::List => {
             let policies = client.policies().await?;
-            list(
+            print_list(
                 globals,
                 &policies,
                 ["POLICY", "RULES", "DEFAULT", "REVISION", "UPDATED", "BY"],
-                |policy: &Object| {
+                |policy: &ApiPolicy| {
                     let is_default = if policy.is_default { "yes" } else { "" };
-                    let (rules, at) = (policy.rules.len().to_string(), moment(policy.updated_at));
+                    let (rules, at) = (
+                        policy.rules.len().to_string(),
+                        format_time(policy.updated_at),
+                    );
                     [
                         policy.id.clone(),
                         rules,
@@ -44,7 +47,7 @@ pub async fn run(globals: &Globals, command: Policy) -> Outcome {
                 },
             )
         }
-        Policy::Show { id } => show(globals, &client.policy(&id).await?),
+        Policy::Show { id } => print_policy(globals, &client.policy(&id).await?),
         Policy::Put {
             id,
             file,
@@ -52,11 +55,11 @@ pub async fn run(globals: &Globals, command: Policy) -> Outcome {
         } => {
             let put = PolicyPut {
                 version: Some(API_VERSION),
-                text: text_of(&file)?,
+                text: read_text(&file)?,
                 if_revision,
             };
             let policy = client.put_policy(&id, &put).await?;
-            done(
+            print_done(
                 globals,
                 &policy,
                 &format!(
@@ -69,10 +72,10 @@ pub async fn run(globals: &Globals, command: Policy) -> Outcome {
         }
         Policy::Delete { id } => {
             client.delete_policy(&id).await?;
-            done(
+            print_done(
                 globals,
                 &json!({ "deleted": id }),
-                &format!("deleted: {id}"),
+                &format!("deleted policy {id}"),
             )
         }
         Policy::Test(args) => test(&client, globals, *args).await,
@@ -87,7 +90,7 @@ fn rules(count: usize) -> String {
     }
 }
 
-fn text_of(file: &Path) -> Result<String, Failure> {
+fn read_text(file: &Path) -> Result<String, Failure> {
     let text = if file == Path::new("-") {
         io::read_to_string(io::stdin())
     } else {
@@ -96,8 +99,9 @@ fn text_of(file: &Path) -> Result<String, Failure> {
     text.map_err(|error| Failure::usage(error.to_string()))
 }
 
-/// The text alone on stdout, so that it can be changed and put again; to a terminal with its control characters escaped.
-fn show(globals: &Globals, policy: &Object) -> Outcome {
+/// Prints only the text to stdout, so that it can be edited and stored again. Escapes control
+/// characters on a terminal.
+fn print_policy(globals: &Globals, policy: &ApiPolicy) -> CommandResult {
     if globals.output == Format::Json {
         output::json(policy)?;
         return Ok(ExitCode::SUCCESS);
@@ -117,14 +121,14 @@ fn show(globals: &Globals, policy: &Object) -> Outcome {
         "revision {} by {} at {}: {}",
         policy.revision,
         policy.updated_by,
-        moment(policy.updated_at),
+        format_time(policy.updated_at),
         rules.join(", ")
     )));
     Ok(ExitCode::SUCCESS)
 }
 
-async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> Outcome {
-    let question = PolicyTest {
+async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> CommandResult {
+    let request = PolicyTest {
         version: Some(API_VERSION),
         user: args.user,
         token_id: args.token,
@@ -138,16 +142,10 @@ async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> O
         program: args.program,
         network: args.network,
         pty: args.pty,
-        limits: Some(LimitsRequest {
-            memory_bytes: args.memory,
-            cpus: args.cpus,
-            pids: args.pids,
-            ..Default::default()
-        })
-        .filter(|limits| *limits != LimitsRequest::default()),
+        limits: Some(args.limits.request()).filter(|limits| *limits != LimitsRequest::default()),
         token_kind: args.token_kind,
     };
-    let verdict = client.test_policy(&question).await?;
+    let verdict = client.test_policy(&request).await?;
     match globals.output {
         Format::Json => output::json(&verdict)?,
         Format::Table => {
@@ -156,17 +154,21 @@ async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> O
             } else {
                 ("denied", Colour::Red)
             };
-            output::painted(word, colour, &sanitize::line(&by(&verdict)))?;
+            output::line_with_colored_start(
+                word,
+                colour,
+                &sanitize::line(&deciding_rules(&verdict)),
+            )?;
             for error in &verdict.errors {
-                output::note(&sanitize::line(&format!("not evaluated: {error}")));
+                output::note(&sanitize::line(&format!("evaluation error: {error}")));
             }
         }
     }
-    Ok(ended(&verdict))
+    Ok(exit_code(&verdict))
 }
 
-/// A denial ends as a denied call does.
-fn ended(verdict: &PolicyVerdict) -> ExitCode {
+/// A denial has the exit code of a denied call.
+fn exit_code(verdict: &PolicyVerdict) -> ExitCode {
     if verdict.allowed {
         ExitCode::SUCCESS
     } else {
@@ -174,7 +176,7 @@ fn ended(verdict: &PolicyVerdict) -> ExitCode {
     }
 }
 
-fn by(verdict: &PolicyVerdict) -> String {
+fn deciding_rules(verdict: &PolicyVerdict) -> String {
     match verdict.rules.as_slice() {
         [] if verdict.allowed => String::new(),
         [] => ": no rule permits it".to_owned(),
@@ -194,10 +196,10 @@ mod tests {
             errors: Vec::new(),
         };
         assert_eq!(
-            by(&verdict(true, &["default/owners"])),
+            deciding_rules(&verdict(true, &["default/owners"])),
             " by default/owners"
         );
-        assert_eq!(by(&verdict(false, &["a", "b"])), " by a, b");
-        assert_eq!(by(&verdict(false, &[])), ": no rule permits it");
+        assert_eq!(deciding_rules(&verdict(false, &["a", "b"])), " by a, b");
+        assert_eq!(deciding_rules(&verdict(false, &[])), ": no rule permits it");
     }
 }

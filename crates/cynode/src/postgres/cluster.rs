@@ -1,7 +1,7 @@
-//! The role `postgres`: makes the cluster when there is none, and becomes the server.
+//! The `postgres` role: creates the cluster if there is none, and becomes the server.
 //!
-//! What belongs to the server is touched as the server's user only, never as root. A cluster is made beside its place and moved
-//! there when it is whole, so one that was cut off is made again.
+//! Files of the server are only touched as the server's user, never as root. A cluster is created
+//! in a staging directory and renamed when it is complete, so an interrupted one is created again.
 
 use std::{
     io::{self, Write as _},
@@ -25,7 +25,7 @@ use crate::{
     state::StateDir,
 };
 
-/// For a small machine, and so that nothing that was answered is lost.
+/// Sized for a small machine, and durable: no acknowledged write is lost.
 const SETTINGS: &[(&str, &str)] = &[
     ("listen_addresses", ""),
     ("unix_socket_permissions", "0700"),
@@ -36,13 +36,13 @@ const SETTINGS: &[(&str, &str)] = &[
     ("max_connections", "100"),
     ("max_wal_size", "512MB"),
     ("min_wal_size", "64MB"),
-    // Nobody reads the log of changes but this server after a crash.
+    // The write-ahead log is only for crash recovery.
     ("wal_level", "minimal"),
     ("max_wal_senders", "0"),
     ("jit", "off"),
     ("timezone", "UTC"),
     ("log_timezone", "UTC"),
-    // To its standard error, which `up` keeps.
+    // `up` stores standard error.
     ("logging_collector", "off"),
     ("log_destination", "stderr"),
     ("log_line_prefix", "%m [%p] "),
@@ -50,32 +50,36 @@ const SETTINGS: &[(&str, &str)] = &[
     ("cluster_name", "cynode"),
 ];
 
+/// Last lines of a failed program that its failure quotes.
+const MAX_ERROR_LINES: usize = 6;
+
 /// Becomes the server. Returns only on failure.
 pub fn run(state: &StateDir, parent: Option<i32>) -> Result<std::convert::Infallible, Failure> {
-    let server = Server::of(state);
+    let server = Server::new(state);
     let programs = Programs::find(&server)?;
     let owner = Owner::find()?;
-    let mut names = vec![owner::own_name()?];
-    // Found out while we are who clients are: where it is depends on that.
+    let mut names = vec![owner::current_user()?];
+    // Must be computed before the change of user: the path depends on the user of the clients.
     let sockets = server.socket_directory();
     prepare(&server, &sockets, state, owner.as_ref())?;
     if let Some(owner) = &owner {
         names.push(owner.name.clone());
         owner.assume().map_err(|error| {
-            Failure::internal(format!("can't go on as the user {}: {error}", owner.name))
+            Failure::internal(format!("can't switch to the user {}: {error}", owner.name))
         })?;
     }
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
     if let Some(parent) = parent {
-        // After the change of user, with which the kernel forgets it. A fast shutdown.
+        // The kernel drops this setting when the user changes, so set it afterwards. SIGINT is a
+        // fast shutdown.
         roles::end_with(parent, Signal::INT)?;
     }
-    reachable(&server, owner.as_ref())?;
+    check_reachable(&server, owner.as_ref())?;
     leftovers::end(&server.data())?;
     if !server.exists() {
         initialise(&server, &programs)?;
     }
-    admit(&server.data(), &names)?;
+    write_access_rules(&server.data(), &names)?;
     let mut command = programs.command("postgres");
     command
         .current_dir(server.directory())
@@ -83,11 +87,11 @@ pub fn run(state: &StateDir, parent: Option<i32>) -> Result<std::convert::Infall
         .arg(server.data());
     command
         .arg("-c")
-        .arg(setting("unix_socket_directories", &quoted(&sockets)));
+        .arg(setting("unix_socket_directories", &quote(&sockets)));
     for (name, value) in SETTINGS {
         command.arg("-c").arg(setting(name, value));
     }
-    // What a killed one left there.
+    // A killed server leaves its socket behind.
     drop(fs_err::remove_file(sockets.join(format!("{SOCKET}.lock"))));
     drop(fs_err::remove_file(sockets.join(SOCKET)));
     Err(Failure::internal(format!(
@@ -101,12 +105,12 @@ fn setting(name: &str, value: &str) -> String {
     format!("{name}={value}")
 }
 
-/// A list of one path that may hold commas.
-fn quoted(path: &Path) -> String {
+/// Quotes a path as a list of one element: it may contain commas.
+fn quote(path: &Path) -> String {
     format!("\"{}\"", path.display().to_string().replace('"', "\"\""))
 }
 
-/// The directories, for the server's user alone. As root.
+/// Creates the directories, for the server's user only. Runs as root.
 fn prepare(
     server: &Server,
     sockets: &Path,
@@ -116,24 +120,26 @@ fn prepare(
     server.secure_sockets()?;
     for directory in [server.directory(), sockets.to_owned()] {
         match fs_err::symlink_metadata(&directory) {
-            Ok(found) if !found.is_dir() => {
+            Ok(metadata) if !metadata.is_dir() => {
                 return Err(Failure::internal(format!(
-                    "{} is in the way",
+                    "{} is not a directory",
                     directory.display()
                 )));
             }
             Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::NotFound => private(&directory)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                create_private_directory(&directory)?;
+            }
             Err(error) => return Err(error.into()),
         }
         if let Some(owner) = owner {
             std::os::unix::fs::lchown(&directory, Some(owner.uid), Some(owner.gid))?;
         }
-        let found = fs_err::symlink_metadata(&directory)?;
-        let wanted = owner.map_or_else(|| rustix::process::geteuid().as_raw(), |owner| owner.uid);
-        if found.uid() != wanted {
+        let metadata = fs_err::symlink_metadata(&directory)?;
+        let expected = owner.map_or_else(|| rustix::process::geteuid().as_raw(), |owner| owner.uid);
+        if metadata.uid() != expected {
             return Err(Failure::internal(format!(
-                "{} belongs to somebody else",
+                "{} belongs to another user",
                 directory.display()
             ))
             .remedy("Remove it."));
@@ -141,59 +147,64 @@ fn prepare(
         fs_err::set_permissions(&directory, PermissionsExt::from_mode(0o700))?;
     }
     let Some(owner) = owner else { return Ok(()) };
-    // The server's user must get through the state directory to its own part, and see nothing else of it.
-    let found = fs_err::metadata(state.path())?;
-    if found.mode() & 0o001 == 0 && (found.gid() != owner.gid || found.mode() & 0o010 == 0) {
+    // The server's user must be able to traverse the state directory, but not list it.
+    let metadata = fs_err::metadata(state.path())?;
+    let mode = metadata.mode();
+    if mode & 0o001 == 0 && (metadata.gid() != owner.gid || mode & 0o010 == 0) {
         std::os::unix::fs::chown(state.path(), None, Some(owner.gid))?;
         fs_err::set_permissions(state.path(), PermissionsExt::from_mode(0o710))?;
     }
     Ok(())
 }
 
-fn private(directory: &Path) -> io::Result<()> {
+fn create_private_directory(directory: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new()
         .mode(0o700)
         .create(directory)
         .map_err(|error| {
             io::Error::new(
                 error.kind(),
-                format!("can't make {}: {error}", directory.display()),
+                format!("can't create {}: {error}", directory.display()),
             )
         })
 }
 
-/// Whether the server's user gets to its own directory.
-fn reachable(server: &Server, owner: Option<&Owner>) -> Result<(), Failure> {
+/// Checks that the server's user can reach its directory.
+fn check_reachable(server: &Server, owner: Option<&Owner>) -> Result<(), Failure> {
     let Err(error) = fs_err::metadata(server.directory().join(".")) else {
         return Ok(());
     };
-    let who = owner.map_or("this user", |owner| owner.name.as_str());
-    Err(Failure::new(USAGE, "postgres_unreachable", format!("the user {who}, as whom PostgreSQL runs, can't get to its directory: {error}"))
-        .remedy("Choose a state directory whose parents let everybody through, such as /var/lib/cynode, or use another server by DATABASE_URL."))
+    let user = owner.map_or("this user", |owner| owner.name.as_str());
+    let message =
+        format!("PostgreSQL runs as the user {user}, who can't access its directory: {error}");
+    Err(Failure::new(USAGE, "postgres_unreachable", message).remedy(
+        "Choose a state directory whose parents every user can traverse, such as \
+         /var/lib/cynode, or set DATABASE_URL to use another server.",
+    ))
 }
 
-/// Makes the cluster with its database.
+/// Creates the cluster with its database.
 fn initialise(server: &Server, programs: &Programs) -> Result<(), Failure> {
-    for cut_off in server.unfinished() {
-        leftovers::end(&cut_off)?;
-        if cut_off.exists() {
-            fs_err::remove_dir_all(cut_off)?;
+    for interrupted in server.unfinished() {
+        leftovers::end(&interrupted)?;
+        if interrupted.exists() {
+            fs_err::remove_dir_all(interrupted)?;
         }
     }
     if server.data().exists() {
-        // Never by us: ours comes whole.
+        // Clusters of CyNode appear complete, so this is another program's directory.
         return Err(Failure::new(
             USAGE,
             "postgres_data",
             format!("{} is not a PostgreSQL cluster", server.data().display()),
         )
-        .remedy("Remove it, if nothing in it is needed."));
+        .remedy("Remove the directory, if you don't need its files."));
     }
     let staged = server
         .directory()
         .join(format!("{UNFINISHED}{}", std::process::id()));
-    // Both programs work in it, and so they are found when they are left alone.
-    private(&staged)?;
+    // It is the working directory of both programs, by which orphans are found.
+    create_private_directory(&staged)?;
     let mut command = programs.command("initdb");
     command.current_dir(&staged).arg("-D").arg(&staged).args([
         "-U",
@@ -208,14 +219,14 @@ fn initialise(server: &Server, programs: &Programs) -> Result<(), Failure> {
         "--auth-host=reject",
         "--no-instructions",
     ]);
-    said_well(command.stdin(Stdio::null()), b"")?;
+    run_checked(command.stdin(Stdio::null()), b"")?;
     let mut command = programs.command("postgres");
     command
         .current_dir(&staged)
         .args(["--single", "-D"])
         .arg(&staged)
         .args(["-c", "exit_on_error=on", "postgres"]);
-    said_well(
+    run_checked(
         command.stdin(Stdio::piped()),
         format!("create database {NAME}\n").as_bytes(),
     )?;
@@ -224,23 +235,23 @@ fn initialise(server: &Server, programs: &Programs) -> Result<(), Failure> {
     Ok(())
 }
 
-fn said_well(command: &mut Command, input: &[u8]) -> Result<(), Failure> {
+fn run_checked(command: &mut Command, input: &[u8]) -> Result<(), Failure> {
     let program = PathBuf::from(command.get_program());
     let mut child = command
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()?;
     if let Some(mut stdin) = child.stdin.take() {
-        // One that does not read says why.
+        // A program that exits without reading reports why.
         drop(stdin.write_all(input));
     }
     let output = child.wait_with_output()?;
     if output.status.success() {
         return Ok(());
     }
-    let said = [output.stdout, output.stderr].concat();
-    let said = String::from_utf8_lossy(&said);
-    let tail: Vec<&str> = said
+    let printed = [output.stdout, output.stderr].concat();
+    let printed = String::from_utf8_lossy(&printed);
+    let lines: Vec<&str> = printed
         .lines()
         .filter(|line| !line.trim().is_empty())
         .collect();
@@ -248,12 +259,12 @@ fn said_well(command: &mut Command, input: &[u8]) -> Result<(), Failure> {
         "{} failed ({}): {}",
         program.display(),
         output.status,
-        tail[tail.len().saturating_sub(6)..].join("; ")
+        lines[lines.len().saturating_sub(MAX_ERROR_LINES)..].join("; ")
     )))
 }
 
-/// Who may connect: by the socket alone, our own users as the database's. Written at every start.
-fn admit(data: &Path, names: &[String]) -> io::Result<()> {
+/// Allows connections only over the socket, and only from these users. Rewritten at every start.
+fn write_access_rules(data: &Path, names: &[String]) -> io::Result<()> {
     let map = names
         .iter()
         .map(|name| format!("{NAME} \"{name}\" {NAME}\n"))

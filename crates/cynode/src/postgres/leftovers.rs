@@ -1,7 +1,7 @@
-//! Processes of a server that nobody watches any more: its supervisor was killed, or it was, and left its children.
+//! Orphaned processes of a server: its supervisor or its postmaster was killed.
 //!
-//! They are known by where they are: every process of a server works in its data directory and nobody else does. A process id
-//! in a file would not do: it may be another process's by now.
+//! They are recognized by their working directory: all processes of a server, and no others, work
+//! in its data directory. A process id from a file may belong to another process by now.
 
 use std::{
     path::Path,
@@ -13,65 +13,65 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::failure::{Failure, INTERNAL};
 
-const POLL: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-fn all_in(data: &Path) -> Vec<u32> {
+fn processes_in(data: &Path) -> Vec<u32> {
     let Ok(data) = fs_err::canonicalize(data) else {
         return Vec::new();
     };
     let processes = fs_err::read_dir("/proc").into_iter().flatten().flatten();
     let ids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    ids.filter(|id| *id != std::process::id() && is_in(&data, *id))
+    ids.filter(|id| *id != std::process::id() && works_in(&data, *id))
         .collect()
 }
 
-fn is_in(data: &Path, pid: u32) -> bool {
-    // Gone meanwhile, or somebody else's: not one of these.
+fn works_in(data: &Path, pid: u32) -> bool {
+    // An error means that the process exited or belongs to another user.
     fs_err::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|directory| directory == data)
 }
 
-/// Whether this process belongs to the server of this data directory.
+/// Whether a process belongs to the server of this data directory.
 pub fn runs_in(data: &Path, pid: u32) -> bool {
-    fs_err::canonicalize(data).is_ok_and(|data| is_in(&data, pid))
+    fs_err::canonicalize(data).is_ok_and(|data| works_in(&data, pid))
 }
 
-/// Ends all of them, in order while there is time. Says whether there were any. The file in which a dead server named its process
-/// is removed: the number may be somebody else's now, and then the next server would refuse to start.
+/// Ends the processes, gracefully if possible. Returns whether there were any. Also removes the pid
+/// file: its number may belong to another process, and the next server would refuse to start.
 pub fn end(data: &Path) -> Result<bool, Failure> {
-    let found = !all_in(data).is_empty();
-    // A fast shutdown, then an immediate one; the log is replayed after that.
-    for (signal, patience) in [(Signal::INT, 20), (Signal::QUIT, 5), (Signal::KILL, 5)] {
-        let deadline = Instant::now() + Duration::from_secs(patience);
-        let mut told = Vec::new();
+    let found_any = !processes_in(data).is_empty();
+    // A fast shutdown, then an immediate one, after which the server recovers from its log.
+    for (signal, seconds) in [(Signal::INT, 20), (Signal::QUIT, 5), (Signal::KILL, 5)] {
+        let deadline = Instant::now() + Duration::from_secs(seconds);
+        let mut signalled = Vec::new();
         loop {
-            let left = all_in(data);
-            if left.is_empty() {
+            let remaining = processes_in(data);
+            if remaining.is_empty() {
                 drop(fs_err::remove_file(data.join("postmaster.pid")));
-                return Ok(found);
+                return Ok(found_any);
             }
-            for id in left {
-                if !told.contains(&id)
+            for id in remaining {
+                if !signalled.contains(&id)
                     && let Some(pid) = i32::try_from(id).ok().and_then(Pid::from_raw)
                 {
-                    // It may have ended in this moment.
+                    // The process may have exited.
                     kill_process(pid, signal).ok();
-                    told.push(id);
+                    signalled.push(id);
                 }
             }
             if Instant::now() > deadline {
                 break;
             }
-            sleep(POLL);
+            sleep(POLL_INTERVAL);
         }
     }
     Err(Failure::new(
         INTERNAL,
         "still_running",
         format!(
-            "processes of PostgreSQL in {} do not end: {:?}",
+            "PostgreSQL processes in {} do not exit: {:?}",
             data.display(),
-            all_in(data)
+            processes_in(data)
         ),
     )
-    .remedy("See the process list; they may be stuck in the kernel."))
+    .remedy("Check the process list; the processes may be stuck in the kernel."))
 }

@@ -1,8 +1,9 @@
-//! The private PostgreSQL of a state directory: one cluster below it, reached by a Unix socket that only its owner can open.
+//! The private PostgreSQL of a state directory: one cluster, reached over a Unix socket that only
+//! its owner can open.
 //!
-//! Invariants: it never runs as root; nothing but that socket leads to it; whoever holds the lock of `up` is the only one who
-//! starts or ends it. A server that somebody else runs (`DATABASE_URL`, `orchestrator.database_url`) is none of this module's
-//! business.
+//! Invariants: the server never runs as root; it listens only on that socket; only the holder of
+//! the lock of `up` starts or ends it. This module does not manage external servers
+//! (`DATABASE_URL`, `orchestrator.database_url`).
 
 mod cluster;
 mod leftovers;
@@ -12,32 +13,33 @@ mod temporary;
 
 use std::path::{Path, PathBuf};
 
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
 use sha2::{Digest as _, Sha256};
 
 pub use cluster::run;
 pub use programs::{Programs, newest_client};
-pub use temporary::Temporary;
+pub use temporary::TemporaryServer;
 
 use crate::{failure::Failure, state::StateDir};
 
-/// The database, and the user who owns it.
+/// The name of the database and of its owner.
 const NAME: &str = "cynode";
-/// What the server appends to the directory of its socket.
+/// The file name of the socket.
 const SOCKET: &str = ".s.PGSQL.5432";
-/// The kernel takes no longer path for a socket.
-const LONGEST_SOCKET: usize = 107;
+/// The longest socket path that the kernel accepts.
+const MAX_SOCKET_PATH: usize = 107;
 
-/// How the names begin of clusters that are being made.
+/// Name prefix of clusters under construction.
 const UNFINISHED: &str = "init-";
 
-/// Where the private server of a state directory lives.
+/// The private server of a state directory.
 #[derive(Clone, Debug)]
 pub struct Server {
     state: PathBuf,
 }
 
 impl Server {
-    pub fn of(state: &StateDir) -> Self {
+    pub fn new(state: &StateDir) -> Self {
         Self {
             state: state.path().to_owned(),
         }
@@ -51,23 +53,23 @@ impl Server {
         self.directory().join("data")
     }
 
-    /// Whether there may be anything of it.
+    /// Whether the server's directory exists, even without a cluster.
     pub fn has_directory(&self) -> bool {
         self.directory().exists()
     }
 
-    /// Whether there is a cluster.
+    /// Whether the cluster exists.
     pub fn exists(&self) -> bool {
         self.data().join("PG_VERSION").exists()
     }
 
-    /// Whether it was started and has not ended in order.
+    /// Whether the server was started and has not shut down cleanly.
     pub fn was_started(&self) -> bool {
         self.data().join("postmaster.pid").exists()
     }
 
-    /// The directory of the socket: below the state directory, or, where that path is too long for the kernel, where the system
-    /// keeps what lives until the next boot. It does not depend on the environment: every command must find the same one.
+    /// The directory of the socket: in the state directory, or in a runtime directory if that path
+    /// is too long. Independent of the environment: every command must find the same one.
     pub fn socket_directory(&self) -> PathBuf {
         let beside = self.directory().join("socket");
         if fits(&beside) {
@@ -76,10 +78,11 @@ impl Server {
         let digest = Sha256::digest(self.state.as_os_str().as_encoded_bytes());
         owner::RuntimeDirectory::find()
             .path()
-            .join(crate::output::hex(&digest[..8]))
+            .join(hex::encode(&digest[..8]))
     }
 
-    /// Makes sure that nobody else can put a socket where ours is looked for. For everybody who is about to make or use it.
+    /// Ensures that no other user can create a socket at our path. Call this before creating or
+    /// using the socket.
     pub fn secure_sockets(&self) -> Result<(), Failure> {
         if self.socket_directory().starts_with(&self.state) {
             Ok(())
@@ -88,15 +91,15 @@ impl Server {
         }
     }
 
-    /// How clients reach it.
+    /// The connection URL.
     pub fn url(&self) -> String {
         format!(
             "postgres://{NAME}@localhost/{NAME}?host={}",
-            encoded(&self.socket_directory())
+            encode_path(&self.socket_directory())
         )
     }
 
-    /// Whether the postmaster with this process id takes connections. It says so in its own file.
+    /// Whether the postmaster with this process id accepts connections, according to its pid file.
     pub fn is_ready(&self, pid: u32) -> bool {
         let text = fs_err::read_to_string(self.data().join("postmaster.pid")).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
@@ -106,19 +109,19 @@ impl Server {
             && lines.get(7).is_some_and(|line| line.trim() == "ready")
     }
 
-    /// The process id of the postmaster that runs here, whether or not it takes connections yet.
+    /// The process id of the running postmaster, which may not accept connections yet.
     pub fn postmaster(&self) -> Option<u32> {
         let text = fs_err::read_to_string(self.data().join("postmaster.pid")).ok()?;
         let pid = text.lines().next()?.trim().parse().ok()?;
         leftovers::runs_in(&self.data(), pid).then_some(pid)
     }
 
-    /// The process id of a postmaster that runs here and takes connections.
+    /// The process id of a running postmaster that accepts connections.
     pub fn running(&self) -> Option<u32> {
         self.postmaster().filter(|pid| self.is_ready(*pid))
     }
 
-    /// Ends a server, and processes of one, that a killed `up` left. For whoever holds the lock of `up`.
+    /// Ends the processes that a killed `up` left. The caller holds the lock of `up`.
     pub fn end_leftovers(&self) -> Result<bool, Failure> {
         let mut ended = leftovers::end(&self.data())?;
         for unfinished in self.unfinished() {
@@ -127,7 +130,7 @@ impl Server {
         Ok(ended)
     }
 
-    /// Clusters whose making was cut off.
+    /// Clusters whose construction was interrupted.
     fn unfinished(&self) -> Vec<PathBuf> {
         let entries = fs_err::read_dir(self.directory())
             .into_iter()
@@ -141,22 +144,17 @@ impl Server {
 }
 
 fn fits(directory: &Path) -> bool {
-    directory.as_os_str().len() + 1 + SOCKET.len() <= LONGEST_SOCKET
+    directory.as_os_str().len() + 1 + SOCKET.len() <= MAX_SOCKET_PATH
 }
 
-/// A path as a URL carries it.
-fn encoded(path: &Path) -> String {
-    path.as_os_str()
-        .as_encoded_bytes()
-        .iter()
-        .map(|byte| {
-            if byte.is_ascii_alphanumeric() || b"/-_.".contains(byte) {
-                char::from(*byte).to_string()
-            } else {
-                format!("%{byte:02X}")
-            }
-        })
-        .collect()
+/// Encodes a path for a URL.
+fn encode_path(path: &Path) -> String {
+    const PLAIN: &AsciiSet = &NON_ALPHANUMERIC
+        .remove(b'/')
+        .remove(b'-')
+        .remove(b'_')
+        .remove(b'.');
+    percent_encode(path.as_os_str().as_encoded_bytes(), PLAIN).to_string()
 }
 
 #[cfg(test)]
@@ -170,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn the_socket_lies_in_the_state_directory_while_the_kernel_takes_the_path() {
+    fn the_socket_is_in_the_state_directory_unless_the_path_is_too_long() {
         let short = server("/var/lib/cynode");
         assert_eq!(
             short.socket_directory(),
@@ -190,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn an_odd_path_is_still_an_address() {
+    fn a_path_with_special_characters_is_encoded() {
         assert!(
             server("/a b/ä&c")
                 .url()

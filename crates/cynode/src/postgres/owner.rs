@@ -1,4 +1,5 @@
-//! Whose the private server is. PostgreSQL refuses to run as root: root's runs as the user that the server's package made.
+//! The user of the private server. PostgreSQL refuses to run as root, so root's server runs as the
+//! user that its package created.
 
 use std::{
     io,
@@ -15,7 +16,7 @@ use rustix::{
 
 use crate::failure::{Failure, USAGE};
 
-/// Another user than ours.
+/// A user other than the current one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
     pub name: String,
@@ -24,23 +25,31 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// `None` when the server runs as ourselves.
+    /// `None` if the server runs as the current user.
     pub fn find() -> Result<Option<Self>, Failure> {
         if !geteuid().is_root() {
             return Ok(None);
         }
         let users = fs_err::read_to_string("/etc/passwd")?;
-        // The second is everybody's, and better than root.
-        let found = ["postgres", "nobody"]
+        // `nobody` is shared with other services, but better than root.
+        let owner = ["postgres", "nobody"]
             .into_iter()
             .find_map(|name| in_passwd(&users, name));
-        found.map(Some).ok_or_else(|| {
-            Failure::new(USAGE, "postgres_user", "PostgreSQL does not run as root, and there is neither a user 'postgres' nor 'nobody'")
-                .remedy("Make one (useradd --system postgres), run CyNode as an ordinary user, or use another server by DATABASE_URL.")
+        owner.map(Some).ok_or_else(|| {
+            Failure::new(
+                USAGE,
+                "postgres_user",
+                "PostgreSQL does not run as root, and neither user 'postgres' nor 'nobody' exists",
+            )
+            .remedy(
+                "Create the user (useradd --system postgres), run CyNode as an ordinary user, or \
+                 set DATABASE_URL to use another server.",
+            )
         })
     }
 
-    /// Goes on as this user, for good. Only the calling thread does: it must be the one that goes on to run another program.
+    /// Switches to this user permanently. Only affects the calling thread, which must be the one
+    /// that executes the next program.
     pub fn assume(&self) -> io::Result<()> {
         let (uid, gid) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
         set_thread_groups(&[])?;
@@ -64,31 +73,32 @@ fn in_passwd(users: &str, name: &str) -> Option<Owner> {
     })
 }
 
-/// Our own user's name, wherever users come from.
+/// The name of the current user, from any user database.
 #[expect(
     clippy::disallowed_methods,
-    reason = "asks the system's own program, which knows every source of users"
+    reason = "id knows every user database of the system"
 )]
-pub fn own_name() -> Result<String, Failure> {
-    let said = Command::new("id").arg("-un").output()?;
-    let name = String::from_utf8_lossy(&said.stdout).trim().to_owned();
+pub fn current_user() -> Result<String, Failure> {
+    let output = Command::new("id").arg("-un").output()?;
+    let name = String::from_utf8_lossy(&output.stdout).trim().to_owned();
     if name.is_empty() {
         Err(Failure::internal(
-            "this user has no name; PostgreSQL needs one",
+            "the current user has no name; PostgreSQL needs one",
         ))
     } else {
         Ok(name)
     }
 }
 
-/// Where sockets live until the next boot, when the state directory's path is too long for one. It does not depend on the environment.
+/// The directory of sockets whose path in the state directory is too long. Independent of the
+/// environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RuntimeDirectory {
-    /// Root's: the server's user must get through.
+    /// Root's directory, which the server's user must be able to traverse.
     System(PathBuf),
-    /// The user's own, as systemd makes it and `XDG_RUNTIME_DIR` names it.
+    /// The user's runtime directory, which systemd creates (`XDG_RUNTIME_DIR`).
     Login(PathBuf),
-    /// In this directory below `/tmp`, where anybody may have made it before us.
+    /// A directory below `/tmp`, where another user may have created it before.
     Shared(PathBuf),
 }
 
@@ -100,7 +110,7 @@ impl RuntimeDirectory {
         }
         let login = PathBuf::from(format!("/run/user/{uid}"));
         if fs_err::symlink_metadata(&login)
-            .is_ok_and(|found| found.is_dir() && found.uid() == uid && found.mode() & 0o022 == 0)
+            .is_ok_and(|entry| entry.is_dir() && entry.uid() == uid && entry.mode() & 0o022 == 0)
         {
             Self::Login(login.join("cynode-postgres"))
         } else {
@@ -115,7 +125,8 @@ impl RuntimeDirectory {
         }
     }
 
-    /// Makes it, so that nobody else can put anything there: a socket of another user would be taken for the server's.
+    /// Creates the directory and ensures that no other user can write to it: clients would connect
+    /// to another user's socket.
     pub fn secure(&self) -> Result<(), Failure> {
         let secured = match self {
             Self::System(path) => root_directory(path),
@@ -124,20 +135,27 @@ impl RuntimeDirectory {
                 .and_then(|()| private::closed_directory(&parent.join("postgres"))),
         };
         secured.map_err(|error| {
-            Failure::new(USAGE, "unsafe_directory", format!("the socket of PostgreSQL can't be kept from other users: {error}"))
-                .remedy("Put that right as it says, or choose a state directory with a shorter path (--state-dir), which then holds the socket.")
+            Failure::new(
+                USAGE,
+                "unsafe_directory",
+                format!("the PostgreSQL socket can't be protected from other users: {error}"),
+            )
+            .remedy(
+                "Correct the directory, or choose a state directory with a shorter path \
+                 (--state-dir), which then contains the socket.",
+            )
         })
     }
 }
 
-/// A directory of root's, which others get through and can't write to.
+/// Creates a directory that only root can write to and everybody can traverse.
 fn root_directory(path: &Path) -> io::Result<()> {
     match std::fs::DirBuilder::new().mode(0o755).create(path) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    let found = fs_err::symlink_metadata(path)?;
-    if found.is_dir() && found.uid() == 0 && found.mode() & 0o022 == 0 {
+    let entry = fs_err::symlink_metadata(path)?;
+    if entry.is_dir() && entry.uid() == 0 && entry.mode() & 0o022 == 0 {
         Ok(())
     } else {
         Err(io::Error::other(format!(
@@ -152,6 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
+    // invariant: supervisor
     fn a_directory_below_tmp_is_ours_alone_or_refused() {
         use std::os::unix::fs::PermissionsExt as _;
         let root = tempfile::tempdir().expect("a directory");
@@ -167,7 +186,7 @@ mod tests {
                 path.display()
             );
         }
-        // Somebody was there first: an open directory, one with a server of its own in it, a link.
+        // Another user was first: a writable directory, a link, a link to a server.
         fs_err::set_permissions(&parent, std::fs::Permissions::from_mode(0o777)).expect("opened");
         let refused = directory.secure().expect_err("open to others");
         assert_eq!(refused.exit, USAGE);
@@ -191,7 +210,7 @@ mod tests {
         assert_eq!(
             fs_err::read_dir(&elsewhere).expect("a directory").count(),
             0,
-            "nothing is made where a link leads to"
+            "nothing is created at the target of a link"
         );
         if geteuid().is_root() {
             fs_err::remove_file(directory.path()).expect("removed");
@@ -208,7 +227,8 @@ mod tests {
 
     #[test]
     fn a_user_is_found_by_the_whole_name() {
-        let users = "root:x:0:0:root:/root:/bin/bash\npostgres2:x:7:8::/:/bin/sh\npostgres:x:101:104:PostgreSQL,,,:/var/lib/postgresql:/bin/bash\n";
+        let users = "root:x:0:0:root:/root:/bin/bash\npostgres2:x:7:8::/:/bin/sh\n\
+                     postgres:x:101:104:PostgreSQL,,,:/var/lib/postgresql:/bin/bash\n";
         assert_eq!(
             in_passwd(users, "postgres"),
             Some(Owner {

@@ -9,37 +9,38 @@ use std::{
 use super::Server;
 use crate::failure::{Failure, USAGE};
 
-const INSTALL: &str = "Install the PostgreSQL server (Debian and Ubuntu: apt-get install postgresql; Fedora: dnf install postgresql-server; Arch: \
-     pacman -S postgresql), name the directory of its programs by PG_BIN, or use another server by DATABASE_URL.";
+const INSTALL_REMEDY: &str = "Install the PostgreSQL server (Debian and Ubuntu: apt-get install \
+     postgresql; Fedora: dnf install postgresql-server; Arch: pacman -S postgresql), set PG_BIN to \
+     the directory of its programs, or set DATABASE_URL to use another server.";
 
 /// A directory with `postgres` and `initdb` of one version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Programs {
     directory: PathBuf,
-    /// The major version: clusters of another can't be opened.
+    /// The major version, which must match the cluster's.
     pub major: u32,
 }
 
 impl Programs {
-    /// Those that fit the cluster; the newest when there is none yet.
+    /// Programs of the cluster's version; the preferred ones if there is no cluster.
     pub fn find(server: &Server) -> Result<Self, Failure> {
-        let found = installed();
-        let Some(first) = found.first() else {
+        let installed = installed();
+        let Some(first) = installed.first() else {
             return Err(Failure::new(
                 USAGE,
                 "postgres_missing",
-                "the programs of a PostgreSQL server are not to be found on this machine",
+                "no PostgreSQL server is installed on this machine",
             )
-            .remedy(INSTALL));
+            .remedy(INSTALL_REMEDY));
         };
-        let Some(major) = made_by(server)? else {
+        let Some(major) = cluster_version(server)? else {
             return Ok(first.clone());
         };
-        found
+        installed
             .iter()
             .find(|programs| programs.major == major)
             .cloned()
-            .ok_or_else(|| other_version(server, major, first))
+            .ok_or_else(|| version_mismatch(server, major, first))
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -50,7 +51,7 @@ impl Programs {
         &self.directory
     }
 
-    /// A client's program of the same version; some distributions put those elsewhere.
+    /// A client program of the same version, which some distributions install elsewhere.
     pub fn client(&self, name: &str) -> Result<Command, Failure> {
         if self.path(name).is_file() {
             Ok(self.command(name))
@@ -59,10 +60,10 @@ impl Programs {
         }
     }
 
-    /// A program of these, with nothing of our environment but what programs need.
+    /// A command with a minimal environment.
     #[expect(
         clippy::disallowed_methods,
-        reason = "the one place that starts programs of PostgreSQL"
+        reason = "the one place that starts PostgreSQL programs"
     )]
     pub fn command(&self, name: &str) -> Command {
         let mut command = Command::new(self.path(name));
@@ -77,7 +78,7 @@ impl Programs {
     }
 }
 
-/// A client's program for a server that is somebody else's: the newest, which can speak with every older one.
+/// A client program for an external server: the newest, which supports all older servers.
 pub fn newest_client(name: &str) -> Result<Command, Failure> {
     let mut servers = installed();
     servers.sort_by_key(|programs| std::cmp::Reverse(programs.major));
@@ -86,26 +87,35 @@ pub fn newest_client(name: &str) -> Result<Command, Failure> {
         .into_iter()
         .map(|programs| programs.directory)
         .chain(std::env::split_paths(&path));
-    let found = directories
+    let newest = directories
         .map(|directory| Programs {
             directory,
             major: 0,
         })
         .find(|programs| programs.path(name).is_file());
-    found.map(|programs| programs.command(name)).ok_or_else(|| {
-        Failure::new(USAGE, "postgres_missing", format!("PostgreSQL's program {name} is not to be found on this machine"))
-            .remedy("Install the PostgreSQL client (Debian and Ubuntu: apt-get install postgresql-client), or name its directory by PG_BIN.")
-    })
+    newest
+        .map(|programs| programs.command(name))
+        .ok_or_else(|| {
+            Failure::new(
+                USAGE,
+                "postgres_missing",
+                format!("the PostgreSQL program {name} is not installed on this machine"),
+            )
+            .remedy(
+                "Install the PostgreSQL client (Debian and Ubuntu: apt-get install \
+             postgresql-client), or set PG_BIN to its directory.",
+            )
+        })
 }
 
-/// The major version that made the cluster, when there is one.
-fn made_by(server: &Server) -> Result<Option<u32>, Failure> {
+/// The major version of the cluster, if it exists.
+fn cluster_version(server: &Server) -> Result<Option<u32>, Failure> {
     let path = server.data().join("PG_VERSION");
     match fs_err::read_to_string(&path) {
         Ok(text) => {
             let unreadable = || {
                 Failure::internal(format!(
-                    "{} does not name a version of PostgreSQL",
+                    "{} does not contain a PostgreSQL version",
                     path.display()
                 ))
             };
@@ -122,40 +132,42 @@ fn made_by(server: &Server) -> Result<Option<u32>, Failure> {
     }
 }
 
-fn other_version(server: &Server, major: u32, found: &Programs) -> Failure {
-    let what = format!(
-        "{} was made by PostgreSQL {major}; on this machine is PostgreSQL {}, in {}",
+fn version_mismatch(server: &Server, major: u32, installed: &Programs) -> Failure {
+    let message = format!(
+        "{} needs PostgreSQL {major}; this machine has PostgreSQL {}, in {}",
         server.data().display(),
-        found.major,
-        found.directory.display()
+        installed.major,
+        installed.directory.display()
     );
-    Failure::new(USAGE, "postgres_version", what).remedy(format!(
-        "Install PostgreSQL {major} beside it, or name its programs by PG_BIN. To move to the newer one: with version {major} 'cynode backup FILE', then \
-         'cynode backup --restore FILE' into an empty state directory."
+    Failure::new(USAGE, "postgres_version", message).remedy(format!(
+        "Install PostgreSQL {major} as well, or set PG_BIN to its programs. To upgrade: run \
+         'cynode backup FILE' with version {major}, then 'cynode backup --restore FILE' into an \
+         empty state directory."
     ))
 }
 
-/// What is there, the best first: what `PG_BIN` names and nothing else, else what the PATH has and then by version.
+/// Installed programs in order of preference: only `PG_BIN` if it is set, else those in `PATH`,
+/// then others by version.
 fn installed() -> Vec<Programs> {
     if let Some(directory) = std::env::var_os("PG_BIN").filter(|value| !value.is_empty()) {
-        return look(&PathBuf::from(directory)).into_iter().collect();
+        return probe(&PathBuf::from(directory)).into_iter().collect();
     }
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let mut found: Vec<Programs> = std::env::split_paths(&path)
-        .filter_map(|directory| look(&directory))
+    let mut programs: Vec<Programs> = std::env::split_paths(&path)
+        .filter_map(|directory| probe(&directory))
         .collect();
-    let mut versioned: Vec<Programs> = places()
+    let mut versioned: Vec<Programs> = install_directories()
         .iter()
-        .filter_map(|directory| look(directory))
+        .filter_map(|directory| probe(directory))
         .collect();
     versioned.sort_by_key(|programs| std::cmp::Reverse(programs.major));
-    found.extend(versioned);
-    found
+    programs.extend(versioned);
+    programs
 }
 
-/// Where distributions put the programs of each version: Debian and Ubuntu, PostgreSQL's own packages for Fedora, Gentoo, what
-/// was built by hand.
-fn places() -> Vec<PathBuf> {
+/// Directories of the programs of each version: Debian and Ubuntu, PostgreSQL's packages for
+/// Fedora, Gentoo, builds from source.
+fn install_directories() -> Vec<PathBuf> {
     let below = |parent: &str, prefix: &'static str| {
         let entries = fs_err::read_dir(parent).into_iter().flatten().flatten();
         entries
@@ -163,14 +175,14 @@ fn places() -> Vec<PathBuf> {
             .map(|entry| entry.path().join("bin"))
             .collect::<Vec<_>>()
     };
-    let mut places = below("/usr/lib/postgresql", "");
-    places.extend(below("/usr", "pgsql-"));
-    places.extend(below("/usr/lib64", "postgresql-"));
-    places.extend(["/usr/local/pgsql/bin", "/usr/local/bin", "/usr/bin"].map(PathBuf::from));
-    places
+    let mut directories = below("/usr/lib/postgresql", "");
+    directories.extend(below("/usr", "pgsql-"));
+    directories.extend(below("/usr/lib64", "postgresql-"));
+    directories.extend(["/usr/local/pgsql/bin", "/usr/local/bin", "/usr/bin"].map(PathBuf::from));
+    directories
 }
 
-fn look(directory: &Path) -> Option<Programs> {
+fn probe(directory: &Path) -> Option<Programs> {
     let programs = Programs {
         directory: directory.to_owned(),
         major: 0,
@@ -178,20 +190,20 @@ fn look(directory: &Path) -> Option<Programs> {
     if !programs.path("initdb").is_file() || !programs.path("postgres").is_file() {
         return None;
     }
-    let said = programs
+    let output = programs
         .command("postgres")
         .arg("--version")
         .output()
         .ok()?;
     Some(Programs {
-        major: major(&String::from_utf8_lossy(&said.stdout))?,
+        major: major(&String::from_utf8_lossy(&output.stdout))?,
         ..programs
     })
 }
 
 /// `postgres (PostgreSQL) 15.18 (Debian 15.18-0+deb12u1)`, `postgres (PostgreSQL) 18beta1`.
-fn major(said: &str) -> Option<u32> {
-    let version = said.split_whitespace().nth(2)?;
+fn major(output: &str) -> Option<u32> {
+    let version = output.split_whitespace().nth(2)?;
     let digits = version
         .find(|c: char| !c.is_ascii_digit())
         .unwrap_or(version.len());
@@ -204,7 +216,7 @@ mod tests {
 
     #[test]
     fn the_major_version_is_read_in_every_form() {
-        for (said, expected) in [
+        for (output, expected) in [
             (
                 "postgres (PostgreSQL) 15.18 (Debian 15.18-0+deb12u1)\n",
                 Some(15),
@@ -214,7 +226,7 @@ mod tests {
             ("bash: postgres: not found", None),
             ("", None),
         ] {
-            assert_eq!(major(said), expected, "{said}");
+            assert_eq!(major(output), expected, "{output}");
         }
     }
 }

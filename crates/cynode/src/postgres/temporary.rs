@@ -1,4 +1,4 @@
-//! The private server for as long as one command needs it, when no `up` runs it.
+//! The private server for the duration of one command, while no `up` runs it.
 
 use std::{
     process::{Child, Command, Stdio},
@@ -14,19 +14,19 @@ use crate::{
     state::StateDir,
 };
 
-const STARTUP: Duration = Duration::from_mins(1);
+const START_TIMEOUT: Duration = Duration::from_mins(1);
 
-/// Ends when dropped.
+/// A private server that shuts down when dropped.
 #[derive(Debug)]
-pub struct Temporary {
+pub struct TemporaryServer {
     child: Child,
 }
 
-impl Temporary {
-    /// Starts it and waits until it takes connections. The caller holds the lock of `up`.
-    #[expect(clippy::disallowed_methods, reason = "starts this program's own role")]
+impl TemporaryServer {
+    /// Starts the server and waits until it accepts connections. The caller holds the lock of `up`.
+    #[expect(clippy::disallowed_methods, reason = "starts a role of this program")]
     pub fn start(state: &StateDir) -> Result<Self, Failure> {
-        let server = Server::of(state);
+        let server = Server::new(state);
         let log = fs_err::OpenOptions::new()
             .append(true)
             .create(true)
@@ -45,18 +45,20 @@ impl Temporary {
             .stderr(log)
             .spawn()?;
         let mut started = Self { child };
-        let deadline = Instant::now() + STARTUP;
+        let deadline = Instant::now() + START_TIMEOUT;
         while !server.is_ready(started.child.id()) {
             let ended = started.child.try_wait()?;
             if ended.is_some() || Instant::now() > deadline {
-                let how = ended.map_or_else(
-                    || "is not ready in time".to_owned(),
-                    |status| format!("ended ({status})"),
+                let problem = ended.map_or_else(
+                    || format!("is not ready after {} s", START_TIMEOUT.as_secs()),
+                    |status| format!("exited ({status})"),
                 );
-                return Err(
-                    Failure::new(INTERNAL, "postgres_failed", format!("PostgreSQL {how}"))
-                        .remedy(format!("See {}.", state.log("postgres.log").display())),
-                );
+                return Err(Failure::new(
+                    INTERNAL,
+                    "postgres_failed",
+                    format!("PostgreSQL {problem}"),
+                )
+                .remedy(format!("See {}.", state.log("postgres.log").display())));
             }
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -64,7 +66,7 @@ impl Temporary {
     }
 }
 
-impl Drop for Temporary {
+impl Drop for TemporaryServer {
     fn drop(&mut self) {
         if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
             kill_process(pid, Signal::INT).ok();

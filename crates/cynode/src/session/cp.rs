@@ -1,4 +1,4 @@
-//! `session cp`: files and trees into and out of a session, with the manners of `cp`.
+//! `session cp`: copies files and trees into and out of a session, like `cp`.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -15,12 +15,12 @@ use cynode_api::{
     API_VERSION, ErrorCode, ExportFormat, ExportRequest, FileType, MkdirRequest, SessionId,
     file_limits,
 };
-use cynode_client::{FileBody, PutOptions, WorkerClient};
+use cynode_client::{FileBody, PutOptions, SessionClient};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::{
     stdio,
-    transfer::{body, feed, flagged, joined, left_out, local, send_tree},
+    transfer::{body, feed, join_transfer, local_failure, note_flagged, report_skipped, send_tree},
 };
 use crate::{
     archive::{self, PieceReader, PieceWriter},
@@ -32,7 +32,7 @@ use crate::{
 
 /// One side of a copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Place {
+enum CopySide {
     /// `ID:PATH`.
     Session(SessionId, PathBuf),
     Local(PathBuf),
@@ -40,19 +40,19 @@ enum Place {
     Stdio,
 }
 
-impl Place {
+impl CopySide {
     fn parse(text: &OsStr) -> Self {
-        const ID: usize = 36;
+        const ID_LENGTH: usize = 36;
         let bytes = text.as_bytes();
         if bytes == b"-" {
             return Self::Stdio;
         }
-        if bytes.get(ID) == Some(&b':')
-            && let Some(id) = std::str::from_utf8(&bytes[..ID])
+        if bytes.get(ID_LENGTH) == Some(&b':')
+            && let Some(id) = std::str::from_utf8(&bytes[..ID_LENGTH])
                 .ok()
                 .and_then(|id| id.parse().ok())
         {
-            let path = OsString::from_vec(bytes[ID + 1..].to_vec());
+            let path = OsString::from_vec(bytes[ID_LENGTH + 1..].to_vec());
             return Self::Session(
                 id,
                 if path.is_empty() {
@@ -66,16 +66,16 @@ impl Place {
     }
 }
 
-pub async fn run(client: &WorkerClient, args: &Cp) -> Result<ExitCode, Failure> {
-    match (Place::parse(&args.source), Place::parse(&args.target)) {
-        (Place::Session(..), Place::Session(..)) => {
+pub async fn run(client: &SessionClient, args: &Cp) -> Result<ExitCode, Failure> {
+    match (CopySide::parse(&args.source), CopySide::parse(&args.target)) {
+        (CopySide::Session(..), CopySide::Session(..)) => {
             Err(Failure::usage("both sides are in a session")
-                .remedy("Copy to a local file first, or run cp in the session."))
+                .remedy("Copy to a local file first, or run cp in a session."))
         }
-        (Place::Session(id, path), target) => {
+        (CopySide::Session(id, path), target) => {
             Remote { client, id, path }.download(target, args).await
         }
-        (source, Place::Session(id, path)) => {
+        (source, CopySide::Session(id, path)) => {
             Remote { client, id, path }.upload(source, args).await
         }
         _ => {
@@ -87,29 +87,29 @@ pub async fn run(client: &WorkerClient, args: &Cp) -> Result<ExitCode, Failure> 
 
 /// A path in a session.
 struct Remote<'a> {
-    client: &'a WorkerClient,
+    client: &'a SessionClient,
     id: SessionId,
     path: PathBuf,
 }
 
 impl Remote<'_> {
-    /// What is there; `None` when nothing is.
+    /// The type of the file; `None` if it does not exist.
     async fn kind(&self, path: &Path) -> Result<Option<FileType>, Failure> {
         match self.client.head_file(self.id, path).await {
             Ok(info) => Ok(Some(info.kind.unwrap_or(FileType::File))),
             Err(error) => match error.status() {
                 Some(404) => {
-                    // A missing session looks the same without a body.
+                    // A HEAD response has no body, so check for a missing session.
                     self.client.get_session(self.id).await?;
                     Ok(None)
                 }
-                // Stat of something that has no content.
+                // Not a regular file.
                 Some(409) => match self.client.get_file(self.id, path).await {
                     Err(error) if error.is(ErrorCode::NotAFile) => Ok(Some(FileType::Dir)),
                     Err(error) => Err(error.into()),
                     Ok(_) => Ok(Some(FileType::File)),
                 },
-                // The same again with a body that says why.
+                // GET has a body with the reason.
                 _ => Err(self
                     .client
                     .get_file(self.id, path)
@@ -121,19 +121,19 @@ impl Remote<'_> {
         }
     }
 
-    /// Like `cp`: into the target when it is a directory, else in its place.
-    async fn upload(&self, source: Place, args: &Cp) -> Result<(), Failure> {
+    /// Like `cp`: copies into a target directory, or replaces a target file.
+    async fn upload(&self, source: CopySide, args: &Cp) -> Result<(), Failure> {
         let is_dir =
             ends_in_slash(&self.path) || self.kind(&self.path).await? == Some(FileType::Dir);
         let source = match source {
-            Place::Local(path) => path,
+            CopySide::Local(path) => path,
             _ if is_dir => {
-                return Err(Failure::usage("standard input needs a file name to go to")
-                    .remedy("Add a name to the path in the session."));
+                return Err(Failure::usage("standard input needs a file as its target")
+                    .remedy("Add a file name to the path in the session."));
             }
             _ => return self.upload_stdin().await,
         };
-        let metadata = fs_err::metadata(&source).map_err(|error| local(&error))?;
+        let metadata = fs_err::metadata(&source).map_err(|error| local_failure(&error))?;
         let target = if is_dir {
             into_dir(&self.path, &source)
         } else {
@@ -144,7 +144,7 @@ impl Remote<'_> {
         }
         if !metadata.is_dir() {
             return Err(Failure::usage(format!(
-                "{} is not a file or directory",
+                "{} is neither a file nor a directory",
                 source.display()
             )));
         }
@@ -194,11 +194,11 @@ impl Remote<'_> {
         metadata: &std::fs::Metadata,
     ) -> Result<(), Failure> {
         let mode = metadata.mode() & 0o777;
-        let large = metadata.len() > file_limits::MAX_PUT_BYTES;
+        let is_large = metadata.len() > file_limits::MAX_PUT_BYTES;
         let (to, from) = archive::channel();
         let progress = Progress::start("copying");
         let path = source.to_owned();
-        if !large {
+        if !is_large {
             let reader = tokio::task::spawn_blocking(move || {
                 feed(PieceWriter::new(to), |writer| {
                     io::copy(&mut fs_err::File::open(&path)?, writer).map(drop)
@@ -213,9 +213,9 @@ impl Remote<'_> {
                 .put_file(self.id, target, body(from, progress), &options)
                 .await
                 .map(drop);
-            return joined(reader.await, sent).map(drop);
+            return join_transfer(reader.await, sent).map(drop);
         }
-        // Too large for one PUT: an archive of one entry has no such limit.
+        // Too large for a PUT: import an archive of one entry, which has no such limit.
         let (parent, name) = split(target)?;
         self.mkdir(&parent).await?;
         let reader = tokio::task::spawn_blocking(move || {
@@ -227,7 +227,7 @@ impl Remote<'_> {
             .client
             .import(self.id, &parent, body(from, progress))
             .await;
-        joined(reader.await, sent).map(|((), imported)| flagged(&imported.flags))
+        join_transfer(reader.await, sent).map(|((), imported)| note_flagged(&imported.flags))
     }
 
     async fn upload_tree(&self, source: &Path, target: &Path) -> Result<(), Failure> {
@@ -236,8 +236,8 @@ impl Remote<'_> {
             self.client.import(self.id, target, body).await
         })
         .await?;
-        flagged(&imported.flags);
-        left_out(&skipped, skipped.len() as u64)
+        note_flagged(&imported.flags);
+        report_skipped(&skipped, skipped.len() as u64)
     }
 
     async fn mkdir(&self, path: &Path) -> Result<(), Failure> {
@@ -255,12 +255,14 @@ impl Remote<'_> {
             .await?)
     }
 
-    async fn download(&self, target: Place, args: &Cp) -> Result<(), Failure> {
+    async fn download(&self, target: CopySide, args: &Cp) -> Result<(), Failure> {
         if args.recursive && self.kind(&self.path).await? == Some(FileType::Dir) {
             return match target {
-                Place::Local(target) => self.download_tree(&target).await,
-                _ => Err(Failure::usage("a directory can't go to standard output")
-                    .remedy("Name a local directory.")),
+                CopySide::Local(target) => self.download_tree(&target).await,
+                _ => Err(
+                    Failure::usage("a directory can't be copied to standard output")
+                        .remedy("Choose a local directory."),
+                ),
             };
         }
         let file = match self.client.get_file(self.id, &self.path).await {
@@ -273,14 +275,14 @@ impl Remote<'_> {
             file => file?,
         };
         match target {
-            Place::Local(target) if target.is_dir() => {
+            CopySide::Local(target) if target.is_dir() => {
                 save(file, &into_dir(&target, &self.path)).await
             }
-            Place::Local(target) if ends_in_slash(&target) => Err(Failure::usage(format!(
+            CopySide::Local(target) if ends_in_slash(&target) => Err(Failure::usage(format!(
                 "{} is not a directory",
                 target.display()
             ))),
-            Place::Local(target) => save(file, &target).await,
+            CopySide::Local(target) => save(file, &target).await,
             _ => show(file, args.raw).await,
         }
     }
@@ -308,8 +310,8 @@ impl Remote<'_> {
             match tar.chunk().await {
                 Ok(Some(piece)) => {
                     total += piece.len() as u64;
-                    progress.bytes("copying", total);
-                    // An unpacker that has seen the end, or given up, reads no more.
+                    progress.set_bytes("copying", total);
+                    // The unpacker failed, and its result says why.
                     if to.send(Ok(piece)).await.is_err() {
                         break Ok(());
                     }
@@ -327,19 +329,19 @@ impl Remote<'_> {
             .map_err(|error| Failure::internal(error.to_string()))?;
         received?;
         let unpacked = unpacked.map_err(|error| match error {
-            archive::UnpackError::Refused { .. } => {
+            archive::UnpackError::Refused(_) => {
                 Failure::new(INTERNAL, "unsafe_archive", error.to_string()).remedy(
-                    "The session holds something that must not be copied here; copy single files.",
+                    "Copy single files: an entry leaves the target directory, or is malformed.",
                 )
             }
-            archive::UnpackError::Target(error) => local(&error),
+            archive::UnpackError::Target(error) => local_failure(&error),
             _ => Failure::internal(error.to_string()),
         })?;
-        left_out(&unpacked.skipped, unpacked.skipped_count)
+        report_skipped(&unpacked.skipped, unpacked.skipped_count)
     }
 }
 
-/// Writes beside the target and renames over it, so that a broken copy leaves what was there.
+/// Writes a local file atomically: a failed copy keeps the existing file.
 async fn save(mut file: FileBody, target: &Path) -> Result<(), Failure> {
     let mode = file.info.mode.unwrap_or(0o644) & 0o777;
     let existing = fs_err::metadata(target).ok();
@@ -347,16 +349,16 @@ async fn save(mut file: FileBody, target: &Path) -> Result<(), Failure> {
         .as_ref()
         .is_some_and(|existing| !existing.is_file())
     {
-        // A device or a pipe is written to, not replaced.
+        // Write to a device or a pipe instead of replacing it.
         let mut out = fs_err::tokio::OpenOptions::new()
             .write(true)
             .open(target)
             .await
-            .map_err(|error| local(&error))?;
+            .map_err(|error| local_failure(&error))?;
         return copy(&mut file, &mut out).await;
     }
     let target = if existing.is_some() {
-        fs_err::canonicalize(target).map_err(|error| local(&error))?
+        fs_err::canonicalize(target).map_err(|error| local_failure(&error))?
     } else {
         target.to_owned()
     };
@@ -371,8 +373,8 @@ async fn save(mut file: FileBody, target: &Path) -> Result<(), Failure> {
             staged.path(),
             std::os::unix::fs::PermissionsExt::from_mode(mode),
         )
-        .map_err(|error| local(&error))?;
-        staged.commit().map_err(|error| local(&error))
+        .map_err(|error| local_failure(&error))?;
+        staged.commit().map_err(|error| local_failure(&error))
     })
     .await
 }
@@ -386,7 +388,7 @@ async fn copy(
     while let Some(piece) = file.chunk().await? {
         out.write_all(&piece).await?;
         total += piece.len() as u64;
-        progress.bytes("copying", total);
+        progress.set_bytes("copying", total);
     }
     Ok(out.flush().await?)
 }
@@ -403,9 +405,10 @@ fn ends_in_slash(path: &Path) -> bool {
     path.as_os_str().as_bytes().ends_with(b"/")
 }
 
-/// The name of `source` in `directory`. A source without a name of its own (`.`, `..`, `/`) stands for what is in it.
+/// The path of `source` in `directory`. A source without a name (`.`, `..`, `/`) stands for its
+/// contents.
 fn into_dir(directory: &Path, source: &Path) -> PathBuf {
-    // `a/.` is what is in `a`; the library would take it for `a`.
+    // `a/.` means the contents of `a`, but `Path::file_name` returns `a`.
     let last = source
         .as_os_str()
         .as_bytes()
@@ -431,7 +434,7 @@ fn split(path: &Path) -> Result<(PathBuf, PathBuf), Failure> {
 fn utf8(path: &Path) -> Result<String, Failure> {
     path.to_str().map(ToOwned::to_owned).ok_or_else(|| {
         Failure::usage(format!(
-            "{} is not UTF-8, which copying a directory needs",
+            "{} is not UTF-8, which copying a directory requires",
             path.display()
         ))
     })
@@ -439,7 +442,7 @@ fn utf8(path: &Path) -> Result<String, Failure> {
 
 fn needs_recursive(path: &Path) -> Failure {
     Failure::usage(format!("{} is a directory", path.display()))
-        .remedy("Add -r to copy it and what is in it.")
+        .remedy("Add -r to copy it recursively.")
 }
 
 #[cfg(test)]
@@ -449,19 +452,19 @@ mod tests {
     const ID: &str = "01890000-0000-7000-8000-000000000001";
 
     #[test]
-    fn a_side_is_in_a_session_only_with_a_whole_id() {
+    fn a_side_is_in_a_session_only_with_a_complete_id() {
         let id: SessionId = ID.parse().expect("id");
-        let parse = |text: &str| Place::parse(OsStr::new(text));
+        let parse = |text: &str| CopySide::parse(OsStr::new(text));
         assert_eq!(
             parse(&format!("{ID}:a/b:c")),
-            Place::Session(id, "a/b:c".into())
+            CopySide::Session(id, "a/b:c".into())
         );
-        assert_eq!(parse(&format!("{ID}:")), Place::Session(id, ".".into()));
+        assert_eq!(parse(&format!("{ID}:")), CopySide::Session(id, ".".into()));
         assert_eq!(
             parse(&format!("{ID}:/etc/x")),
-            Place::Session(id, "/etc/x".into())
+            CopySide::Session(id, "/etc/x".into())
         );
-        assert_eq!(parse("-"), Place::Stdio);
+        assert_eq!(parse("-"), CopySide::Stdio);
         for local in [
             "./a:b",
             "host:path",
@@ -470,11 +473,11 @@ mod tests {
             &format!("./{ID}:a"),
             "01890000-0000-7000-8000-00000000000x:a",
         ] {
-            assert_eq!(parse(local), Place::Local(local.into()));
+            assert_eq!(parse(local), CopySide::Local(local.into()));
         }
         assert_eq!(
-            Place::parse(OsStr::from_bytes(&[ID.as_bytes(), b":\xff"].concat())),
-            Place::Session(id, OsStr::from_bytes(b"\xff").into())
+            CopySide::parse(OsStr::from_bytes(&[ID.as_bytes(), b":\xff"].concat())),
+            CopySide::Session(id, OsStr::from_bytes(b"\xff").into())
         );
     }
 
@@ -498,7 +501,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_producer_that_fails_ends_the_stream_as_broken() {
+    async fn a_failed_producer_ends_the_stream_with_an_error() {
         let (to, mut from) = archive::channel();
         let failed = tokio::task::spawn_blocking(move || {
             feed(PieceWriter::new(to), |writer| {

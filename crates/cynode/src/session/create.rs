@@ -1,4 +1,4 @@
-//! `session create` and `session resume`: both end with a running sandbox.
+//! `session create` and `session resume`: both wait for a running sandbox.
 
 use std::{process::ExitCode, time::Duration};
 
@@ -6,7 +6,7 @@ use cynode_api::{
     API_VERSION, LimitsRequest, Session, SessionCreate, SessionId, SessionState, TaskId,
     UserSessionCreate,
 };
-use cynode_client::{Surface, WorkerClient};
+use cynode_client::{SessionClient, Surface};
 use tokio::time::{Instant, sleep};
 
 use crate::{
@@ -15,49 +15,48 @@ use crate::{
     output::{self, Progress},
 };
 
-/// Pulling a large image takes minutes; longer than this it hangs.
-const PATIENCE: Duration = Duration::from_mins(15);
+/// Pulling a large image takes minutes.
+const CREATE_TIMEOUT: Duration = Duration::from_mins(15);
+const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
 pub async fn create(
-    client: &WorkerClient,
+    client: &SessionClient,
     globals: &Globals,
     args: Create,
 ) -> Result<ExitCode, Failure> {
     let request = request(args);
     if client.surface() == Surface::Worker && !request.node_labels.is_empty() {
-        return Err(Failure::usage(
-            "--node-label chooses among nodes, and only a worker is asked here",
-        )
-        .remedy("Ask an orchestrator, or leave it out."));
+        return Err(
+            Failure::usage("--node-label needs an orchestrator; this server is a worker")
+                .remedy("Use an orchestrator, or omit --node-label."),
+        );
     }
     let progress = Progress::start("creating the session");
     let session = match client.surface() {
         Surface::User => client.create_user_session(&request).await?,
-        Surface::Worker => client.create_session(&on_worker(request)).await?,
+        Surface::Worker => client.create_session(&worker_request(request)).await?,
     };
-    let session = until_running(client, session, progress).await?;
+    let session = wait_until_running(client, session, progress).await?;
     print(globals, &session)
 }
 
 pub async fn resume(
-    client: &WorkerClient,
+    client: &SessionClient,
     globals: &Globals,
     id: SessionId,
 ) -> Result<ExitCode, Failure> {
     let progress = Progress::start("resuming the session");
     let session = client.resume_session(id).await?;
-    let session = until_running(client, session, progress).await?;
+    let session = wait_until_running(client, session, progress).await?;
     print(globals, &session)
 }
 
-/// The session's id is chosen here, so that the same request can be sent again.
+/// The client chooses the session's id, so that the request is idempotent.
 fn request(args: Create) -> UserSessionCreate {
     let limits = LimitsRequest {
-        memory_bytes: args.memory,
-        cpus: args.cpus,
-        pids: args.pids,
         disk_bytes: args.disk,
         nofile: args.nofile,
+        ..args.limits.request()
     };
     UserSessionCreate {
         version: Some(API_VERSION),
@@ -76,8 +75,8 @@ fn request(args: Create) -> UserSessionCreate {
     }
 }
 
-/// A worker knows no tasks: it is told an id that stands for one.
-fn on_worker(request: UserSessionCreate) -> SessionCreate {
+/// The request for a worker, which has no tasks but requires a task id.
+fn worker_request(request: UserSessionCreate) -> SessionCreate {
     let task = request.task_id.unwrap_or_else(TaskId::generate);
     let (id, image) = (
         request.session_id.unwrap_or_else(SessionId::generate),
@@ -96,12 +95,12 @@ fn on_worker(request: UserSessionCreate) -> SessionCreate {
     }
 }
 
-async fn until_running(
-    client: &WorkerClient,
+async fn wait_until_running(
+    client: &SessionClient,
     mut session: Session,
     progress: Progress,
 ) -> Result<Session, Failure> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + CREATE_TIMEOUT;
     while session.state == SessionState::Creating {
         if Instant::now() > deadline {
             return Err(Failure::new(
@@ -111,18 +110,15 @@ async fn until_running(
             )
             .remedy(format!("See 'cynode session show {}'.", session.session_id)));
         }
-        progress.say(format!("creating session {}", session.session_id));
-        sleep(Duration::from_millis(300)).await;
+        progress.set_message(format!("creating session {}", session.session_id));
+        sleep(POLL_INTERVAL).await;
         session = client.get_session(session.session_id).await?;
     }
     drop(progress);
     if session.state == SessionState::Running {
         return Ok(session);
     }
-    let reason = session
-        .end_reason
-        .as_deref()
-        .unwrap_or("no reason was given");
+    let reason = session.end_reason.as_deref().unwrap_or("no reason given");
     Err(Failure::new(
         INTERNAL,
         "session_failed",

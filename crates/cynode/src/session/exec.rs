@@ -1,16 +1,18 @@
-//! `session exec`: runs a command and ends as it ends.
+//! `session exec`: runs a command and exits with its exit code.
 //!
-//! The exec's id is chosen here, so that a request whose answer was lost can be repeated: the same id with the same body
-//! attaches. When the connection breaks (the worker restarts), the stream goes on from the last piece that was printed.
+//! The client chooses the exec's id, so that a request whose response was lost can be repeated: the
+//! same id with the same body attaches. If the connection breaks (such as when the worker
+//! restarts), the stream resumes after the last printed piece.
 
 use std::{process::ExitCode, time::Duration};
 
+use backon::{ConstantBuilder, Retryable as _};
 use bytes::{Bytes, BytesMut};
 use cynode_api::{
     API_VERSION, Base64Bytes, ErrorCode, ExecExit, ExecId, ExecRequest, SessionId, SignalName,
     SignalScope, Stream, exec_limits,
 };
-use cynode_client::{Error, ExecEvent, ExecEvents, WorkerClient};
+use cynode_client::{Error, ExecEvent, ExecEvents, SessionClient};
 use futures_util::{StreamExt as _, stream};
 use tokio::{
     io::AsyncReadExt,
@@ -22,17 +24,22 @@ use super::{exit_code, input::InputFile, stdio};
 use crate::{
     cli::{Exec, Format, Globals},
     failure::{Failure, INTERNAL},
-    output,
+    output, retry,
 };
 
 const DEFAULT_TIMEOUT: Duration = Duration::from_mins(10);
-/// How long a broken connection is tried again.
-const PATIENCE: Duration = Duration::from_mins(1);
+/// How long to retry after the connection breaks.
+const RETRY_TIMEOUT: Duration = Duration::from_mins(1);
+/// Before the first attempt to reconnect: a restarting worker needs a moment.
+const RECONNECT_DELAY: Duration = Duration::from_millis(200);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
+const STDIN_RETRY_DELAY: Duration = Duration::from_millis(300);
+/// The exit code of `timeout`.
 const TIMED_OUT: u8 = 124;
-const STDIN_PIECE: usize = 64 * 1024;
+const STDIN_PIECE_BYTES: usize = 64 * 1024;
 
 pub async fn run(
-    client: &WorkerClient,
+    client: &SessionClient,
     globals: &Globals,
     args: Exec,
 ) -> Result<ExitCode, Failure> {
@@ -45,15 +52,15 @@ pub async fn run(
         }
         return Ok(ExitCode::SUCCESS);
     }
-    let running = Running {
+    let running = RunningExec {
         client: client.clone(),
         session: args.id,
         exec: request.exec_id.unwrap_or_else(ExecId::generate),
     };
     let signals = tokio::spawn(forward_signals(running.clone()));
-    // A file goes with the request, in one call; what comes slowly is passed on as it comes.
+    // A file is sent with the request; other input is forwarded as it arrives.
     let input = if args.stdin {
-        InputFile::of_stdin()?
+        InputFile::from_stdin()?
     } else {
         None
     };
@@ -62,8 +69,8 @@ pub async fn run(
         ..request
     };
     let result = match globals.output {
-        Format::Json => whole(&running, request, input.as_ref(), args.stdin).await,
-        Format::Table => streamed(&running, &request, input.as_ref(), args.raw).await,
+        Format::Json => run_buffered(&running, request, input.as_ref(), args.stdin).await,
+        Format::Table => run_streamed(&running, &request, input.as_ref(), args.raw).await,
     };
     signals.abort();
     result
@@ -96,15 +103,15 @@ fn request(args: &Exec) -> Result<ExecRequest, Failure> {
     })
 }
 
-/// A command that we wait for.
+/// A command in progress.
 #[derive(Clone, Debug)]
-struct Running {
-    client: WorkerClient,
+struct RunningExec {
+    client: SessionClient,
     session: SessionId,
     exec: ExecId,
 }
 
-impl Running {
+impl RunningExec {
     async fn signal(&self, signal: SignalName, scope: SignalScope) {
         match self
             .client
@@ -112,7 +119,7 @@ impl Running {
             .await
         {
             Ok(()) => {}
-            // Ended meanwhile, or not begun.
+            // The command has ended, or has not started.
             Err(error) if error.is(ErrorCode::ExecEnded) || error.is(ErrorCode::ExecNotFound) => {}
             Err(error) => output::note(&format!(
                 "cynode: the signal was not delivered: {}",
@@ -122,9 +129,9 @@ impl Running {
     }
 }
 
-/// The whole result as one JSON object.
-async fn whole(
-    running: &Running,
+/// Prints the result as one JSON object.
+async fn run_buffered(
+    running: &RunningExec,
     mut request: ExecRequest,
     input: Option<&InputFile>,
     stdin: bool,
@@ -147,7 +154,7 @@ async fn whole(
         } else {
             running
                 .client
-                .exec_with_input(running.session, &request, rest_of_stdin(data))
+                .exec_with_input(running.session, &request, stdin_after(data))
                 .await
         }
     } else {
@@ -155,23 +162,23 @@ async fn whole(
     };
     let result = result?;
     output::json(&result)?;
-    ended(&result.exit)
+    exit_result(&result.exit)
 }
 
-/// Standard input of which the beginning was read.
-fn rest_of_stdin(
-    begin: Vec<u8>,
+/// Standard input after its start was read.
+fn stdin_after(
+    start: Vec<u8>,
 ) -> impl futures_util::Stream<Item = std::io::Result<Bytes>> + Send + 'static {
     let rest = stream::try_unfold(tokio::io::stdin(), async |mut stdin| {
-        let mut piece = BytesMut::with_capacity(STDIN_PIECE);
+        let mut piece = BytesMut::with_capacity(STDIN_PIECE_BYTES);
         Ok((stdin.read_buf(&mut piece).await? > 0).then(|| (piece.freeze(), stdin)))
     });
-    stream::iter([Ok(Bytes::from(begin))]).chain(rest)
+    stream::iter([Ok(Bytes::from(start))]).chain(rest)
 }
 
-/// Starts the command, or attaches to it when it has started.
+/// Starts the command, or attaches if it has started.
 async fn start(
-    running: &Running,
+    running: &RunningExec,
     request: &ExecRequest,
     input: Option<&InputFile>,
 ) -> Result<ExecEvents, Error> {
@@ -187,9 +194,9 @@ async fn start(
     }
 }
 
-/// The output as it comes.
-async fn streamed(
-    running: &Running,
+/// Prints the output as it arrives.
+async fn run_streamed(
+    running: &RunningExec,
     request: &ExecRequest,
     input_file: Option<&InputFile>,
     raw: bool,
@@ -198,12 +205,10 @@ async fn streamed(
     let mut stderr = stdio::stderr(raw);
     let mut events = match start(running, request, input_file).await {
         Ok(events) => events,
-        // It may have arrived.
-        Err(
-            error @ Error::Unreachable {
-                never_sent: false, ..
-            },
-        ) => reconnect(running, (request, input_file), None, error).await?,
+        // The request may have arrived.
+        Err(Error::Unreachable {
+            never_sent: false, ..
+        }) => reconnect(running, request, input_file, None).await?,
         Err(error) => return Err(error.into()),
     };
     let mut started = false;
@@ -211,15 +216,10 @@ async fn streamed(
     let exit = loop {
         let event = match events.next().await {
             Ok(Some(event)) => event,
-            Ok(None) => return Err(Failure::internal("the stream ended without an exit")),
+            Ok(None) => return Err(Failure::internal("the stream ended without an exit status")),
             Err(error) if error.is_passing() => {
-                events = reconnect(
-                    running,
-                    (request, input_file),
-                    started.then_some(events.last_seq()),
-                    error,
-                )
-                .await?;
+                let last_seq = started.then_some(events.last_seq());
+                events = reconnect(running, request, input_file, last_seq).await?;
                 continue;
             }
             Err(error) => return Err(error.into()),
@@ -250,7 +250,7 @@ async fn streamed(
             ExecEvent::Exit(exit) => break exit,
         };
         if let Err(error) = written {
-            // Nobody reads any more: the command learns it as it would from a pipe.
+            // Our reader is gone: signal the command as a closed pipe would.
             running
                 .signal(
                     "PIPE".parse().unwrap_or(SignalName::TERM),
@@ -265,78 +265,82 @@ async fn streamed(
     }
     stdout.finish().await?;
     stderr.finish().await?;
-    ended(&exit)
+    exit_result(&exit)
 }
 
 fn note_gap(lost_before_seq: Option<u64>) {
     if lost_before_seq.is_some() {
-        output::note("cynode: some output is no longer kept and is missing here");
+        output::note("cynode: some output is missing: it is no longer stored");
     }
 }
 
-/// The stream again: from after `last_seq` when the command is known to run, else by the same request with the same id,
-/// which attaches when it has arrived and starts it when it has not.
+/// Reopens the stream: after `last_seq` if the command is known to run, else by repeating the
+/// request. A request with the same id attaches if it arrived before, and starts the command if
+/// not.
 async fn reconnect(
-    running: &Running,
-    (request, input): (&ExecRequest, Option<&InputFile>),
+    running: &RunningExec,
+    request: &ExecRequest,
+    input: Option<&InputFile>,
     last_seq: Option<u64>,
-    mut error: Error,
 ) -> Result<ExecEvents, Failure> {
-    let deadline = Instant::now() + PATIENCE;
-    let mut pause = Duration::from_millis(200);
-    while error.is_passing() && Instant::now() + pause < deadline {
-        sleep(pause).await;
-        pause = (pause * 2).min(Duration::from_secs(5));
-        let stream = match last_seq {
-            Some(last_seq) => {
-                running
-                    .client
-                    .exec_output_stream(running.session, running.exec, last_seq)
-                    .await
-            }
-            None => start(running, request, input).await,
-        };
-        error = match stream {
-            Ok(events) => return Ok(events),
-            Err(error) => error,
-        };
-    }
-    Err(error.into())
+    let deadline = Instant::now() + RETRY_TIMEOUT;
+    let open = async || match last_seq {
+        Some(last_seq) => {
+            running
+                .client
+                .exec_output_stream(running.session, running.exec, last_seq)
+                .await
+        }
+        None => start(running, request, input).await,
+    };
+    sleep(RECONNECT_DELAY).await;
+    Ok(open
+        .retry(retry::backoff(MAX_RETRY_DELAY))
+        .when(|error| error.is_passing() && Instant::now() < deadline)
+        .await?)
 }
 
-fn ended(exit: &ExecExit) -> Result<ExitCode, Failure> {
+fn exit_result(exit: &ExecExit) -> Result<ExitCode, Failure> {
     if exit.oom_killed {
         output::note(
-            "cynode: the sandbox ran out of memory and the command was killed; give the session more with --memory",
+            "cynode: the sandbox ran out of memory and the command was killed; create the session \
+             with more --memory",
         );
     }
     if exit.no_space {
         output::note(
-            "cynode: the node's disk is nearly full and the sandbox was filling it, so its commands were killed; its files are there",
+            "cynode: the node's disk is nearly full, so the commands of the sandbox were killed; \
+             its files are intact",
         );
     }
     if exit.timed_out {
         output::note(&format!(
-            "cynode: the command was ended at its deadline, after {} ms",
+            "cynode: the command timed out after {} ms",
             exit.duration_ms
         ));
         return Ok(ExitCode::from(TIMED_OUT));
     }
     exit_code(exit.exit_code, exit.signal.as_deref())
         .filter(|_| !exit.lost)
-        .ok_or_else(|| Failure::new(INTERNAL, "exec_lost", "the command's end was not seen: its sandbox or the process that watched it went away"))
+        .ok_or_else(|| {
+            Failure::new(
+                INTERNAL,
+                "exec_lost",
+                "the exit status of the command is unknown: its sandbox or its monitor is gone",
+            )
+        })
 }
 
-async fn forward_stdin(running: Running) {
+async fn forward_stdin(running: RunningExec) {
     let mut stdin = tokio::io::stdin();
-    let mut buffer = vec![0; STDIN_PIECE];
+    let mut buffer = vec![0; STDIN_PIECE_BYTES];
     loop {
-        // A stdin that can't be read is at its end.
+        // Treat a read error as the end of input.
         let count = stdin.read(&mut buffer).await.unwrap_or(0);
         if let Err(error) = write_stdin(&running, &buffer[..count]).await {
             if !error.is(ErrorCode::StdinClosed) && !error.is(ErrorCode::ExecEnded) {
                 output::note(&format!(
-                    "cynode: standard input is no longer forwarded: {}",
+                    "cynode: stopped forwarding standard input: {}",
                     error.chain()
                 ));
             }
@@ -348,11 +352,11 @@ async fn forward_stdin(running: Running) {
     }
 }
 
-/// Tries again only what surely did not arrive: a repeated piece would be read twice.
-async fn write_stdin(running: &Running, data: &[u8]) -> Result<(), Error> {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        match running
+/// Retries only writes that did not arrive: the command would read a repeated piece twice.
+async fn write_stdin(running: &RunningExec, data: &[u8]) -> Result<(), Error> {
+    let deadline = Instant::now() + RETRY_TIMEOUT;
+    let write = async || {
+        running
             .client
             .write_stdin(
                 running.session,
@@ -361,17 +365,29 @@ async fn write_stdin(running: &Running, data: &[u8]) -> Result<(), Error> {
                 data.is_empty(),
             )
             .await
-        {
-            Err(Error::Unreachable {
-                never_sent: true, ..
-            }) if Instant::now() < deadline => sleep(Duration::from_millis(300)).await,
-            result => return result,
-        }
-    }
+    };
+    write
+        .retry(
+            ConstantBuilder::new()
+                .with_delay(STDIN_RETRY_DELAY)
+                .without_max_times(),
+        )
+        .when(|error| {
+            let never_sent = matches!(
+                error,
+                Error::Unreachable {
+                    never_sent: true,
+                    ..
+                }
+            );
+            never_sent && Instant::now() < deadline
+        })
+        .await
 }
 
-/// The first Ctrl-C interrupts, the second ends all that the command started, the third kills it.
-async fn forward_signals(running: Running) {
+/// The first Ctrl-C interrupts the command, the second terminates its process tree, the third kills
+/// it.
+async fn forward_signals(running: RunningExec) {
     let (Ok(mut interrupt), Ok(mut terminate)) = (
         signal(SignalKind::interrupt()),
         signal(SignalKind::terminate()),
@@ -391,7 +407,7 @@ async fn forward_signals(running: Running) {
                         "INT".parse().unwrap_or(SignalName::TERM),
                         SignalScope::Group,
                     )
-                    .await
+                    .await;
             }
             2 => running.signal(SignalName::TERM, SignalScope::Tree).await,
             _ => running.signal(SignalName::KILL, SignalScope::Tree).await,
@@ -409,37 +425,31 @@ mod tests {
         ExecExit {
             exit_code,
             signal: signal.map(Into::into),
-            timed_out: false,
-            oom_killed: false,
-            bytes: cynode_api::Bytes::default(),
-            sha256: None,
             duration_ms: 1,
-            via: ExecVia::Agent,
-            lost: false,
-            no_space: false,
+            ..ExecExit::never_ran(ExecVia::Agent)
         }
     }
 
-    fn ends_with(exit: &ExecExit, number: u8) -> bool {
-        ended(exit).is_ok_and(|code| code == ExitCode::from(number))
+    fn exits_with(exit: &ExecExit, number: u8) -> bool {
+        exit_result(exit).is_ok_and(|code| code == ExitCode::from(number))
     }
 
     #[test]
-    fn we_end_as_the_command_ended() {
-        assert!(ends_with(&exit(Some(0), None), 0));
-        assert!(ends_with(&exit(Some(42), None), 42));
-        assert!(ends_with(&exit(None, Some("KILL")), 137));
-        assert!(ends_with(&exit(None, Some("TERM")), 143));
-        assert!(ends_with(
+    fn the_exit_code_is_that_of_the_command() {
+        assert!(exits_with(&exit(Some(0), None), 0));
+        assert!(exits_with(&exit(Some(42), None), 42));
+        assert!(exits_with(&exit(None, Some("KILL")), 137));
+        assert!(exits_with(&exit(None, Some("TERM")), 143));
+        assert!(exits_with(
             &ExecExit {
                 timed_out: true,
                 ..exit(None, Some("KILL"))
             },
             124
         ));
-        assert!(ended(&exit(None, None)).is_err());
+        assert!(exit_result(&exit(None, None)).is_err());
         assert!(
-            ended(&ExecExit {
+            exit_result(&ExecExit {
                 lost: true,
                 ..exit(Some(0), None)
             })

@@ -1,4 +1,4 @@
-//! Standard input that goes with the request of a command: a file on standard input, or what was read of it.
+//! A file on standard input, which is sent with the request of a command.
 
 use std::{
     fs::File,
@@ -13,7 +13,7 @@ use futures_util::Stream;
 use super::transfer::feed;
 use crate::archive::{self, PieceWriter};
 
-/// A regular file on standard input: it can be sent again when an answer is lost.
+/// A regular file on standard input, which can be sent again if a response is lost.
 #[derive(Debug)]
 pub struct InputFile {
     file: File,
@@ -21,12 +21,12 @@ pub struct InputFile {
 }
 
 impl InputFile {
-    /// `None` when standard input is something else, or longer than a request takes.
-    pub fn of_stdin() -> io::Result<Option<Self>> {
-        Self::of(File::from(io::stdin().as_fd().try_clone_to_owned()?))
+    /// `None` if standard input is not a regular file, or is too large for a request.
+    pub fn from_stdin() -> io::Result<Option<Self>> {
+        Self::from_file(File::from(io::stdin().as_fd().try_clone_to_owned()?))
     }
 
-    fn of(mut file: File) -> io::Result<Option<Self>> {
+    fn from_file(mut file: File) -> io::Result<Option<Self>> {
         let metadata = file.metadata()?;
         if !metadata.is_file() {
             return Ok(None);
@@ -38,11 +38,11 @@ impl InputFile {
         )
     }
 
-    /// All of it, from where it stood.
+    /// The content from the initial position.
     pub fn stream(&self) -> io::Result<impl Stream<Item = io::Result<Bytes>> + Send + use<>> {
         let (mut file, start) = (self.file.try_clone()?, self.start);
         let (to, from) = archive::channel();
-        // The other end says what went wrong.
+        // The stream carries the error.
         drop(tokio::task::spawn_blocking(move || {
             feed(PieceWriter::new(to), |writer| {
                 file.seek(SeekFrom::Start(start))?;
@@ -60,12 +60,12 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_file_is_sent_from_where_it_stands_as_often_as_needed() {
+    async fn a_file_is_sent_from_its_position_repeatedly() {
         let mut file = tempfile::tempfile().expect("a file");
         io::Write::write_all(&mut file, &b"a".repeat(200_000)).expect("written");
         file.seek(SeekFrom::Start(5)).expect("moved");
-        let input = InputFile::of(file)
-            .expect("looked at")
+        let input = InputFile::from_file(file)
+            .expect("metadata")
             .expect("a regular file");
         for _ in 0..2 {
             let pieces: Vec<Bytes> = input
@@ -78,8 +78,8 @@ mod tests {
         }
         let (reader, _writer) = io::pipe().expect("a pipe");
         assert!(
-            InputFile::of(File::from(std::os::fd::OwnedFd::from(reader)))
-                .expect("looked at")
+            InputFile::from_file(File::from(std::os::fd::OwnedFd::from(reader)))
+                .expect("metadata")
                 .is_none()
         );
     }

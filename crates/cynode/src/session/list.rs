@@ -3,19 +3,20 @@
 use std::process::ExitCode;
 
 use cynode_api::{API_VERSION, Session, SessionEnd, SessionId, SessionState, WorkspaceDisposal};
-use cynode_client::{SessionFilter, WorkerClient};
+use cynode_client::{SessionClient, SessionFilter};
 use serde_json::json;
-use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+use time::OffsetDateTime;
 
 use crate::{
     cli::{End, Format, Globals, List},
+    commands::format_time,
     failure::Failure,
     output::{self, Progress},
     sanitize,
 };
 
 pub async fn list(
-    client: &WorkerClient,
+    client: &SessionClient,
     globals: &Globals,
     args: List,
 ) -> Result<ExitCode, Failure> {
@@ -58,7 +59,7 @@ pub async fn list(
 }
 
 pub async fn show(
-    client: &WorkerClient,
+    client: &SessionClient,
     globals: &Globals,
     id: SessionId,
 ) -> Result<ExitCode, Failure> {
@@ -106,10 +107,13 @@ pub async fn show(
             .to_owned(),
         ),
         ("labels", labels(&session)),
-        ("created", moment(session.created_at)),
-        ("expires", moment(session.expires_at)),
-        ("idle until", moment(session.idle_expires_at)),
-        ("ended", session.ended_at.map(moment).unwrap_or_default()),
+        ("created", format_time(session.created_at)),
+        ("expires", format_time(session.expires_at)),
+        ("idle until", format_time(session.idle_expires_at)),
+        (
+            "ended",
+            session.ended_at.map(format_time).unwrap_or_default(),
+        ),
         ("execs", session.running_execs.to_string()),
     ];
     for (name, value) in fields.iter().filter(|(_, value)| !value.is_empty()) {
@@ -118,9 +122,13 @@ pub async fn show(
     Ok(ExitCode::SUCCESS)
 }
 
-pub async fn end(client: &WorkerClient, globals: &Globals, args: End) -> Result<ExitCode, Failure> {
+pub async fn end(
+    client: &SessionClient,
+    globals: &Globals,
+    args: End,
+) -> Result<ExitCode, Failure> {
     let ids = if args.all {
-        living(client).await?
+        live_sessions(client).await?
     } else {
         args.ids
     };
@@ -138,41 +146,41 @@ pub async fn end(client: &WorkerClient, globals: &Globals, args: End) -> Result<
     let mut ended = Vec::new();
     let mut first_failure = None;
     for id in &ids {
-        progress.say(format!("ending session {id}"));
+        progress.set_message(format!("ending session {id}"));
         match client.end_session(*id, &body).await {
             Ok(session) => ended.push(session),
-            // The others end all the same.
+            // Continue with the other sessions.
             Err(error) => {
                 let failure = Failure::from(error);
                 if ids.len() > 1 && globals.output == Format::Table {
                     output::note(&format!("session {id}:"));
                 }
                 failure.report(globals.output);
-                first_failure.get_or_insert(Failure::said(failure.exit));
+                first_failure.get_or_insert(Failure::reported(failure.exit));
             }
         }
     }
     drop(progress);
     match (globals.output, &ended[..]) {
         (Format::Json, [session]) if !args.all && ids.len() == 1 => output::json(session)?,
-        // Its failure is all that there is to say.
+        // The failure was reported.
         (Format::Json, []) if !args.all && ids.len() == 1 => {}
         (Format::Json, sessions) => output::json(&json!({ "items": sessions }))?,
         (Format::Table, sessions) => {
             for session in sessions {
                 let kept = if args.keep_workspace {
-                    format!("; workspace {} is kept", session.workspace_id)
+                    format!("; kept workspace {}", session.workspace_id)
                 } else {
                     String::new()
                 };
-                output::note(&format!("session {} has ended{kept}", session.session_id));
+                output::note(&format!("ended session {}{kept}", session.session_id));
             }
         }
     }
     first_failure.map_or(Ok(ExitCode::SUCCESS), Err)
 }
 
-async fn living(client: &WorkerClient) -> Result<Vec<SessionId>, Failure> {
+async fn live_sessions(client: &SessionClient) -> Result<Vec<SessionId>, Failure> {
     let sessions = client.list_sessions(&SessionFilter::default()).await?;
     Ok(sessions
         .iter()
@@ -197,8 +205,4 @@ fn labels(session: &Session) -> String {
         .map(|(key, value)| format!("{key}={value}"))
         .collect::<Vec<_>>()
         .join(",")
-}
-
-fn moment(at: OffsetDateTime) -> String {
-    at.format(&Rfc3339).unwrap_or_default()
 }

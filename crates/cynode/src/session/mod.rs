@@ -1,4 +1,4 @@
-//! `session`: sandboxes that stay.
+//! `session`: manages sandboxes that run many commands.
 
 mod cp;
 mod create;
@@ -31,7 +31,7 @@ pub async fn run(globals: &Globals, command: Session) -> Result<ExitCode, Failur
     }
 }
 
-/// The exit code of a command as a shell would have it: its own, or 128 and the signal's number.
+/// The exit code that a shell would report: the command's, or 128 plus the signal's number.
 pub fn exit_code(code: Option<i32>, signal: Option<&str>) -> Option<ExitCode> {
     let number = match (code, signal) {
         (Some(code), _) => code & 0xff,

@@ -1,4 +1,4 @@
-//! `session shell`: a terminal in the sandbox on our own terminal.
+//! `session shell`: connects the local terminal to a terminal in the sandbox.
 
 use std::{
     io::{self, IsTerminal, stdin, stdout},
@@ -7,11 +7,12 @@ use std::{
 };
 
 use cynode_api::ErrorCode;
-use cynode_client::{Pty, PtyMessage, PtyOpen, WorkerClient};
+use cynode_client::{Pty, PtyMessage, PtyOpen, SessionClient};
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     signal::unix::{SignalKind, signal},
+    time::{Instant, sleep_until},
 };
 
 use super::exit_code;
@@ -21,12 +22,12 @@ use crate::{
     output,
 };
 
-/// Raw mode for as long as this lives; restored on every way out, a panic included.
+/// Raw mode of the terminal. Restored when dropped, also by a panic.
 #[derive(Debug)]
 struct RawMode(Termios);
 
 impl RawMode {
-    /// `None` when stdin is no terminal: then bytes are passed as they come.
+    /// `None` if stdin is not a terminal.
     fn enter() -> io::Result<Option<Self>> {
         if !stdin().is_terminal() {
             return Ok(None);
@@ -41,12 +42,12 @@ impl RawMode {
 
 impl Drop for RawMode {
     fn drop(&mut self) {
-        // There is nothing to be done about a terminal that is gone.
+        // The terminal may be gone.
         tcsetattr(stdin(), OptionalActions::Flush, &self.0).ok();
     }
 }
 
-pub async fn run(client: &WorkerClient, args: Shell) -> Result<ExitCode, Failure> {
+pub async fn run(client: &SessionClient, args: Shell) -> Result<ExitCode, Failure> {
     let (cols, rows) = size();
     let mut pty = client
         .open_pty(
@@ -59,19 +60,19 @@ pub async fn run(client: &WorkerClient, args: Shell) -> Result<ExitCode, Failure
         )
         .await?;
     let raw = RawMode::enter()?;
-    let outcome = connect(&mut pty).await;
+    let end = relay(&mut pty).await;
     drop(raw);
-    // The sandbox's side may have closed first.
+    // The server may have closed the connection first.
     drop(pty.close().await);
-    match outcome? {
-        Outcome::Exit { code, signal } => exit_code(code, signal.as_deref()).ok_or_else(|| {
+    match end? {
+        TerminalEnd::Exit { code, signal } => exit_code(code, signal.as_deref()).ok_or_else(|| {
             Failure::new(
                 INTERNAL,
                 "exec_lost",
-                "the shell's end was not seen: its sandbox went away",
+                "the exit status of the shell is unknown: its sandbox is gone",
             )
         }),
-        Outcome::Refused { code, detail } => {
+        TerminalEnd::Refused { code, detail } => {
             let exit = if code == ErrorCode::ShuttingDown.as_str() {
                 UNREACHABLE
             } else {
@@ -79,20 +80,20 @@ pub async fn run(client: &WorkerClient, args: Shell) -> Result<ExitCode, Failure
             };
             Err(Failure::new(exit, &code, detail))
         }
-        Outcome::Closed => Err(Failure::new(
+        TerminalEnd::Closed => Err(Failure::new(
             UNREACHABLE,
             "unreachable",
-            "the connection to the terminal was closed",
+            "the server closed the connection to the terminal",
         )
         .remedy("See 'cynode session show'.")),
-        Outcome::Signalled(number) => {
-            output::note("cynode: left the terminal");
+        TerminalEnd::Signalled(number) => {
+            output::note("cynode: disconnected from the terminal");
             Ok(ExitCode::from(128 + number))
         }
     }
 }
 
-enum Outcome {
+enum TerminalEnd {
     Exit {
         code: Option<i32>,
         signal: Option<String>,
@@ -102,11 +103,11 @@ enum Outcome {
         detail: String,
     },
     Closed,
-    /// We were told to end.
+    /// This process received a signal.
     Signalled(u8),
 }
 
-async fn connect(pty: &mut Pty) -> Result<Outcome, Failure> {
+async fn relay(pty: &mut Pty) -> Result<TerminalEnd, Failure> {
     let mut input = tokio::io::stdin();
     let mut output = tokio::io::stdout();
     let mut resized = signal(SignalKind::window_change())?;
@@ -124,19 +125,25 @@ async fn connect(pty: &mut Pty) -> Result<Outcome, Failure> {
                     output.flush().await?;
                 }
                 Some(PtyMessage::Ready) => {}
-                Some(PtyMessage::Exit { exit_code: code, signal }) => return Ok(Outcome::Exit { code, signal }),
-                Some(PtyMessage::Error { code, detail }) => return Ok(Outcome::Refused { code, detail }),
-                None => return Ok(Outcome::Closed),
+                Some(PtyMessage::Exit { exit_code: code, signal }) => {
+                    return Ok(TerminalEnd::Exit { code, signal });
+                }
+                Some(PtyMessage::Error { code, detail }) => {
+                    return Ok(TerminalEnd::Refused { code, detail });
+                }
+                None => return Ok(TerminalEnd::Closed),
             },
             count = input.read(&mut buffer), if open => match count.unwrap_or(0) {
-                // The end of a pipe is the end of input, which a terminal says with Ctrl-D.
+                // The end of a pipe becomes Ctrl-D, the end of input of a terminal.
                 0 => {
                     open = false;
-                    end_of_input = Some(tokio::time::Instant::now() + END_OF_INPUT);
+                    end_of_input = Some(Instant::now() + END_OF_INPUT_DELAY);
                 }
                 count => pty.write(buffer[..count].to_vec()).await?,
             },
-            () = tokio::time::sleep_until(end_of_input.unwrap_or_else(tokio::time::Instant::now)), if end_of_input.is_some() => {
+            () = sleep_until(end_of_input.unwrap_or_else(Instant::now)),
+                if end_of_input.is_some() =>
+            {
                 end_of_input = None;
                 pty.write(vec![0x04]).await?;
             }
@@ -144,22 +151,23 @@ async fn connect(pty: &mut Pty) -> Result<Outcome, Failure> {
                 let (cols, rows) = size();
                 pty.resize(cols, rows).await?;
             }
-            _ = terminate.recv() => return Ok(Outcome::Signalled(15)),
-            _ = hangup.recv() => return Ok(Outcome::Signalled(1)),
-            // In raw mode Ctrl-C is a byte like any other; this one came by kill, or stdin is no terminal.
-            _ = interrupt.recv() => return Ok(Outcome::Signalled(2)),
+            _ = terminate.recv() => return Ok(TerminalEnd::Signalled(15)),
+            _ = hangup.recv() => return Ok(TerminalEnd::Signalled(1)),
+            // In raw mode Ctrl-C is input; this signal came from `kill`, or stdin is not a
+            // terminal.
+            _ = interrupt.recv() => return Ok(TerminalEnd::Signalled(2)),
         }
     }
 }
 
-/// Podman drops what a program said last when input comes for it in the moment of its end. One that takes no input is given time
-/// to end without any.
-const END_OF_INPUT: Duration = Duration::from_millis(200);
+/// Podman drops the last output of a program that receives input while it exits. The delay lets a
+/// program that reads no input exit first.
+const END_OF_INPUT_DELAY: Duration = Duration::from_millis(200);
 
-/// What the API takes.
+/// The largest terminal that the API accepts.
 const MAX_SIZE: u16 = 1_000;
 
-/// Columns and rows of our terminal.
+/// Columns and rows of the local terminal.
 fn size() -> (u16, u16) {
     match tcgetwinsize(stdout()).or_else(|_| tcgetwinsize(stdin())) {
         Ok(size) if size.ws_col > 0 && size.ws_row > 0 => {

@@ -1,4 +1,4 @@
-//! A sandbox's output on our own stdout and stderr: raw to a pipe, escaped to a terminal.
+//! Prints a sandbox's output to stdout and stderr: raw to a pipe, escaped to a terminal.
 
 use std::io::{self, IsTerminal};
 

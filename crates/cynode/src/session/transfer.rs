@@ -1,4 +1,4 @@
-//! Local files on their way to the other side.
+//! Transfers of local files to a server.
 
 use std::{io, path::Path};
 
@@ -11,7 +11,7 @@ use crate::{
     output::{self, Progress},
 };
 
-/// Sends a directory as a tar archive, piece by piece. Also says what was left out.
+/// Streams a directory as a tar archive. Also returns the skipped entries.
 pub async fn send_tree<T>(
     root: &Path,
     send: impl AsyncFnOnce(Body) -> cynode_client::Result<T>,
@@ -25,11 +25,12 @@ pub async fn send_tree<T>(
         })
     });
     let sent = send(body(from, progress)).await;
-    let (packed, sent) = joined(packer.await, sent)?;
+    let (packed, sent) = join_transfer(packer.await, sent)?;
     Ok((sent, packed.skipped))
 }
 
-/// Runs a producer into the channel; a failure ends the stream as broken, so that nobody takes the half for the whole.
+/// Runs a producer into the channel. A failure ends the stream with an error, so that a partial
+/// transfer is not mistaken for a complete one.
 pub(super) fn feed<T>(
     mut writer: PieceWriter,
     produce: impl FnOnce(&mut PieceWriter) -> io::Result<T>,
@@ -42,8 +43,8 @@ pub(super) fn feed<T>(
     produced
 }
 
-/// The local error when reading failed by itself, else what the other side said.
-pub(super) fn joined<T, U>(
+/// The result of a transfer: a local read error, or else the server's response.
+pub(super) fn join_transfer<T, U>(
     reader: Result<io::Result<T>, tokio::task::JoinError>,
     sent: Result<U, cynode_client::Error>,
 ) -> Result<(T, U), Failure> {
@@ -51,11 +52,11 @@ pub(super) fn joined<T, U>(
         reader.map_err(|error| Failure::internal(error.to_string()))?,
         sent,
     ) {
-        (Err(error), _) if error.kind() != io::ErrorKind::BrokenPipe => Err(local(&error)),
+        (Err(error), _) if error.kind() != io::ErrorKind::BrokenPipe => Err(local_failure(&error)),
         (_, Err(error)) => Err(error.into()),
         (result, Ok(sent)) => result
             .map(|result| (result, sent))
-            .map_err(|error| local(&error)),
+            .map_err(|error| local_failure(&error)),
     }
 }
 
@@ -68,48 +69,49 @@ pub(super) fn body(
         let piece = from.poll_recv(context);
         if let std::task::Poll::Ready(Some(Ok(piece))) = &piece {
             total += piece.len() as u64;
-            progress.bytes("copying", total);
+            progress.set_bytes("copying", total);
         }
         piece
     }))
 }
 
-/// Notes what looks like a credential and was let in.
-pub(crate) fn flagged(flags: &Flags) {
-    const SHOWN: usize = 10;
-    for file in flags.flagged.iter().take(SHOWN) {
+/// Prints which transferred files look like they contain credentials.
+pub(crate) fn note_flagged(flags: &Flags) {
+    const MAX_SHOWN: usize = 10;
+    for file in flags.flagged.iter().take(MAX_SHOWN) {
         output::note(&format!(
-            "cynode: {} holds what looks like {}",
+            "cynode: {} contains what looks like {}",
             crate::sanitize::line(&file.path),
             crate::sanitize::line(&file.shape)
         ));
     }
     let more = flags
         .flagged_total
-        .saturating_sub(SHOWN.min(flags.flagged.len()) as u64);
+        .saturating_sub(MAX_SHOWN.min(flags.flagged.len()) as u64);
     if more > 0 {
         output::note(&format!(
-            "cynode: {more} more hold what looks like credentials"
+            "cynode: {more} more files contain what looks like credentials"
         ));
     }
 }
 
-pub(super) fn left_out(named: &[String], count: u64) -> Result<(), Failure> {
+/// Prints skipped entries, of which `names` may be only the first, and fails if there are any.
+pub(super) fn report_skipped(names: &[String], count: u64) -> Result<(), Failure> {
     if count == 0 {
         return Ok(());
     }
-    for skipped in named {
-        output::note(&format!("left out: {}", crate::sanitize::line(skipped)));
+    for skipped in names {
+        output::note(&format!("skipped: {}", crate::sanitize::line(skipped)));
     }
     Err(Failure::new(
         INTERNAL,
         "partial_copy",
-        format!("{count} entries were left out; the rest is copied"),
+        format!("skipped {count} entries and copied the others"),
     ))
 }
 
-/// A failure on this side's files is the person's to put right.
-pub fn local(error: &io::Error) -> Failure {
+/// A failure of a local file, which is the user's to correct.
+pub fn local_failure(error: &io::Error) -> Failure {
     match error.kind() {
         io::ErrorKind::NotFound
         | io::ErrorKind::NotADirectory

@@ -1,4 +1,4 @@
-//! One role as a child process: started, waited for, started again when it dies, drained at the end.
+//! Runs one role as a child process: starts it, restarts it when it dies, and drains it at the end.
 
 use std::{
     process::{ExitStatus, Stdio},
@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use backon::{BackoffBuilder as _, ExponentialBackoff};
 use cynode_service::allocator;
 use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, kill_process};
@@ -17,160 +18,162 @@ use tokio::{
 };
 
 use super::{
-    logs::{Lines, pump},
+    logs::{LogSink, pump},
     role::Role,
-    supervisor::STARTUP,
+    supervisor::START_TIMEOUT,
 };
 use crate::{
     failure::{Failure, INTERNAL, USAGE},
-    output,
+    output, retry,
     state::StateDir,
 };
 
-const DRAIN: Duration = Duration::from_secs(30);
-const POLL: Duration = Duration::from_millis(100);
-/// A role that dies so often before it was ever ready won't be.
-const ATTEMPTS: u32 = 3;
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
+const PROBE_INTERVAL: Duration = Duration::from_millis(100);
+/// Gives up on a role that dies this often before it is ready.
+const MAX_START_ATTEMPTS: u32 = 3;
 
-/// Whether a role shall end.
+/// Whether, and how, a role should stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stopping {
-    No,
-    InOrder,
-    AtOnce,
+pub enum StopRequest {
+    None,
+    Graceful,
+    Immediate,
 }
 
-/// How a role came to its end.
+/// Why a role ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
-    Asked,
-    /// Somebody told the role itself.
-    ByItself,
+pub enum RoleEnd {
+    /// The supervisor stopped it.
+    Stopped,
+    /// It exited cleanly by itself, such as after a shutdown over its API.
+    Exited,
 }
 
-/// Pauses between restarts: twice as long each time, from the start again after a healthy while.
+/// Delays between restarts. They double, and start over after a healthy run.
 #[derive(Debug)]
-struct Backoff {
-    next: Duration,
-}
+struct RestartBackoff(ExponentialBackoff);
 
-impl Backoff {
-    const FIRST: Duration = Duration::from_millis(200);
-    const LONGEST: Duration = Duration::from_secs(10);
-    const HEALTHY: Duration = Duration::from_secs(30);
+impl RestartBackoff {
+    const MAX_DELAY: Duration = Duration::from_secs(10);
+    /// A role that ran this long was healthy.
+    const HEALTHY_RUN: Duration = Duration::from_secs(30);
 
     fn new() -> Self {
-        Self { next: Self::FIRST }
+        Self(retry::backoff(Self::MAX_DELAY).build())
     }
 
-    fn after(&mut self, lived: Duration) -> Duration {
-        if lived >= Self::HEALTHY {
-            self.next = Self::FIRST;
+    fn delay_after(&mut self, run: Duration) -> Duration {
+        if run >= Self::HEALTHY_RUN {
+            *self = Self::new();
         }
-        let pause = self.next;
-        self.next = (pause * 2).min(Self::LONGEST);
-        pause
+        self.0.next().unwrap_or(Self::MAX_DELAY)
     }
 }
 
-struct Running {
+struct RoleProcess {
     child: Child,
     pumps: Vec<JoinHandle<()>>,
 }
 
 /// Keeps one role running.
-pub struct Keeper {
+pub struct RoleKeeper {
     pub role: Arc<Role>,
     pub state: StateDir,
-    pub lines: Arc<Mutex<Lines>>,
-    /// Where the lines go, for messages.
+    pub lines: Arc<Mutex<LogSink>>,
+    /// The path of the log file, for messages.
     pub log: String,
-    /// It is not started before this is true.
+    /// The readiness of the role that this one waits for.
     pub needs: Option<watch::Receiver<bool>>,
     pub ready: watch::Sender<bool>,
-    pub stop: watch::Receiver<Stopping>,
+    pub stop: watch::Receiver<StopRequest>,
     pub deadline: Instant,
     pub to_stderr: bool,
 }
 
-impl Keeper {
-    pub async fn keep(mut self) -> Result<Ended, Failure> {
+impl RoleKeeper {
+    pub async fn keep(mut self) -> Result<RoleEnd, Failure> {
         if let Some(mut needs) = self.needs.take() {
             let met = async {
                 if needs.wait_for(|ready| *ready).await.is_err() {
-                    // It never will be, and that is reported for itself.
+                    // The other role failed, and its keeper reports that.
                     std::future::pending::<()>().await;
                 }
             };
             tokio::select! {
                 () = met => {}
-                () = self.asked() => return Ok(Ended::Asked),
+                () = self.stop_requested() => return Ok(RoleEnd::Stopped),
             }
         }
-        let mut backoff = Backoff::new();
+        let mut backoff = RestartBackoff::new();
         let mut deaths = 0;
         loop {
             let started = Instant::now();
             let mut running = self.spawn()?;
-            let Some(status) = self.until_it_ends(&mut running).await? else {
-                return Ok(Ended::Asked);
+            let Some(status) = self.wait_for_exit(&mut running).await? else {
+                return Ok(RoleEnd::Stopped);
             };
-            // What was already written is still on its way.
+            // Drain the output that the role wrote before it exited.
             for pump in running.pumps {
                 drop(timeout(Duration::from_secs(1), pump).await);
             }
-            if status.success() && self.role.ends_all {
-                return Ok(Ended::ByItself);
+            if status.success() && self.role.ends_stack {
+                return Ok(RoleEnd::Exited);
             }
             deaths += 1;
             if !*self.ready.borrow()
-                && (deaths == ATTEMPTS || status.code() == Some(i32::from(USAGE)))
+                && (deaths == MAX_START_ATTEMPTS || status.code() == Some(i32::from(USAGE)))
             {
                 self.lines.lock().print_tail();
                 return Err(self.never_ready(status));
             }
-            let pause = backoff.after(started.elapsed());
+            let pause = backoff.delay_after(started.elapsed());
             output::note(&format!(
-                "cynode: {} ended ({status}); starting it again in {} ms",
+                "cynode: {} exited ({status}); restarting it in {} ms",
                 self.role.name,
                 pause.as_millis()
             ));
             tokio::select! {
-                () = self.asked() => return Ok(Ended::Asked),
+                () = self.stop_requested() => return Ok(RoleEnd::Stopped),
                 () = sleep(pause) => {}
             }
         }
     }
 
-    /// `None` when it was ended because it was asked for.
-    async fn until_it_ends(
+    /// Waits for the process to exit; `None` if it was stopped on request.
+    async fn wait_for_exit(
         &mut self,
-        running: &mut Running,
+        running: &mut RoleProcess,
     ) -> Result<Option<ExitStatus>, Failure> {
-        let mut reason = String::from("it does not answer");
+        let mut reason = String::from("no response");
         let pid = running.child.id().unwrap_or_default();
         let (role, state) = (Arc::clone(&self.role), self.state.clone());
         loop {
             let is_ready = *self.ready.borrow();
             tokio::select! {
                 biased;
-                () = asked(&mut self.stop) => {
+                () = stop_requested(&mut self.stop) => {
                     self.drain(running).await;
                     return Ok(None);
                 }
                 status = running.child.wait() => return Ok(Some(status?)),
-                probed = async { sleep(POLL).await; role.probe.look(&state, pid).await }, if !is_ready => match probed {
+                readiness = probe(&role, &state, pid), if !is_ready => match readiness {
                     Ok(()) => drop(self.ready.send_replace(true)),
-                    Err(why) => {
-                        if why != reason && self.to_stderr {
-                            output::note(&format!("cynode: {} is not ready: {why}", role.name));
+                    Err(current) => {
+                        if current != reason && self.to_stderr {
+                            output::note(&format!("cynode: {} is not ready: {current}", role.name));
                         }
-                        reason = why;
+                        reason = current;
                         if Instant::now() > self.deadline {
                             self.drain(running).await;
                             self.lines.lock().print_tail();
-                            return Err(Failure::new(INTERNAL, "not_ready", format!("the {} is not ready after {} s: {reason}", role.name, STARTUP.as_secs()))
-                                .remedy("Run 'cynode doctor' to see what this machine lacks."));
+                            let message = format!(
+                                "the {} is not ready after {} s: {reason}",
+                                role.name,
+                                START_TIMEOUT.as_secs()
+                            );
+                            return Err(Failure::new(INTERNAL, "not_ready", message)
+                                .remedy("Run 'cynode doctor' to check this machine."));
                         }
                     }
                 },
@@ -178,8 +181,8 @@ impl Keeper {
         }
     }
 
-    async fn asked(&mut self) {
-        asked(&mut self.stop).await;
+    async fn stop_requested(&mut self) {
+        stop_requested(&mut self.stop).await;
     }
 
     fn never_ready(&self, status: ExitStatus) -> Failure {
@@ -192,18 +195,18 @@ impl Keeper {
             exit,
             "not_ready",
             format!(
-                "the {} ended before it was ready ({status})",
+                "the {} exited before it was ready ({status})",
                 self.role.name
             ),
         )
         .remedy(format!(
-            "See the lines above and {}; 'cynode doctor' checks this machine.",
+            "See the log lines above and {}; check this machine with 'cynode doctor'.",
             self.log
         ))
     }
 
     #[expect(clippy::disallowed_methods, reason = "the one place that starts roles")]
-    fn spawn(&self) -> Result<Running, Failure> {
+    fn spawn(&self) -> Result<RoleProcess, Failure> {
         let mut command = Command::new(&self.role.program);
         command
             .args(&self.role.arguments)
@@ -211,16 +214,16 @@ impl Keeper {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         for (name, value) in allocator::ENVIRONMENT {
-            // An operator's own choice counts, and PostgreSQL has an allocator of its own.
+            // The operator's value wins; PostgreSQL has its own allocator.
             if self.role.name != "postgres" && std::env::var_os(name).is_none() {
                 command.env(name, value);
             }
         }
-        if !self.role.takes_database {
-            // It may hold a password.
+        if !self.role.needs_database_url {
+            // The URL may contain a password.
             command.env_remove("DATABASE_URL");
         }
-        // Ctrl-C in the terminal is for us; we drain the child in order.
+        // A separate process group: Ctrl-C signals only the supervisor, which drains the roles.
         let mut child = command.process_group(0).spawn().map_err(|error| {
             Failure::internal(format!(
                 "can't start {}: {error}",
@@ -236,22 +239,24 @@ impl Keeper {
             let lines = self.lines.clone();
             pumps.push(tokio::spawn(async move { pump(stderr, &lines).await }));
         }
-        Ok(Running { child, pumps })
+        Ok(RoleProcess { child, pumps })
     }
 
-    /// The role's signal, patience, KILL.
-    async fn drain(&mut self, running: &mut Running) {
-        // It may have ended by itself meanwhile.
-        signal(&running.child, self.role.stop);
-        let at_once = async {
-            // An error means that nobody is left to ask.
-            drop(self.stop.wait_for(|stop| *stop == Stopping::AtOnce).await);
+    /// Sends the role's stop signal and waits; then QUIT and KILL.
+    async fn drain(&mut self, running: &mut RoleProcess) {
+        // The process may have exited.
+        signal(&running.child, self.role.stop_signal);
+        let give_up = async {
+            let immediate = self.stop.wait_for(|stop| *stop == StopRequest::Immediate);
+            // Ends at the timeout, on a request, or when the supervisor is gone.
+            drop(timeout(DRAIN_TIMEOUT, immediate).await);
         };
         tokio::select! {
             _ = running.child.wait() => {}
-            () = async { tokio::select! { () = sleep(DRAIN) => {}, () = at_once => {} } } => {
-                output::note(&format!("cynode: {} did not stop in time; killing it", self.role.name));
-                // PostgreSQL ends its own children by this one.
+            () = give_up => {
+                let name = self.role.name;
+                output::note(&format!("cynode: {name} did not stop in time; killing it"));
+                // PostgreSQL ends its children on this signal.
                 signal(&running.child, Signal::QUIT);
                 if timeout(Duration::from_secs(3), running.child.wait()).await.is_err() {
                     drop(running.child.kill().await);
@@ -264,6 +269,11 @@ impl Keeper {
     }
 }
 
+async fn probe(role: &Role, state: &StateDir, pid: u32) -> Result<(), String> {
+    sleep(PROBE_INTERVAL).await;
+    role.probe.check(state, pid).await
+}
+
 fn signal(child: &Child, signal: Signal) {
     if let Some(pid) = child
         .id()
@@ -274,9 +284,9 @@ fn signal(child: &Child, signal: Signal) {
     }
 }
 
-async fn asked(stop: &mut watch::Receiver<Stopping>) {
-    // An error means that nobody is left to ask: the supervisor is gone.
-    drop(stop.wait_for(|stop| *stop != Stopping::No).await);
+async fn stop_requested(stop: &mut watch::Receiver<StopRequest>) {
+    // An error means that the supervisor is gone, which is a request to stop as well.
+    drop(stop.wait_for(|stop| *stop != StopRequest::None).await);
 }
 
 #[cfg(test)]
@@ -284,12 +294,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_double_up_to_a_limit_and_start_again_after_a_healthy_while() {
-        let mut backoff = Backoff::new();
-        let pauses: Vec<u128> = (0..8)
-            .map(|_| backoff.after(Duration::ZERO).as_millis())
+    fn delays_double_up_to_a_limit_and_start_over_after_a_healthy_run() {
+        let mut backoff = RestartBackoff::new();
+        let delays: Vec<u128> = (0..8)
+            .map(|_| backoff.delay_after(Duration::ZERO).as_millis())
             .collect();
-        assert_eq!(pauses, [200, 400, 800, 1600, 3200, 6400, 10_000, 10_000]);
-        assert_eq!(backoff.after(Duration::from_secs(31)).as_millis(), 200);
+        assert_eq!(delays, [200, 400, 800, 1600, 3200, 6400, 10_000, 10_000]);
+        assert_eq!(
+            backoff.delay_after(Duration::from_secs(31)).as_millis(),
+            200
+        );
     }
 }

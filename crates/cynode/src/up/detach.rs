@@ -1,4 +1,4 @@
-//! `up --detach`: the same `up` in the background, waited for until it is ready or has failed.
+//! `up --detach`: runs `up` in the background and waits until it is ready or has failed.
 
 use std::{process::Stdio, time::Duration};
 
@@ -17,13 +17,15 @@ use crate::{
     state::{Endpoints, StateDir},
 };
 
-/// Longer than the background process takes to give up by itself.
-const PATIENCE: Duration = Duration::from_mins(2);
-const TAIL_LINES: usize = 30;
+/// Longer than the start timeout of the background process.
+const DETACH_TIMEOUT: Duration = Duration::from_mins(2);
+const MAX_TAIL_LINES: usize = 30;
+/// Longer than the drain timeout of a role.
+const STOP_TIMEOUT: Duration = Duration::from_secs(40);
 
 #[expect(
     clippy::disallowed_methods,
-    reason = "the one place that starts this program again, in the background"
+    reason = "the one place that starts this program in the background"
 )]
 pub async fn run(
     globals: &Globals,
@@ -55,7 +57,7 @@ pub async fn run(
         .stderr(file.into_parts().0)
         .spawn()?;
     let progress = Progress::start("starting CyNode");
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + DETACH_TIMEOUT;
     loop {
         if let Some(status) = child.try_wait()? {
             drop(progress);
@@ -70,7 +72,7 @@ pub async fn run(
                 "not_ready",
                 format!("CyNode did not start ({status})"),
             )
-            .remedy(format!("See the lines above and {}.", log.display())));
+            .remedy(format!("See the log lines above and {}.", log.display())));
         }
         if let Some(endpoints) = state
             .endpoints()?
@@ -85,17 +87,17 @@ pub async fn run(
             return Err(Failure::new(
                 INTERNAL,
                 "not_ready",
-                format!("CyNode is not ready after {} s", PATIENCE.as_secs()),
+                format!("CyNode is not ready after {} s", DETACH_TIMEOUT.as_secs()),
             )
-            .remedy("Run 'cynode doctor' to see what this machine lacks."));
+            .remedy("Run 'cynode doctor' to check this machine."));
         }
         tokio::select! {
             () = sleep(Duration::from_millis(50)) => {}
             _ = tokio::signal::ctrl_c() => {
                 drop(progress);
-                output::note("cynode: interrupted; stopping what was started");
+                output::note("cynode: interrupted; stopping CyNode");
                 stop(&mut child).await;
-                return Err(Failure::said(130));
+                return Err(Failure::reported(130));
             }
         }
     }
@@ -109,10 +111,7 @@ async fn stop(child: &mut Child) {
     {
         kill_process(pid, Signal::TERM).ok();
     }
-    if timeout(Duration::from_secs(40), child.wait())
-        .await
-        .is_err()
-    {
+    if timeout(STOP_TIMEOUT, child.wait()).await.is_err() {
         drop(child.kill().await);
     }
 }
@@ -122,7 +121,7 @@ fn print_tail(log: &std::path::Path) {
         .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
         .unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
-    for line in &lines[lines.len().saturating_sub(TAIL_LINES)..] {
+    for line in &lines[lines.len().saturating_sub(MAX_TAIL_LINES)..] {
         output::note(line);
     }
 }

@@ -1,4 +1,4 @@
-//! The lines that a role writes: to its file, which is rotated, to the terminal, and the last ones in memory.
+//! Log lines of a role: to a rotated file, to the terminal, and the last ones in memory.
 
 use std::{
     collections::VecDeque,
@@ -11,14 +11,15 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 
 use crate::output;
 
+/// Size at which a log file is rotated.
 const MAX_BYTES: u64 = 10 * 1024 * 1024;
-/// Old files besides the present one.
-const KEPT: u32 = 3;
-/// A longer line is cut in two.
+/// Rotated files to keep.
+const MAX_ROTATED_FILES: u32 = 3;
+/// Longer lines are split.
 const MAX_LINE: usize = 64 * 1024;
-const TAIL: usize = 20;
+const MAX_TAIL_LINES: usize = 20;
 
-/// A file that makes room when it is full: `worker.log`, `worker.log.1`, …
+/// A log file that is rotated when it is full: `worker.log`, `worker.log.1`, …
 #[derive(Debug)]
 struct Rotating {
     path: PathBuf,
@@ -58,7 +59,7 @@ impl Rotating {
             name.push(format!(".{number}"));
             PathBuf::from(name)
         };
-        for number in (1..KEPT).rev() {
+        for number in (1..MAX_ROTATED_FILES).rev() {
             match fs_err::rename(numbered(number), numbered(number + 1)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                 _ => {}
@@ -70,16 +71,16 @@ impl Rotating {
     }
 }
 
-/// Where a role's lines go.
+/// The sinks of a role's log lines.
 #[derive(Debug)]
-pub struct Lines {
+pub struct LogSink {
     name: &'static str,
     file: Rotating,
     tail: VecDeque<String>,
     to_stderr: bool,
 }
 
-impl Lines {
+impl LogSink {
     pub fn open(name: &'static str, path: &Path, to_stderr: bool) -> io::Result<Self> {
         Ok(Self {
             name,
@@ -89,19 +90,19 @@ impl Lines {
         })
     }
 
-    fn take(&mut self, line: &str) {
+    fn write(&mut self, line: &str) {
         if self.to_stderr {
             output::note(&format!("{} | {line}", self.name));
         }
-        if self.tail.len() == TAIL {
+        if self.tail.len() == MAX_TAIL_LINES {
             self.tail.pop_front();
         }
         self.tail.push_back(line.to_owned());
-        // A full disk must not stop the role that the lines are about.
+        // A full disk must not stop the role.
         drop(self.file.write_line(line));
     }
 
-    /// The last lines, when the terminal has not shown them already.
+    /// Prints the last lines, unless the terminal has shown them already.
     pub fn print_tail(&self) {
         if !self.to_stderr {
             for line in &self.tail {
@@ -111,41 +112,41 @@ impl Lines {
     }
 }
 
-/// Moves lines until the other side closes.
-pub async fn pump(mut from: impl AsyncRead + Unpin, to: &parking_lot::Mutex<Lines>) {
-    let mut splitter = Splitter::default();
+/// Copies lines until the role closes its end.
+pub async fn pump(mut from: impl AsyncRead + Unpin, to: &parking_lot::Mutex<LogSink>) {
+    let mut splitter = LineSplitter::default();
     let mut buffer = vec![0; 8192];
     loop {
         match from.read(&mut buffer).await {
             Ok(0) | Err(_) => break,
-            Ok(count) => splitter.push(&buffer[..count], |line| to.lock().take(line)),
+            Ok(count) => splitter.push(&buffer[..count], |line| to.lock().write(line)),
         }
     }
-    splitter.finish(|line| to.lock().take(line));
+    splitter.finish(|line| to.lock().write(line));
 }
 
 #[derive(Debug, Default)]
-struct Splitter {
+struct LineSplitter {
     line: Vec<u8>,
 }
 
-impl Splitter {
-    fn push(&mut self, bytes: &[u8], mut take: impl FnMut(&str)) {
+impl LineSplitter {
+    fn push(&mut self, bytes: &[u8], mut write: impl FnMut(&str)) {
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
-            let (text, whole) = part
+            let (text, is_complete) = part
                 .strip_suffix(b"\n")
                 .map_or((part, false), |text| (text, true));
             self.line.extend_from_slice(text);
-            if whole || self.line.len() >= MAX_LINE {
-                take(&String::from_utf8_lossy(&self.line));
+            if is_complete || self.line.len() >= MAX_LINE {
+                write(&String::from_utf8_lossy(&self.line));
                 self.line.clear();
             }
         }
     }
 
-    fn finish(&mut self, mut take: impl FnMut(&str)) {
+    fn finish(&mut self, mut write: impl FnMut(&str)) {
         if !self.line.is_empty() {
-            take(&String::from_utf8_lossy(&std::mem::take(&mut self.line)));
+            write(&String::from_utf8_lossy(&std::mem::take(&mut self.line)));
         }
     }
 }
@@ -155,8 +156,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_whole_however_they_come() {
-        let mut splitter = Splitter::default();
+    fn lines_are_joined_across_pieces() {
+        let mut splitter = LineSplitter::default();
         let mut lines = Vec::new();
         for piece in ["a", "b\nc\n", "\n", "d"] {
             splitter.push(piece.as_bytes(), |line| lines.push(line.to_owned()));
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_file_makes_room_and_only_so_many_are_kept() {
+    fn a_full_file_is_rotated_and_old_files_are_deleted() {
         let directory = tempfile::tempdir().expect("temporary directory");
         let path = directory.path().join("worker.log");
         let mut log = Rotating::open(&path, 15).expect("open");

@@ -1,7 +1,8 @@
-//! `up`: starts the roles as processes of their own, watches them, and ends with them.
+//! `up`: starts the roles as child processes, supervises them, and ends with them.
 //!
-//! Invariants: one `up` per state directory; `endpoints.json` is there only while everything is ready; a plain SIGTERM
-//! ends the worker and keeps the sandboxes, a shutdown asked of the worker (`down`) ends this process too; no role outlives it.
+//! Invariants: one `up` per state directory; `endpoints.json` exists only while all roles are
+//! ready; SIGTERM ends the roles and keeps the sandboxes; a shutdown of the worker over its API
+//! (`down`) ends this process too; no role outlives it.
 
 mod child;
 mod detach;
@@ -18,27 +19,27 @@ use crate::{
     cli::{Format, Globals, Up},
     failure::{Failure, USAGE},
     output,
-    state::{Endpoints, Lock, Locked, StateDir},
+    state::{Endpoints, Lock, LockState, StateDir},
 };
 
 pub use stack::{REGISTRATION_KEY, Stack};
 
-/// How long roles of an `up` that was killed may take to end.
-const PREDECESSORS: Duration = Duration::from_secs(30);
+/// How long to wait for the roles of a killed `up`.
+const PREDECESSOR_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub async fn run(globals: &Globals, args: Up) -> Result<ExitCode, Failure> {
     if args.background {
-        // A session of its own: the terminal's signals and its closing don't reach us.
+        // A new session: signals and the hangup of the terminal don't reach this process.
         rustix::process::setsid().map_err(std::io::Error::from)?;
     }
     let state = StateDir::new(globals)?;
     state.create()?;
     let lock = match acquire(&state).await? {
-        Locked::Ours(lock) => lock,
-        Locked::Theirs(pid) => return already_running(globals, &args, &state, pid),
+        LockState::Acquired(lock) => lock,
+        LockState::HeldBy(pid) => return already_running(globals, &args, &state, pid),
     };
     state.check_restored()?;
-    // What a killed predecessor left.
+    // A killed predecessor may have left the file.
     state.remove_endpoints();
     let stack = Stack::plan(globals, args.settings, args.worker_only)?;
     if args.detach {
@@ -47,7 +48,7 @@ pub async fn run(globals: &Globals, args: Up) -> Result<ExitCode, Failure> {
         announce(globals, &endpoints)?;
         return Ok(ExitCode::SUCCESS);
     }
-    predecessors(&state).await?;
+    wait_for_predecessors(&state).await?;
     let result = supervisor::run(
         stack.roles(globals, &state)?,
         &stack.endpoints(),
@@ -59,11 +60,11 @@ pub async fn run(globals: &Globals, args: Up) -> Result<ExitCode, Failure> {
     result
 }
 
-/// The lock of `up`, which commands that only ask hold for a moment.
-pub async fn acquire(state: &StateDir) -> Result<Locked, Failure> {
+/// Acquires the lock of `up`. Retries, because queries for its holder take it for a moment.
+pub async fn acquire(state: &StateDir) -> Result<LockState, Failure> {
     let mut locked = Lock::acquire(state)?;
     for _ in 0..5 {
-        if matches!(locked, Locked::Ours(_)) {
+        if matches!(locked, LockState::Acquired(_)) {
             break;
         }
         sleep(Duration::from_millis(40)).await;
@@ -72,9 +73,10 @@ pub async fn acquire(state: &StateDir) -> Result<Locked, Failure> {
     Ok(locked)
 }
 
-/// Roles end with their `up`, however that ends, but not in the same moment: their addresses are theirs until then.
-async fn predecessors(state: &StateDir) -> Result<(), Failure> {
-    let deadline = Instant::now() + PREDECESSORS;
+/// Waits for the roles of a killed `up`, which end shortly after it: they still hold their
+/// addresses.
+async fn wait_for_predecessors(state: &StateDir) -> Result<(), Failure> {
+    let deadline = Instant::now() + PREDECESSOR_TIMEOUT;
     while (Lock::worker_runs(state)? || Lock::orchestrator_runs(state)?)
         && Instant::now() < deadline
     {
@@ -96,12 +98,12 @@ fn already_running(
             "already_running",
             format!("CyNode is already running here, pid {pid}"),
         )
-        .remedy("Use it, or stop it with 'cynode down'."));
+        .remedy("Use the running one, or stop it with 'cynode down'."));
     }
     output::note(&format!("CyNode is already running, pid {pid}"));
     match state.endpoints()? {
         Some(endpoints) => announce(globals, &endpoints)?,
-        None => output::note("It is not ready yet: see 'cynode status'."),
+        None => output::note("CyNode is not ready yet; see 'cynode status'."),
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -1,4 +1,4 @@
-//! Which roles `up` runs, and with what.
+//! The roles that `up` runs, and their configuration.
 
 use std::{
     ffi::OsString,
@@ -8,7 +8,7 @@ use std::{
 
 use rustix::process::Signal;
 
-use super::role::{NodeOf, Probe, Role};
+use super::role::{NodeRegistration, Probe, Role};
 use crate::{
     cli::{Globals, Section, Settings},
     failure::Failure,
@@ -16,29 +16,29 @@ use crate::{
     state::{Endpoints, StateDir},
 };
 
-/// By which the worker of this machine registers.
+/// File of the key that registers the worker of this machine.
 pub const REGISTRATION_KEY: &str = "registration.key";
 
-/// What `up` runs.
+/// The configuration of all roles.
 #[derive(Debug)]
 pub struct Stack {
-    /// With ports that stay: a restarted role keeps its address.
+    /// With fixed ports: a restarted role keeps its address.
     pub settings: Settings,
     worker: cynode_worker::Config,
-    /// Absent on a node that joins another machine's.
+    /// `None` with `--worker-only`.
     orchestrator: Option<cynode_orchestrator::Config>,
 }
 
 impl Stack {
-    /// All of the configuration is read here, before anything starts.
+    /// Reads the whole configuration before any role starts.
     pub fn plan(
         globals: &Globals,
         mut settings: Settings,
         worker_only: bool,
     ) -> Result<Self, Failure> {
-        let mut fixed = Vec::new();
+        let mut reserved = Vec::new();
         let listen = roles::worker_config(globals, &settings)?.listen;
-        fix(&mut settings.worker_listen, listen, &mut fixed)?;
+        fix_port(&mut settings.worker_listen, listen, &mut reserved)?;
         let worker = roles::worker_config(globals, &settings)?;
         if worker_only {
             return Ok(Self {
@@ -48,16 +48,16 @@ impl Stack {
             });
         }
         let config = roles::orchestrator_config(globals, &settings)?;
-        fix(&mut settings.api_listen, config.listen, &mut fixed)?;
-        fix(
+        fix_port(&mut settings.api_listen, config.listen, &mut reserved)?;
+        fix_port(
             &mut settings.control_listen,
             config.control_listen,
-            &mut fixed,
+            &mut reserved,
         )?;
         let orchestrator = roles::orchestrator_config(globals, &settings)?;
         let state = StateDir::new(globals)?;
         if orchestrator.database_url.is_none() {
-            postgres::Programs::find(&postgres::Server::of(&state))?;
+            postgres::Programs::find(&postgres::Server::new(&state))?;
         }
         Ok(Self {
             settings,
@@ -79,17 +79,17 @@ impl Stack {
         }
     }
 
-    /// Who signed the certificates of this machine's roles.
+    /// The CA of the certificates of this machine's roles.
     fn authority(&self) -> Option<PathBuf> {
-        let known = self
+        let authority = self
             .orchestrator
             .as_ref()
             .and_then(|config| config.tls.ca.as_ref())
             .or(self.worker.tls.ca.as_ref());
-        known.and_then(|path| std::path::absolute(path).ok())
+        authority.and_then(|path| std::path::absolute(path).ok())
     }
 
-    /// Where orchestrators reach this machine's worker.
+    /// The URL at which orchestrators reach this machine's worker.
     fn worker_address(&self) -> String {
         self.worker
             .api_url
@@ -100,7 +100,7 @@ impl Stack {
     pub fn roles(&self, globals: &Globals, state: &StateDir) -> Result<Vec<Role>, Failure> {
         let program = std::env::current_exe()?;
         let mut roles = Vec::new();
-        let role = |name: &'static str, arguments: Vec<OsString>, place: String, probe| Role {
+        let role = |name: &'static str, arguments: Vec<OsString>, address: String, probe| Role {
             name,
             program: program.clone(),
             arguments: [
@@ -112,32 +112,32 @@ impl Stack {
                 arguments,
             ]
             .concat(),
-            place,
+            address,
             probe,
-            stop: Signal::TERM,
+            stop_signal: Signal::TERM,
             needs: None,
-            ends_all: false,
-            takes_database: false,
+            ends_stack: false,
+            needs_database_url: false,
         };
         let mut settings = self.settings.clone();
         if let Some(config) = &self.orchestrator {
             let mut needs = None;
             if config.database_url.is_none() {
-                let server = postgres::Server::of(state);
+                let server = postgres::Server::new(state);
                 server.secure_sockets()?;
                 settings
                     .set
                     .push(("orchestrator.database_url".to_owned(), server.url()));
-                let place = server.socket_directory().display().to_string();
+                let address = server.socket_directory().display().to_string();
                 let postgres = role(
                     "postgres",
                     state_arguments(state),
-                    place,
+                    address,
                     Probe::Postgres(server),
                 );
-                // Its fast shutdown.
+                // SIGINT is a fast shutdown.
                 roles.push(Role {
-                    stop: Signal::INT,
+                    stop_signal: Signal::INT,
                     ..postgres
                 });
                 needs = Some("postgres");
@@ -146,7 +146,7 @@ impl Stack {
                 Some(path) => path.clone(),
                 None => state.path().join(REGISTRATION_KEY),
             };
-            // Before either of the two that read it starts.
+            // Both the orchestrator and the worker read the key: create it before they start.
             cynode_service::files::read_or_create_token(&key)?;
             settings.set.push((
                 "orchestrator.registration_key_file".to_owned(),
@@ -165,20 +165,22 @@ impl Stack {
             );
             roles.push(Role {
                 needs,
-                takes_database: true,
+                needs_database_url: true,
                 ..orchestrator
             });
-            settings.set.extend(self.registration(config, &key));
+            settings
+                .set
+                .extend(self.registration_settings(config, &key));
         }
         let url = roles::worker_url(&self.worker);
-        let node_of = self.orchestrator.as_ref().map(|config| NodeOf {
+        let registration = self.orchestrator.as_ref().map(|config| NodeRegistration {
             orchestrator: roles::api_url(config),
             api_url: self.worker_address(),
         });
         let probe = Probe::Worker {
             url: url.clone(),
             authority: self.authority(),
-            node_of,
+            registration,
         };
         let worker = role(
             "worker",
@@ -187,14 +189,14 @@ impl Stack {
             probe,
         );
         roles.push(Role {
-            ends_all: true,
+            ends_stack: true,
             ..worker
         });
         Ok(roles)
     }
 
-    /// What makes the worker a node of the orchestrator beside it.
-    fn registration(
+    /// Settings that register the worker with the orchestrator of this machine.
+    fn registration_settings(
         &self,
         config: &cynode_orchestrator::Config,
         key: &Path,
@@ -209,16 +211,17 @@ impl Stack {
     }
 }
 
-/// Port 0 means any free one. It is chosen here, once. The sockets are held meanwhile, so that no two get the same.
-fn fix(
+/// Replaces port 0 by a free port. Keeps its socket open in `reserved`, so that no two addresses
+/// get the same port.
+fn fix_port(
     flag: &mut Option<String>,
     configured: SocketAddr,
-    held: &mut Vec<TcpListener>,
+    reserved: &mut Vec<TcpListener>,
 ) -> Result<(), Failure> {
     if configured.port() == 0 {
         let listener = TcpListener::bind(configured)?;
         *flag = Some(listener.local_addr()?.to_string());
-        held.push(listener);
+        reserved.push(listener);
     }
     Ok(())
 }
@@ -227,7 +230,7 @@ fn state_arguments(state: &StateDir) -> Vec<OsString> {
     vec!["--state-dir".into(), state.path().into()]
 }
 
-/// The flags that give a child the same view of the world.
+/// The flags that pass this configuration to a child process.
 pub fn arguments(
     globals: &Globals,
     state: &StateDir,

@@ -1,7 +1,8 @@
-//! The roles together: started in order, ready when all are, stopped in the reverse order.
+//! Supervises the roles: starts them in order of their dependencies and stops them in reverse
+//! order.
 //!
-//! Who depends on another waits for that one's first readiness and no longer: later each is restarted for itself, and those that
-//! need it get over its absence.
+//! A role waits only for the first readiness of its dependency. Later each role is restarted
+//! independently, and its dependents must tolerate its absence.
 
 use std::{process::ExitCode, sync::Arc, time::Duration};
 
@@ -14,8 +15,8 @@ use tokio::{
 };
 
 use super::{
-    child::{Ended, Keeper, Stopping},
-    logs::Lines,
+    child::{RoleEnd, RoleKeeper, StopRequest},
+    logs::LogSink,
     role::Role,
 };
 use crate::{
@@ -24,46 +25,48 @@ use crate::{
     state::{Endpoints, StateDir},
 };
 
-/// How long it may take until everything is ready for the first time.
-pub const STARTUP: Duration = Duration::from_secs(110);
+/// How long the roles may take to become ready for the first time.
+pub const START_TIMEOUT: Duration = Duration::from_secs(110);
 
-type Kept = (usize, Result<Ended, Failure>);
+/// The index of a role, and how it ended.
+type KeeperResult = (usize, Result<RoleEnd, Failure>);
 
-struct Team {
+struct Supervisor {
     roles: Vec<Arc<Role>>,
-    stops: Vec<watch::Sender<Stopping>>,
+    stops: Vec<watch::Sender<StopRequest>>,
     ready: Vec<watch::Receiver<bool>>,
-    tasks: JoinSet<Kept>,
+    tasks: JoinSet<KeeperResult>,
 }
 
-/// Ends when a signal asks for it, when a role whose end is the end of all ends cleanly, or when one never becomes ready.
+/// Runs until a signal requests a stop, a role that ends the stack exits cleanly, or a role fails
+/// to become ready.
 pub async fn run(
     roles: Vec<Role>,
     endpoints: &Endpoints,
     state: &StateDir,
     to_stderr: bool,
 ) -> Result<ExitCode, Failure> {
-    let mut stop = Stop::new()?;
-    let mut team = Team {
+    let mut signals = StopSignals::new()?;
+    let mut supervisor = Supervisor {
         roles: Vec::new(),
         stops: Vec::new(),
         ready: Vec::new(),
         tasks: JoinSet::new(),
     };
-    let deadline = Instant::now() + STARTUP;
+    let deadline = Instant::now() + START_TIMEOUT;
     for role in roles {
         let role = Arc::new(role);
         let log = state.log(&format!("{}.log", role.name));
-        let (stop_sender, stop) = watch::channel(Stopping::No);
+        let (stop_sender, stop) = watch::channel(StopRequest::None);
         let (ready_sender, ready) = watch::channel(false);
         let needs = role
             .needs
-            .and_then(|name| team.position(name))
-            .map(|index| team.ready[index].clone());
-        let keeper = Keeper {
+            .and_then(|name| supervisor.position(name))
+            .map(|index| supervisor.ready[index].clone());
+        let keeper = RoleKeeper {
             role: Arc::clone(&role),
             state: state.clone(),
-            lines: Arc::new(Mutex::new(Lines::open(role.name, &log, to_stderr)?)),
+            lines: Arc::new(Mutex::new(LogSink::open(role.name, &log, to_stderr)?)),
             log: log.display().to_string(),
             needs,
             ready: ready_sender,
@@ -71,82 +74,90 @@ pub async fn run(
             deadline,
             to_stderr,
         };
-        let index = team.roles.len();
-        team.tasks
+        let index = supervisor.roles.len();
+        supervisor
+            .tasks
             .spawn(async move { (index, keeper.keep().await) });
-        team.roles.push(role);
-        team.stops.push(stop_sender);
-        team.ready.push(ready);
+        supervisor.roles.push(role);
+        supervisor.stops.push(stop_sender);
+        supervisor.ready.push(ready);
     }
-    let result = team.watch(&mut stop, endpoints, state).await;
-    // Who finds the file may trust it.
+    let result = supervisor.watch(&mut signals, endpoints, state).await;
+    // The file must only exist while the roles are ready.
     state.remove_endpoints();
-    team.drain(&mut stop).await;
+    supervisor.drain(&mut signals).await;
     result
 }
 
-impl Team {
+impl Supervisor {
     fn position(&self, name: &str) -> Option<usize> {
         self.roles.iter().position(|role| role.name == name)
     }
 
     async fn watch(
         &mut self,
-        stop: &mut Stop,
+        signals: &mut StopSignals,
         endpoints: &Endpoints,
         state: &StateDir,
     ) -> Result<ExitCode, Failure> {
         let mut all_ready = false;
-        let everybody = self.ready.clone();
-        let mut becoming = std::pin::pin!(everyone(everybody));
+        let mut readiness = std::pin::pin!(wait_for_all(self.ready.clone()));
         loop {
             tokio::select! {
                 biased;
-                () = stop.asked() => {
-                    let sandboxes = if self.position("worker").is_some() { "; sandboxes keep running for the next 'cynode up' ('cynode down' ends them)" } else { "" };
+                () = signals.recv() => {
+                    let sandboxes = if self.position("worker").is_some() {
+                        "; sandboxes keep running for the next 'cynode up' \
+                         ('cynode down' ends them)"
+                    } else {
+                        ""
+                    };
                     output::note(&format!("cynode: stopping{sandboxes}"));
                     return Ok(ExitCode::SUCCESS);
                 }
                 ended = self.tasks.join_next() => match ended {
-                    Some(Ok((index, Ok(Ended::ByItself)))) => {
+                    Some(Ok((index, Ok(RoleEnd::Exited)))) => {
                         output::note(&format!("cynode: {} has stopped", self.roles[index].name));
                         return Ok(ExitCode::SUCCESS);
                     }
-                    Some(Ok((_, Ok(Ended::Asked)))) => {}
+                    Some(Ok((_, Ok(RoleEnd::Stopped)))) => {}
                     Some(Ok((_, Err(failure)))) => return Err(failure),
-                    Some(Err(error)) => return Err(Failure::internal(format!("a role is no longer watched: {error}"))),
+                    Some(Err(error)) => {
+                        return Err(Failure::internal(format!("supervision failed: {error}")));
+                    }
                     None => return Ok(ExitCode::SUCCESS),
                 },
-                () = &mut becoming, if !all_ready => {
+                () = &mut readiness, if !all_ready => {
                     all_ready = true;
                     state.write_endpoints(endpoints)?;
                     for role in &self.roles {
-                        output::note(&format!("cynode: {} is ready at {}", role.name, role.place));
+                        let Role { name, address, .. } = role.as_ref();
+                        output::note(&format!("cynode: {name} is ready at {address}"));
                     }
                 }
             }
         }
     }
 
-    /// Those that others need come last.
-    async fn drain(&mut self, stop: &mut Stop) {
+    /// Stops the roles; dependencies of others come last.
+    async fn drain(&mut self, signals: &mut StopSignals) {
         for is_needed in [false, true] {
-            let these: Vec<usize> = (0..self.roles.len())
+            let indices: Vec<usize> = (0..self.roles.len())
                 .filter(|index| self.is_needed(*index) == is_needed)
                 .collect();
-            for index in &these {
-                self.stops[*index].send_replace(Stopping::InOrder);
+            for index in &indices {
+                self.stops[*index].send_replace(StopRequest::Graceful);
             }
-            // A task's end closes its side of the channel.
-            while these
+            // A keeper that ends drops its receiver.
+            while indices
                 .iter()
                 .any(|index| self.stops[*index].receiver_count() > 0)
             {
                 tokio::select! {
                     ended = self.tasks.join_next() => if ended.is_none() { break },
-                    () = stop.asked() => {
-                        for index in &these {
-                            self.stops[*index].send_replace(Stopping::AtOnce);
+                    () = signals.recv() => {
+                        for index in &indices {
+                            self.stops[*index].send_replace(StopRequest::Immediate);
                         }
                     }
                 }
@@ -161,23 +172,23 @@ impl Team {
     }
 }
 
-async fn everyone(ready: Vec<watch::Receiver<bool>>) {
-    for mut one in ready {
-        if one.wait_for(|ready| *ready).await.is_err() {
-            // It ended before it was ready, and says so itself.
+async fn wait_for_all(ready: Vec<watch::Receiver<bool>>) {
+    for mut role in ready {
+        if role.wait_for(|ready| *ready).await.is_err() {
+            // The role failed, and its keeper reports that.
             std::future::pending::<()>().await;
         }
     }
 }
 
-/// The signals that ask us to stop.
-struct Stop {
+/// The signals that stop `up`.
+struct StopSignals {
     terminate: tokio::signal::unix::Signal,
     interrupt: tokio::signal::unix::Signal,
     hangup: tokio::signal::unix::Signal,
 }
 
-impl Stop {
+impl StopSignals {
     fn new() -> std::io::Result<Self> {
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
@@ -186,7 +197,7 @@ impl Stop {
         })
     }
 
-    async fn asked(&mut self) {
+    async fn recv(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}

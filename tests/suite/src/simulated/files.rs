@@ -1,4 +1,4 @@
-//! Files of a session: bytes by their path, and what each change of them was.
+//! Files of a session, stored by path, and the changes that each call reports.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -11,12 +11,12 @@ use axum::{
 };
 use cynode_api::{ErrorCode, FileChange, FileChanges, FileType, FileWritten, Flags};
 use cynode_service::{ApiError, QueryParams};
-use cynode_worker::calls::told;
+use cynode_worker::calls::with_result;
 use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 
-use super::{Shared, run::absolute, sessions::Answer};
+use super::{Shared, run::absolute, sessions::ApiResult};
 
 pub(super) fn routes() -> Router<Arc<Shared>> {
     Router::new().route(
@@ -34,14 +34,14 @@ struct FileQuery {
 }
 
 fn sha256(bytes: &[u8]) -> String {
-    crate::hex(&Sha256::digest(bytes))
+    hex::encode(Sha256::digest(bytes))
 }
 
 fn etag(sha256: &str) -> String {
     format!("\"sha256:{sha256}\"")
 }
 
-/// Whether something lies below a path, which then is a directory.
+/// Reports whether the path is a directory, that is, whether any file lies below it.
 fn is_directory(files: &BTreeMap<String, (Vec<u8>, u32)>, path: &str) -> bool {
     files.keys().any(|file| {
         file.strip_prefix(path)
@@ -53,7 +53,7 @@ async fn read(
     State(shared): State<Arc<Shared>>,
     Path(text): Path<String>,
     QueryParams(query): QueryParams<FileQuery>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     let (_, files) = shared.state().live(&text)?;
     let (path, files) = (absolute(&query.path), files.lock().expect("not poisoned"));
     if is_directory(&files, &path) {
@@ -81,20 +81,23 @@ async fn write(
     headers: HeaderMap,
     QueryParams(query): QueryParams<FileQuery>,
     body: Bytes,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     let (_, files) = shared.state().live(&text)?;
     let (path, mut files) = (absolute(&query.path), files.lock().expect("not poisoned"));
-    let known = files.get(&path).map(|(bytes, mode)| (sha256(bytes), *mode));
+    let current = files.get(&path).map(|(bytes, mode)| (sha256(bytes), *mode));
     let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-    let expected = header("if-match")
-        .is_none_or(|tag| known.as_ref().is_some_and(|(known, _)| etag(known) == tag));
-    if !expected || (header("if-none-match").is_some() && known.is_some()) {
+    let expected = header("if-match").is_none_or(|tag| {
+        current
+            .as_ref()
+            .is_some_and(|(current, _)| etag(current) == tag)
+    });
+    if !expected || (header("if-none-match").is_some() && current.is_some()) {
         return Err(ApiError::new(
             ErrorCode::PreconditionFailed,
             format!("{path} is not what was expected"),
         ));
     }
-    let (sha256_before, old_mode) = known.unzip();
+    let (sha256_before, old_mode) = current.unzip();
     let mode = header("x-mode")
         .and_then(|mode| u32::from_str_radix(mode, 8).ok())
         .or(old_mode)
@@ -121,7 +124,7 @@ async fn write(
         sha256_before,
         flags: Flags::default(),
     };
-    Ok(told(
+    Ok(with_result(
         &FileChanges::from_iter([change]),
         (status, [("etag", tag)], Json(written)),
     ))
@@ -131,7 +134,7 @@ async fn delete(
     State(shared): State<Arc<Shared>>,
     Path(text): Path<String>,
     QueryParams(query): QueryParams<FileQuery>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     let (_, files) = shared.state().live(&text)?;
     let (path, mut files) = (absolute(&query.path), files.lock().expect("not poisoned"));
     let (below, change) = (format!("{path}/"), FileChange::new(query.path.as_bytes()));
@@ -150,7 +153,7 @@ async fn delete(
             .ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("{path} is not there")))?;
         change.before(Some(sha256(&bytes)))
     };
-    Ok(told(
+    Ok(with_result(
         &FileChanges::from_iter([change]),
         StatusCode::NO_CONTENT,
     ))

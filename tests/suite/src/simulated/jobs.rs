@@ -1,4 +1,4 @@
-//! Jobs: accepted, played, kept until they are acknowledged, never played twice.
+//! Jobs: accepted, interpreted once, and kept until they are acknowledged.
 
 use std::{sync::Arc, time::Duration};
 
@@ -9,22 +9,22 @@ use axum::{
     routing::{get, post},
 };
 use cynode_api::{
-    ErrorCode, Job, JobAck, JobError, JobId, JobOutput, JobRun, JobState, JobStop, OutputPage,
-    Page, SignalName, TaskId,
+    ErrorCode, ExecExit, ExecId, ExecVia, Job, JobAck, JobError, JobId, JobOutput, JobRun,
+    JobState, JobStop, OutputQuery, Page, SignalName, TaskId,
     job_limits::{DEFAULT_TIMEOUT_SECONDS, OBJECT_BYTES},
 };
-use cynode_service::{ApiError, JsonBody, QueryParams};
+use cynode_service::{ApiError, JsonBody, QueryParams, output::OutputRequest};
 use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use time::OffsetDateTime;
 
 use super::{
     JobEntry, Shared, check_limits, check_version, id,
-    run::{Run, never_ran},
-    sessions::{OutputQuery, page},
+    run::Run,
+    sessions::{output_answer, page},
 };
 
-type Answer<T> = Result<T, ApiError>;
+type ApiResult<T> = Result<T, ApiError>;
 
 pub(super) fn routes() -> Router<Arc<Shared>> {
     Router::new()
@@ -41,7 +41,7 @@ fn no_job(id: JobId) -> ApiError {
 }
 
 impl Shared {
-    fn job(&self, id: JobId) -> Answer<Job> {
+    fn job(&self, id: JobId) -> ApiResult<Job> {
         self.state()
             .jobs
             .get(&id)
@@ -54,11 +54,11 @@ impl Shared {
             change(entry);
         }
         self.changed.send_modify(|count| *count += 1);
-        // Nobody need listen.
-        self.news.send(id).ok();
+        // There may be no receiver.
+        self.job_updates.send(id).ok();
     }
 
-    async fn ended(&self, id: JobId) -> Answer<Job> {
+    async fn wait_for_end(&self, id: JobId) -> ApiResult<Job> {
         let mut changes = self.changed.subscribe();
         loop {
             let job = self.job(id)?;
@@ -84,14 +84,14 @@ impl Shared {
             sba_result: None,
             artifacts: Vec::new(),
             error: None,
-            reported_by: "worker".to_owned(),
+            reported_by: cynode_api::Reporter::Worker,
             late_result: None,
             created_by: None,
             acknowledged: false,
         }
     }
 
-    /// A job that was stopped before anybody asked to run it never runs.
+    /// A job that was stopped before its request arrived never runs.
     fn bar(&self, request: &JobStop) {
         self.state().jobs.entry(request.job_id).or_insert_with(|| {
             let nothing = JobRun::command(request.task_id, request.job_id, "", [""; 0]);
@@ -110,8 +110,8 @@ impl Shared {
         });
     }
 
-    /// Takes a job in, or finds the one that the same request made.
-    fn admit(self: &Arc<Self>, request: JobRun) -> Answer<JobId> {
+    /// Admits a job, or returns the one that an identical request created.
+    fn admit(self: &Arc<Self>, request: JobRun) -> ApiResult<JobId> {
         let id = request.job_id;
         let mut state = self.state();
         if let Some(known) = state.jobs.get(&id) {
@@ -153,7 +153,7 @@ impl Shared {
         );
         drop(state);
         match missing {
-            // A job's own failure, as everything that is wrong with what it wants to run.
+            // A request that can't run fails as a job, not as a call.
             Some(error) => self.fail(id, &error),
             None => drop(tokio::spawn(async move { shared.drive(id, request).await })),
         }
@@ -162,13 +162,12 @@ impl Shared {
 
     fn fail(&self, id: JobId, error: &ApiError) {
         let errno = error
-            .0
             .extensions
             .get("errno")
             .and_then(|errno| errno.as_str());
         let detail = errno.map_or_else(
-            || error.0.detail.clone(),
-            |errno| format!("{errno}: {}", error.0.detail),
+            || error.detail.clone(),
+            |errno| format!("{errno}: {}", error.detail),
         );
         self.change_job(id, |entry| {
             entry.job.state = if entry.stopped {
@@ -177,7 +176,7 @@ impl Shared {
                 JobState::Failed
             };
             entry.job.error = (!entry.stopped).then(|| JobError {
-                code: error.0.code.clone(),
+                code: error.code.clone(),
                 detail,
             });
             entry.job.ended_at = Some(OffsetDateTime::now_utc());
@@ -196,7 +195,7 @@ impl Shared {
         let started = if stopped {
             Err(ApiError::new(
                 ErrorCode::ExecEnded,
-                "it was stopped before it started",
+                "the job was stopped before it started",
             ))
         } else {
             Run::start(
@@ -204,7 +203,7 @@ impl Shared {
                 &request.sandbox.command,
                 super::Files::default(),
                 Some(limit),
-                self.awake.subscribe(),
+                self.finished_sleeps.subscribe(),
             )
         };
         let run = match started {
@@ -251,7 +250,7 @@ async fn run(
     State(shared): State<Arc<Shared>>,
     headers: HeaderMap,
     JsonBody(request): JsonBody<JobRun>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     check_version(request.version)?;
     if request.sandbox.command.is_empty() {
         return Err(ApiError::invalid("sandbox.command: must name a program"));
@@ -262,7 +261,7 @@ async fn run(
         .get("prefer")
         .is_none_or(|value| value != "respond-async")
     {
-        return Ok(Json(shared.ended(id).await?).into_response());
+        return Ok(Json(shared.wait_for_end(id).await?).into_response());
     }
     let job = shared.job(id)?;
     let status = if job.state.is_final() {
@@ -276,7 +275,7 @@ async fn run(
 async fn stop(
     State(shared): State<Arc<Shared>>,
     JsonBody(request): JsonBody<JobStop>,
-) -> Answer<Json<Job>> {
+) -> ApiResult<Json<Job>> {
     check_version(request.version)?;
     let id = request.job_id;
     shared.bar(&request);
@@ -294,7 +293,7 @@ async fn stop(
             run.kill(SignalName::TERM);
         }
     }
-    shared.ended(id).await.map(Json)
+    shared.wait_for_end(id).await.map(Json)
 }
 
 #[derive(Debug, Deserialize)]
@@ -309,7 +308,7 @@ struct ListQuery {
 async fn list(
     State(shared): State<Arc<Shared>>,
     QueryParams(query): QueryParams<ListQuery>,
-) -> Answer<Json<Page<Job>>> {
+) -> ApiResult<Json<Page<Job>>> {
     let jobs: Vec<Job> = shared
         .state()
         .jobs
@@ -335,7 +334,7 @@ async fn list(
     })?))
 }
 
-async fn show(State(shared): State<Arc<Shared>>, Path(text): Path<String>) -> Answer<Json<Job>> {
+async fn show(State(shared): State<Arc<Shared>>, Path(text): Path<String>) -> ApiResult<Json<Job>> {
     shared.job(id(&text, ErrorCode::JobNotFound)?).map(Json)
 }
 
@@ -344,10 +343,11 @@ async fn output(
     Path(text): Path<String>,
     headers: HeaderMap,
     QueryParams(query): QueryParams<OutputQuery>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     let id = id(&text, ErrorCode::JobNotFound)?;
+    let request = OutputRequest::new(&query, &headers)?;
     let mut changes = shared.changed.subscribe();
-    let begun = async {
+    let started = async {
         while !shared
             .state()
             .jobs
@@ -357,7 +357,7 @@ async fn output(
             drop(changes.changed().await);
         }
     };
-    drop(tokio::time::timeout(query.wait(), begun).await);
+    drop(tokio::time::timeout(request.wait, started).await);
     if shared.job(id)?.acknowledged {
         return Err(ApiError::new(
             ErrorCode::OutputExpired,
@@ -367,23 +367,19 @@ async fn output(
     let (run, is_final) = shared.state().jobs.get(&id).map_or((None, false), |entry| {
         (entry.run.clone(), entry.job.state.is_final())
     });
-    match run {
-        Some(run) => query.answer(run, &headers).await,
-        None => Ok(Json(OutputPage {
-            chunks: Vec::new(),
-            next_seq: 0,
-            lost_before_seq: None,
-            exit: is_final.then(never_ran),
-        })
-        .into_response()),
+    if let Some(run) = run {
+        return Ok(output_answer(request, run).await);
     }
+    let exit = ExecExit::never_ran(ExecVia::Agent);
+    let ended = is_final.then(|| (exit, OffsetDateTime::now_utc()));
+    Ok(request.empty_response(ExecId::from_uuid(*id.as_uuid()), 0, ended))
 }
 
 async fn acknowledge(
     State(shared): State<Arc<Shared>>,
     Path(text): Path<String>,
     JsonBody(request): JsonBody<JobAck>,
-) -> Answer<StatusCode> {
+) -> ApiResult<StatusCode> {
     check_version(request.version)?;
     let id = id(&text, ErrorCode::JobNotFound)?;
     let job = shared.job(id)?;

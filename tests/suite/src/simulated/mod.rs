@@ -1,5 +1,5 @@
-//! A node that is played: the Worker API as orchestrators use it, in this process, with faults that a real worker can't be made
-//! to show at will. `tests/all/contract.rs` holds it to what the real one does.
+//! A simulated node: the Worker API in this process, with faults that a real worker can't be made
+//! to show on demand. `tests/all/contract.rs` checks that it behaves like the real one.
 
 mod files;
 mod jobs;
@@ -28,7 +28,7 @@ use cynode_api::{
     LargestLimits, LimitsRequest, LocalImage, NodeConfig, NodeId, Session, SessionCreate,
     SessionId, TaskId, WorkspaceId,
 };
-use cynode_client::WorkerClient;
+use cynode_client::SessionClient;
 use cynode_service::{
     ApiError, admin,
     auth::{self, Token, Tokens},
@@ -47,23 +47,24 @@ use tower::ServiceExt as _;
 
 use run::{Files, Run};
 
-/// What becomes of a call.
+/// A fault injected into a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Nothing is done and no answer comes until the node is mended; then the connection breaks.
+    /// The call has no effect and no response until the faults are cleared; then the connection
+    /// breaks.
     Hang,
-    /// The connection breaks before anything is done.
+    /// The connection breaks before the call takes effect.
     DropBefore,
-    /// It is done, and the connection breaks before the answer.
+    /// The call takes effect, and the connection breaks before the response.
     DropAfter,
-    /// It is refused with this code, and nothing is done.
+    /// The call is refused with this code and has no effect.
     Refuse(ErrorCode),
-    /// It is done after a while.
+    /// The call is delayed.
     Slow(Duration),
 }
 
 #[derive(Clone, Debug)]
-struct Planned {
+struct PlannedFault {
     call: String,
     times: usize,
     fault: Fault,
@@ -78,22 +79,22 @@ struct SessionEntry {
 
 #[derive(Debug)]
 struct JobEntry {
-    /// None when it was stopped before anybody asked to run it.
+    /// `None` if the job was stopped before its request arrived.
     request: Option<JobRun>,
     job: cynode_api::Job,
     run: Option<Arc<Run>>,
     stopped: bool,
 }
 
-/// What the node has on its disk.
+/// The state that a real node would keep on disk.
 #[derive(Debug, Default)]
-struct State {
+struct Disk {
     sessions: BTreeMap<SessionId, SessionEntry>,
     workspaces: BTreeMap<WorkspaceId, (TaskId, Files)>,
     jobs: BTreeMap<JobId, JobEntry>,
 }
 
-/// What an orchestrator gave it.
+/// The credentials that the orchestrator issued.
 #[derive(Clone, Debug, Default)]
 struct Registration {
     node_token: String,
@@ -109,39 +110,39 @@ struct Shared {
     own_token: String,
     tokens: Tokens,
     images: Vec<LocalImage>,
-    state: Mutex<State>,
-    /// Counts changes of jobs.
+    state: Mutex<Disk>,
+    /// A counter that changes with every change of a job.
     changed: watch::Sender<u64>,
-    news: mpsc::UnboundedSender<JobId>,
-    /// How long the sleeps are that last no more.
-    awake: watch::Sender<BTreeSet<String>>,
+    job_updates: mpsc::UnboundedSender<JobId>,
+    /// Durations of the `sleep` commands that end at once.
+    finished_sleeps: watch::Sender<BTreeSet<String>>,
     holds_creates: watch::Sender<bool>,
     cut_off: watch::Sender<bool>,
-    faults: watch::Sender<Vec<Planned>>,
+    faults: watch::Sender<Vec<PlannedFault>>,
     calls: Mutex<Vec<String>>,
-    /// Those that bear an id.
+    /// Calls that carry an id.
     remembered: Mutex<Arc<Calls>>,
     started: Mutex<Vec<JobId>>,
     registration: Mutex<Registration>,
     config: Mutex<NodeConfig>,
 }
 
-/// Its listener and its heartbeats end with it.
+/// A simulated worker. Dropping it ends its listener and its heartbeats.
 #[derive(Debug)]
 pub struct SimulatedWorker {
     shared: Arc<Shared>,
-    news: Mutex<Option<mpsc::UnboundedReceiver<JobId>>>,
+    job_updates: Mutex<Option<mpsc::UnboundedReceiver<JobId>>>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl SimulatedWorker {
-    /// A node with these images. Those whose names hold "unlabelled" are not for sessions.
+    /// Starts a node with these images. Images whose names contain "unlabelled" can't run sessions.
     pub async fn start(name: &str, images: &[&str]) -> Result<Self> {
-        // Installed once per process; a second time changes nothing.
+        // Installed once per process; a second call has no effect.
         drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let own_token = format!("simulated-{}", uuid::Uuid::new_v4());
-        let (news, heard) = mpsc::unbounded_channel();
+        let (job_updates, update_receiver) = mpsc::unbounded_channel();
         let shared = Arc::new(Shared {
             node_id: NodeId::generate(),
             name: name.to_owned(),
@@ -151,8 +152,8 @@ impl SimulatedWorker {
             images: images.iter().map(|name| image(name)).collect(),
             state: Mutex::default(),
             changed: watch::Sender::new(0),
-            news,
-            awake: watch::Sender::default(),
+            job_updates,
+            finished_sleeps: watch::Sender::default(),
             holds_creates: watch::Sender::new(false),
             cut_off: watch::Sender::new(false),
             faults: watch::Sender::new(Vec::new()),
@@ -168,7 +169,7 @@ impl SimulatedWorker {
         let serving = tokio::spawn(serve(listener, Arc::clone(&shared)));
         Ok(Self {
             shared,
-            news: Mutex::new(Some(heard)),
+            job_updates: Mutex::new(Some(update_receiver)),
             tasks: Mutex::new(vec![serving]),
         })
     }
@@ -183,46 +184,47 @@ impl SimulatedWorker {
         format!("http://{}", self.shared.address)
     }
 
-    /// Of the Worker API, with the node's own token.
-    pub fn client(&self) -> Result<WorkerClient> {
-        Ok(WorkerClient::new(&self.url(), &self.shared.own_token)?)
+    /// A client of the Worker API with the node's own token.
+    pub fn client(&self) -> Result<SessionClient> {
+        Ok(SessionClient::new(&self.url(), &self.shared.own_token)?)
     }
 
-    /// What becomes of the next calls, so many, whose method and path hold this text. What was planned first goes first.
+    /// Injects a fault into the next `times` calls whose method and path contain this text. Faults
+    /// planned first apply first.
     pub fn plan(&self, call: &str, times: usize, fault: Fault) {
         self.shared.faults.send_modify(|planned| {
-            planned.push(Planned {
+            planned.push(PlannedFault {
                 call: call.to_owned(),
                 times,
                 fault,
-            })
+            });
         });
     }
 
-    /// No fault any more; calls that hang break.
-    pub fn mend(&self) {
+    /// Removes all planned faults and breaks the calls that hang.
+    pub fn clear_faults(&self) {
         self.shared.faults.send_replace(Vec::new());
     }
 
-    /// Whether the node is reached by nobody and reaches nobody. It goes on with what it has.
+    /// Disconnects the node from everybody, or connects it again. Its work goes on meanwhile.
     pub fn cut_off(&self, cut: bool) {
         self.shared.cut_off.send_replace(cut);
     }
 
-    /// Whether new sessions stay as they are while they are made.
+    /// Keeps new sessions in the state `creating`, or lets them proceed.
     pub fn hold_creates(&self, hold: bool) {
         self.shared.holds_creates.send_replace(hold);
     }
 
-    /// From now on no `sleep` of so many seconds lasts.
-    pub fn wake(&self, seconds: u32) {
+    /// Ends every current and future `sleep` of this duration.
+    pub fn finish_sleeps(&self, seconds: u32) {
         self.shared
-            .awake
-            .send_modify(|awake| awake.extend([seconds.to_string()]));
+            .finished_sleeps
+            .send_modify(|finished_sleeps| finished_sleeps.extend([seconds.to_string()]));
     }
 
-    /// As after the loss of its disk.
-    pub fn forget(&self) {
+    /// Simulates the loss of the disk.
+    pub fn lose_disk(&self) {
         let state = std::mem::take(&mut *self.shared.state());
         let runs = state.jobs.into_values().filter_map(|job| job.run).chain(
             state
@@ -236,18 +238,18 @@ impl SimulatedWorker {
         }
     }
 
-    /// As after a restart of its process: what it remembers of calls is gone.
-    pub fn forget_calls(&self) {
+    /// Simulates a restart of the process: the memory of calls is lost.
+    pub fn lose_call_memory(&self) {
         *self.shared.remembered.lock().expect("not poisoned") = Arc::default();
     }
 
-    /// Calls that came in, as `METHOD /path`.
+    /// The calls received so far, as `METHOD /path`.
     #[must_use]
     pub fn calls(&self) -> Vec<String> {
         self.shared.calls.lock().expect("not poisoned").clone()
     }
 
-    /// How often a job's command was started.
+    /// The number of times that a job's command was started.
     #[must_use]
     pub fn starts(&self, id: JobId) -> usize {
         self.shared
@@ -259,7 +261,7 @@ impl SimulatedWorker {
             .count()
     }
 
-    /// Every session that it ever had, with those that ended.
+    /// All sessions, including ended ones.
     #[must_use]
     pub fn sessions(&self) -> Vec<Session> {
         self.shared
@@ -270,14 +272,17 @@ impl SimulatedWorker {
             .collect()
     }
 
-    /// Its own token at the control plane, and the one that orchestrators show it.
+    /// The node's token at the control plane, and the token that orchestrators present to the node.
     #[must_use]
     pub fn tokens(&self) -> (String, String) {
-        let known = self.shared.registration.lock().expect("not poisoned");
-        (known.node_token.clone(), known.worker_token.clone())
+        let registration = self.shared.registration.lock().expect("not poisoned");
+        (
+            registration.node_token.clone(),
+            registration.worker_token.clone(),
+        )
     }
 
-    /// What it keeps to.
+    /// The configuration in effect.
     #[must_use]
     pub fn config(&self) -> NodeConfig {
         self.shared.config.lock().expect("not poisoned").clone()
@@ -292,25 +297,25 @@ impl Drop for SimulatedWorker {
     }
 }
 
-/// What it gives one sandbox at most: a machine with 8 GiB, of which one is reserved.
-pub const LARGEST: LargestLimits = LargestLimits {
+/// The largest limits of one sandbox: a machine with 8 GiB, one of them reserved.
+pub const LARGEST_LIMITS: LargestLimits = LargestLimits {
     memory_bytes: 7 << 30,
     cpus: 2.0,
     pids: 4_096,
 };
-/// Two hundred default sandboxes.
+/// The memory of two hundred default sandboxes.
 pub const PROMISED_MEMORY_BYTES: u64 = 200 * (2 << 30);
 
-/// Refuses limits beyond the machine.
-fn check_limits(asked: Option<LimitsRequest>) -> Result<(), ApiError> {
-    let asked = asked.unwrap_or_default();
-    cynode_service::checks::check_limits(&asked)?;
-    match LARGEST.excess_of(asked) {
+/// Refuses limits that exceed the machine.
+fn check_limits(requested: Option<LimitsRequest>) -> Result<(), ApiError> {
+    let requested = requested.unwrap_or_default();
+    cynode_service::checks::check_limits(&requested)?;
+    match LARGEST_LIMITS.requested_excess(requested) {
         Some(excess) => Err(ApiError::new(
             ErrorCode::LimitUnenforceable,
             format!(
                 "limits.{}: this node gives a sandbox at most {}",
-                excess.limit, excess.most
+                excess.limit, excess.max
             ),
         )),
         None => Ok(()),
@@ -325,13 +330,13 @@ fn image(name: &str) -> LocalImage {
         .collect();
     LocalImage {
         reference: name.to_owned(),
-        digest: format!("sha256:{}", crate::hex(&Sha256::digest(name))),
+        digest: format!("sha256:{}", hex::encode(Sha256::digest(name))),
         labels,
     }
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, Disk> {
         self.state.lock().expect("not poisoned")
     }
 
@@ -343,7 +348,7 @@ impl Shared {
             cpus: 2,
             memory_bytes: 8 << 30,
             max_sandboxes: 200,
-            largest: Some(LARGEST),
+            largest: Some(LARGEST_LIMITS),
             promised_memory_bytes: Some(PROMISED_MEMORY_BYTES),
             images: self.images.clone(),
             ..Default::default()
@@ -375,7 +380,7 @@ impl Shared {
         Arc::clone(&self.remembered.lock().expect("not poisoned"))
     }
 
-    /// The fault that was planned for a call, used up by one.
+    /// Takes the next fault planned for a call.
     fn fault(&self, call: &str) -> Option<Fault> {
         let mut found = None;
         self.faults.send_if_modified(|planned| {
@@ -402,7 +407,7 @@ fn check_version(version: Option<u32>) -> Result<(), ApiError> {
     }
 }
 
-/// An id in a path; one that is not a UUID names nothing.
+/// Parses an id from a path. An invalid UUID is treated as an unknown id.
 fn id<T: std::str::FromStr>(text: &str, missing: ErrorCode) -> Result<T, ApiError> {
     text.parse()
         .map_err(|_| ApiError::new(missing, "this is not an id"))
@@ -462,19 +467,19 @@ async fn serve(listener: TcpListener, shared: Arc<Shared>) {
         tokio::spawn(async move {
             let mut cut_off = shared.cut_off.subscribe();
             tokio::select! {
-                () = attend(stream, router, &shared) => {}
+                () = serve_connection(stream, router, &shared) => {}
                 _ = cut_off.wait_for(|cut| *cut) => {}
             }
         });
     }
 }
 
-async fn attend(stream: TcpStream, router: Router, shared: &Arc<Shared>) {
-    // An error here ends the connection without an answer.
+async fn serve_connection(stream: TcpStream, router: Router, shared: &Arc<Shared>) {
+    // An error here closes the connection without a response.
     let service = service_fn(|request: http::Request<hyper::body::Incoming>| {
         let (router, shared) = (router.clone(), Arc::clone(shared));
         async move {
-            answer(&shared, router, request.map(Body::new))
+            respond(&shared, router, request.map(Body::new))
                 .await
                 .ok_or_else(|| std::io::Error::other("the connection breaks"))
         }
@@ -486,7 +491,7 @@ async fn attend(stream: TcpStream, router: Router, shared: &Arc<Shared>) {
     );
 }
 
-async fn answer(shared: &Shared, router: Router, request: Request) -> Option<Response> {
+async fn respond(shared: &Shared, router: Router, request: Request) -> Option<Response> {
     let call = format!("{} {}", request.method(), request.uri().path());
     shared
         .calls

@@ -1,4 +1,4 @@
-//! The node's side of the control plane, as the real worker's `control.rs` does it.
+//! The node's side of the control plane, like the real worker's `control.rs`.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use super::{Registration, Shared, SimulatedWorker};
 
 impl SimulatedWorker {
-    /// Registers with a control plane, and from then on says that it is alive.
+    /// Registers with a control plane and starts to send heartbeats.
     pub async fn join(&self, control_url: &str, key: &str) -> Result<()> {
         let http = reqwest::Client::builder()
             .timeout(Duration::from_secs(20))
@@ -28,16 +28,16 @@ impl SimulatedWorker {
             key: key.trim().to_owned(),
         };
         control.register().await?;
-        let news = self
-            .news
+        let job_updates = self
+            .job_updates
             .lock()
             .expect("not poisoned")
             .take()
-            .context("it has joined a control plane already")?;
+            .context("the node has already joined a control plane")?;
         self.tasks
             .lock()
             .expect("not poisoned")
-            .push(tokio::spawn(control.keep(news)));
+            .push(tokio::spawn(control.run(job_updates)));
         Ok(())
     }
 }
@@ -66,7 +66,7 @@ impl Control {
                 .json(&request),
         )
         .await?;
-        shared.accept(Registration {
+        shared.store(Registration {
             node_token: answer.node_token,
             worker_token: answer.worker_token,
             previous_worker_token: None,
@@ -75,14 +75,14 @@ impl Control {
         Ok(())
     }
 
-    async fn keep(self, mut news: mpsc::UnboundedReceiver<JobId>) {
+    async fn run(self, mut job_updates: mpsc::UnboundedReceiver<JobId>) {
         let mut cut_off = self.shared.cut_off.subscribe();
         loop {
             if cut_off.wait_for(|cut| !cut).await.is_err() {
                 return;
             }
-            // Nobody hears it when it does not come through; the next one says it again.
-            if let Err(error) = self.beat().await
+            // A lost heartbeat needs no retry: the next one carries the same state.
+            if let Err(error) = self.send_heartbeat().await
                 && error
                     .downcast_ref::<reqwest::Error>()
                     .is_some_and(|error| error.status() == Some(StatusCode::UNAUTHORIZED))
@@ -98,7 +98,7 @@ impl Control {
                         .heartbeat_seconds
                         .max(1),
                 );
-            while let Ok(Some(id)) = tokio::time::timeout_at(next, news.recv()).await {
+            while let Ok(Some(id)) = tokio::time::timeout_at(next, job_updates.recv()).await {
                 if !*cut_off.borrow() {
                     drop(self.report(id).await);
                 }
@@ -106,9 +106,9 @@ impl Control {
         }
     }
 
-    async fn beat(&self) -> Result<()> {
+    async fn send_heartbeat(&self) -> Result<()> {
         let shared = &self.shared;
-        let known = shared.registration.lock().expect("not poisoned").clone();
+        let registration = shared.registration.lock().expect("not poisoned").clone();
         let running = {
             let state = shared.state();
             let sessions = state
@@ -124,7 +124,7 @@ impl Control {
                     .count()
         };
         let revision = shared.config.lock().expect("not poisoned").revision;
-        let beat = Heartbeat {
+        let send_heartbeat = Heartbeat {
             version: Some(API_VERSION),
             running_sandboxes: running,
             config_revision: revision,
@@ -133,16 +133,16 @@ impl Control {
         let request = self
             .http
             .post(format!("{}/v1/nodes/heartbeat", self.base))
-            .bearer_auth(&known.node_token)
-            .json(&beat);
+            .bearer_auth(&registration.node_token)
+            .json(&send_heartbeat);
         let answer: HeartbeatAnswer = read(request).await?;
         if let Some(new) = answer.rotate {
-            let previous = if new.worker_token == known.worker_token {
-                known.previous_worker_token
+            let previous = if new.worker_token == registration.worker_token {
+                registration.previous_worker_token
             } else {
-                Some(known.worker_token)
+                Some(registration.worker_token)
             };
-            shared.accept(Registration {
+            shared.store(Registration {
                 node_token: new.node_token,
                 worker_token: new.worker_token,
                 previous_worker_token: previous,
@@ -166,7 +166,7 @@ impl Control {
         Ok(())
     }
 
-    /// Says that something happened to a job.
+    /// Reports a job's change of state.
     async fn report(&self, id: JobId) -> Result<()> {
         let token = self
             .shared
@@ -187,14 +187,14 @@ impl Control {
 }
 
 impl Shared {
-    fn accept(&self, registration: Registration) {
-        let given = [
+    fn store(&self, registration: Registration) {
+        let tokens = [
             Some(&self.own_token),
             Some(&registration.worker_token),
             registration.previous_worker_token.as_ref(),
         ];
         self.tokens.set(
-            given
+            tokens
                 .into_iter()
                 .flatten()
                 .map(|token| Token::new(token))

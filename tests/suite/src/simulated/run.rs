@@ -1,7 +1,8 @@
-//! Commands that are played and not run: a few words of the shell that mean here what they mean in a sandbox.
+//! Simulated commands: a small subset of the shell with the same meaning as in a sandbox.
 //!
-//! `true`, `false`, `echo …` (also `>&2` and `>> FILE`), `cat FILE`, `exit N`, `yes | head -c N`, and `sleep N`, which lasts until
-//! the test wakes those that sleep so long, or something ends the command. `sh -c` takes several of them with `;` between.
+//! `true`, `false`, `echo …` (also `>&2` and `>> FILE`), `cat FILE`, `exit N`, `yes | head -c N`,
+//! and `sleep N`, which lasts until the test ends all sleeps of that duration or the command is
+//! killed. `sh -c` takes several of them, separated by `;`.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -18,13 +19,13 @@ use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
 use tokio::sync::watch;
 
-/// The pieces in which much output comes.
+/// The chunk size of long output.
 const PIECE: usize = 64 * 1024;
 
-/// What is in a workspace: bytes and permission bits by path.
+/// The files of a workspace: contents and permission bits by path.
 pub(super) type Files = Arc<Mutex<BTreeMap<String, (Vec<u8>, u32)>>>;
 
-/// A path as it is kept: relative ones start at the workspace.
+/// Normalizes a path; relative paths start at the workspace.
 pub(super) fn absolute(path: &str) -> String {
     if path.starts_with('/') {
         path.to_owned()
@@ -70,7 +71,7 @@ fn statement(text: &str) -> Statement {
     }
 }
 
-/// What a command says it does. One that is not there is refused as a sandbox refuses it.
+/// Parses a command. Fails with ENOENT for an unknown program, like a sandbox does.
 fn script(argv: &[String]) -> Result<Vec<Statement>, ApiError> {
     let argv: Vec<&str> = argv.iter().map(String::as_str).collect();
     let statements: Vec<Statement> = match argv.as_slice() {
@@ -98,12 +99,12 @@ struct Progress {
     end: Option<(ExecExit, OffsetDateTime)>,
 }
 
-/// A command that runs, or has run.
+/// A running or finished command.
 #[derive(Debug)]
 pub(super) struct Run {
     pub(super) id: ExecId,
     pub(super) started_at: OffsetDateTime,
-    begun: Instant,
+    started: Instant,
     progress: watch::Sender<Progress>,
     signal: watch::Sender<Option<String>>,
 }
@@ -114,7 +115,7 @@ impl Run {
         argv: &[String],
         files: Files,
         limit: Option<Duration>,
-        mut awake: watch::Receiver<BTreeSet<String>>,
+        mut finished_sleeps: watch::Receiver<BTreeSet<String>>,
     ) -> Result<Arc<Self>, ApiError> {
         let script = script(argv)?;
         let (progress, signal) = (
@@ -124,11 +125,11 @@ impl Run {
         let run = Arc::new(Self {
             id,
             started_at: OffsetDateTime::now_utc(),
-            begun: Instant::now(),
+            started: Instant::now(),
             progress,
             signal,
         });
-        let played = Arc::clone(&run);
+        let task_run = Arc::clone(&run);
         tokio::spawn(async move {
             let deadline = async {
                 match limit {
@@ -136,30 +137,30 @@ impl Run {
                     None => std::future::pending().await,
                 }
             };
-            let mut signal = played.signal.subscribe();
+            let mut signal = task_run.signal.subscribe();
             let (code, signal, timed_out) = tokio::select! {
-                code = played.play(script, &files, &mut awake) => (Some(code), None, false),
+                code = task_run.interpret(script, &files, &mut finished_sleeps) => (Some(code), None, false),
                 signal = signal.wait_for(Option::is_some) => (None, signal.ok().and_then(|signal| signal.clone()), false),
                 () = deadline => (None, Some("TERM".to_owned()), true),
             };
-            played.finish(code, signal, timed_out);
+            task_run.finish(code, signal, timed_out);
         });
         Ok(run)
     }
 
-    async fn play(
+    async fn interpret(
         &self,
         script: Vec<Statement>,
         files: &Files,
-        awake: &mut watch::Receiver<BTreeSet<String>>,
+        finished_sleeps: &mut watch::Receiver<BTreeSet<String>>,
     ) -> i32 {
         let mut code = 0;
         for statement in script {
             match statement {
                 Statement::Exit(code) => return code,
-                Statement::Echo(text, None) => self.say(Stream::Stdout, text.as_bytes()),
+                Statement::Echo(text, None) => self.write_output(Stream::Stdout, text.as_bytes()),
                 Statement::Echo(text, Some(to)) if to == "&2" => {
-                    self.say(Stream::Stderr, text.as_bytes())
+                    self.write_output(Stream::Stderr, text.as_bytes());
                 }
                 Statement::Echo(text, Some(to)) => {
                     files
@@ -177,17 +178,19 @@ impl Run {
                         .get(&absolute(&path))
                         .map(|(bytes, _)| bytes.clone());
                     code = i32::from(found.is_none());
-                    self.say(Stream::Stdout, &found.unwrap_or_default());
+                    self.write_output(Stream::Stdout, &found.unwrap_or_default());
                 }
                 Statement::Yes(count) => b"y\n".repeat(count.div_ceil(2))[..count]
                     .chunks(PIECE)
-                    .for_each(|piece| self.say(Stream::Stdout, piece)),
-                Statement::Sleep(seconds) => {
-                    drop(awake.wait_for(|awake| awake.contains(&seconds)).await)
-                }
+                    .for_each(|piece| self.write_output(Stream::Stdout, piece)),
+                Statement::Sleep(seconds) => drop(
+                    finished_sleeps
+                        .wait_for(|finished_sleeps| finished_sleeps.contains(&seconds))
+                        .await,
+                ),
                 Statement::Unknown(word) => {
                     code = 127;
-                    self.say(
+                    self.write_output(
                         Stream::Stderr,
                         format!("sh: {word}: not found\n").as_bytes(),
                     );
@@ -197,7 +200,7 @@ impl Run {
         code
     }
 
-    fn say(&self, stream: Stream, bytes: &[u8]) {
+    fn write_output(&self, stream: Stream, bytes: &[u8]) {
         if bytes.is_empty() {
             return;
         }
@@ -232,12 +235,12 @@ impl Run {
                 stdout: progress.stdout.len() as u64,
                 stderr: progress.stderr.len() as u64,
             };
-            let of = |stream: &[u8]| crate::hex(&Sha256::digest(stream));
+            let of = |stream: &[u8]| hex::encode(Sha256::digest(stream));
             let sha256 = Some(StreamHashes {
                 stdout: of(&progress.stdout),
                 stderr: of(&progress.stderr),
             });
-            let duration_ms = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+            let duration_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
             progress.end = Some((
                 ExecExit {
                     exit_code,
@@ -246,7 +249,7 @@ impl Run {
                     bytes,
                     sha256,
                     duration_ms,
-                    ..never_ran()
+                    ..ExecExit::never_ran(ExecVia::Agent)
                 },
                 OffsetDateTime::now_utc(),
             ));
@@ -257,7 +260,7 @@ impl Run {
         self.progress.borrow().end.clone()
     }
 
-    /// False when there is nothing left to signal.
+    /// Returns false if the command has already ended.
     pub(super) fn kill(&self, signal: SignalName) -> bool {
         let runs = self.end().is_none();
         if runs {
@@ -267,7 +270,7 @@ impl Run {
         runs
     }
 
-    /// Waits for the end and gives the whole answer, with so much of each stream.
+    /// Waits for the end and returns the result, with at most `limit` bytes of each stream.
     pub(super) async fn result(&self, limit: u64) -> ExecResult {
         let mut changes = self.progress.subscribe();
         let progress = changes
@@ -280,7 +283,7 @@ impl Run {
             stderr: stderr.len() < progress.stderr.len(),
         };
         let (stdout, stderr, encoding) = encode_streams(stdout, stderr);
-        let exit = progress.end.clone().expect("it was waited for").0;
+        let exit = progress.end.clone().expect("the end was awaited").0;
         ExecResult {
             exec_id: self.id,
             exit,
@@ -291,7 +294,7 @@ impl Run {
         }
     }
 
-    /// What comes after a piece; waits for something up to a limit.
+    /// Returns the output after a sequence number, waiting up to `wait` for more.
     pub(super) async fn page(&self, after_seq: u64, max_bytes: u64, wait: Duration) -> OutputPage {
         let mut changes = self.progress.subscribe();
         drop(
@@ -339,7 +342,7 @@ fn size(chunk: &Chunk) -> u64 {
     chunk.data.as_ref().map_or(0, String::len) as u64
 }
 
-/// Half from the start and half from the end.
+/// Keeps the first and the last half of the limit.
 fn cut(bytes: &[u8], limit: u64) -> Vec<u8> {
     let limit = usize::try_from(limit).unwrap_or(usize::MAX);
     if bytes.len() <= limit {
@@ -350,21 +353,5 @@ fn cut(bytes: &[u8], limit: u64) -> Vec<u8> {
             &bytes[bytes.len() - limit / 2..],
         ]
         .concat()
-    }
-}
-
-/// The exit of a command that was not started.
-pub(super) fn never_ran() -> ExecExit {
-    ExecExit {
-        exit_code: None,
-        signal: None,
-        timed_out: false,
-        oom_killed: false,
-        bytes: Bytes::default(),
-        sha256: None,
-        duration_ms: 0,
-        via: ExecVia::Agent,
-        lost: false,
-        no_space: false,
     }
 }

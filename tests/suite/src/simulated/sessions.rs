@@ -1,4 +1,4 @@
-//! Sessions, their commands and their files.
+//! Sessions, their execs and their files.
 
 use std::{convert::Infallible, sync::Arc, time::Duration};
 
@@ -10,26 +10,30 @@ use axum::{
     routing::{get, post},
 };
 use cynode_api::{
-    ErrorCode, Exec, ExecAccepted, ExecId, ExecOutcome, ExecRequest, ExecState, Page, Session,
-    SessionCreate, SessionEnd, SessionId, SessionOutcome, SessionPatch, SessionState, SignalExec,
-    SignalOutcome, SignalSession, Stream, StreamEvent, TaskId, WorkspaceDisposal, WorkspaceId,
-    WorkspaceRef,
+    ErrorCode, Exec, ExecAccepted, ExecId, ExecOutcome, ExecRequest, ExecState, OutputQuery, Page,
+    Session, SessionCreate, SessionEnd, SessionId, SessionOutcome, SessionPatch, SessionState,
+    SignalExec, SignalOutcome, SignalSession, Stream, StreamEvent, TaskId, WorkspaceDisposal,
+    WorkspaceId, WorkspaceRef,
     exec_limits::{DEFAULT_OUTPUT_BYTES, MAX_WAIT_MS},
     session_limits::{DEFAULT_IDLE_SECONDS, DEFAULT_LIFETIME_SECONDS},
 };
-use cynode_service::{ApiError, JsonBody, QueryParams};
-use cynode_worker::calls::{Noting, told};
+use cynode_service::{
+    ApiError, JsonBody, QueryParams,
+    events::accepts_events,
+    output::{DEFAULT_PAGE_BYTES, OutputRequest},
+};
+use cynode_worker::calls::{CallNotes, with_result};
 use futures_util::stream;
 use http::{HeaderMap, StatusCode, header};
 use serde::Deserialize;
 use time::OffsetDateTime;
 
 use super::{
-    Files, SessionEntry, Shared, State as Kept, check_limits, check_version, files, id,
+    Disk, Files, SessionEntry, Shared, check_limits, check_version, files, id,
     run::{Run, absolute},
 };
 
-pub(super) type Answer<T> = Result<T, ApiError>;
+pub(super) type ApiResult<T> = Result<T, ApiError>;
 
 pub(super) fn routes() -> Router<Arc<Shared>> {
     Router::new()
@@ -53,12 +57,12 @@ pub(super) fn routes() -> Router<Arc<Shared>> {
         .layer(DefaultBodyLimit::disable())
 }
 
-/// A part of a list, and the cursor of the next one: the id of the last item.
+/// Cuts a list to a page. The cursor of the next page is the id of the last item.
 pub(super) fn page<T>(
     mut items: Vec<T>,
     limit: Option<usize>,
     id: impl Fn(&T) -> String,
-) -> Answer<Page<T>> {
+) -> ApiResult<Page<T>> {
     let limit = limit.unwrap_or(1_000);
     if !(1..=1_000).contains(&limit) {
         return Err(ApiError::invalid("limit: must lie between 1 and 1000"));
@@ -86,8 +90,8 @@ impl SessionEntry {
     }
 }
 
-impl Kept {
-    fn entry(&mut self, text: &str) -> Answer<&mut SessionEntry> {
+impl Disk {
+    fn entry(&mut self, text: &str) -> ApiResult<&mut SessionEntry> {
         let id: SessionId = id(text, ErrorCode::SessionNotFound)?;
         self.sessions.get_mut(&id).ok_or_else(|| {
             ApiError::new(
@@ -97,8 +101,8 @@ impl Kept {
         })
     }
 
-    /// One that runs, for a call into it.
-    pub(super) fn live(&mut self, text: &str) -> Answer<(&mut SessionEntry, Files)> {
+    /// A running session.
+    pub(super) fn live(&mut self, text: &str) -> ApiResult<(&mut SessionEntry, Files)> {
         let workspace = self.entry(text)?.session.workspace_id;
         let files = self
             .workspaces
@@ -119,7 +123,7 @@ impl Kept {
         }
     }
 
-    fn exec(&mut self, text: &str, exec: &str) -> Answer<(ExecRequest, Arc<Run>)> {
+    fn exec(&mut self, text: &str, exec: &str) -> ApiResult<(ExecRequest, Arc<Run>)> {
         let entry = self.entry(text)?;
         if entry.session.state == SessionState::Ended {
             return Err(ApiError::new(
@@ -137,7 +141,7 @@ impl Kept {
         })
     }
 
-    fn workspace(&mut self, request: &SessionCreate) -> Answer<WorkspaceId> {
+    fn workspace(&mut self, request: &SessionCreate) -> ApiResult<WorkspaceId> {
         match request.workspace_ref.clone().unwrap_or_default() {
             WorkspaceRef::New => {
                 let id = WorkspaceId::generate();
@@ -179,14 +183,14 @@ impl Kept {
 async fn create(
     State(shared): State<Arc<Shared>>,
     JsonBody(request): JsonBody<SessionCreate>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     check_version(request.version)?;
     check_limits(request.limits)?;
     let id = request.session_id;
     let is_new = shared.admit_session(request)?;
-    // To its end even when the caller goes away.
+    // Completes even if the caller disconnects.
     let making = Arc::clone(&shared);
-    let made: tokio::task::JoinHandle<Answer<Session>> = tokio::spawn(async move {
+    let made: tokio::task::JoinHandle<ApiResult<Session>> = tokio::spawn(async move {
         drop(
             making
                 .holds_creates
@@ -203,7 +207,7 @@ async fn create(
     });
     let session = made
         .await
-        .map_err(|_| ApiError::new(ErrorCode::Internal, "it was interrupted"))??;
+        .map_err(|_| ApiError::new(ErrorCode::Internal, "the creation was interrupted"))??;
     Ok(changed(
         if is_new {
             StatusCode::CREATED
@@ -214,14 +218,14 @@ async fn create(
     ))
 }
 
-/// A session that was made or changed.
+/// The response for a created or changed session.
 fn changed(status: StatusCode, session: Session) -> Response {
-    told(&SessionOutcome::from(&session), (status, Json(session)))
+    with_result(&SessionOutcome::from(&session), (status, Json(session)))
 }
 
 impl Shared {
-    /// Takes a request in; false when the same one came before.
-    fn admit_session(&self, request: SessionCreate) -> Answer<bool> {
+    /// Admits a request. Returns false if an identical request came before.
+    fn admit_session(&self, request: SessionCreate) -> ApiResult<bool> {
         let shared = self;
         let image = shared.image(&request.image_ref);
         let mut state = shared.state();
@@ -295,7 +299,7 @@ struct ListQuery {
 async fn list(
     State(shared): State<Arc<Shared>>,
     QueryParams(query): QueryParams<ListQuery>,
-) -> Answer<Json<Page<Session>>> {
+) -> ApiResult<Json<Page<Session>>> {
     let has_label = |session: &Session| {
         query
             .label
@@ -333,7 +337,7 @@ async fn list(
 async fn show(
     State(shared): State<Arc<Shared>>,
     Path(text): Path<String>,
-) -> Answer<Json<Session>> {
+) -> ApiResult<Json<Session>> {
     Ok(Json(shared.state().entry(&text)?.object()))
 }
 
@@ -341,7 +345,7 @@ async fn patch(
     State(shared): State<Arc<Shared>>,
     Path(text): Path<String>,
     JsonBody(patch): JsonBody<SessionPatch>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     check_version(patch.version)?;
     let mut state = shared.state();
     let entry = state.entry(&text)?;
@@ -367,7 +371,7 @@ async fn end(
     State(shared): State<Arc<Shared>>,
     Path(text): Path<String>,
     JsonBody(end): JsonBody<SessionEnd>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     check_version(end.version)?;
     let mut state = shared.state();
     let entry = state.entry(&text)?;
@@ -400,7 +404,7 @@ async fn resume(
     State(shared): State<Arc<Shared>>,
     Path(text): Path<String>,
     JsonBody(resume): JsonBody<Resume>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     check_version(resume.version)?;
     let mut state = shared.state();
     let session = state.entry(&text)?.object();
@@ -426,12 +430,12 @@ async fn signal_all(
     State(shared): State<Arc<Shared>>,
     Path(text): Path<String>,
     JsonBody(request): JsonBody<SignalSession>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     check_version(request.version)?;
     for (_, run) in &shared.state().live(&text)?.0.execs {
         run.kill(request.signal);
     }
-    Ok(told(
+    Ok(with_result(
         &SignalOutcome {
             exec_id: None,
             signal: request.signal,
@@ -445,9 +449,9 @@ async fn exec(
     State(shared): State<Arc<Shared>>,
     Path(text): Path<String>,
     headers: HeaderMap,
-    noting: Option<Extension<Noting>>,
+    noting: Option<Extension<CallNotes>>,
     JsonBody(request): JsonBody<ExecRequest>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     check_version(request.version)?;
     if request.argv.first().is_none_or(String::is_empty)
         || (request.timeout_ms == 0 && !request.background)
@@ -474,7 +478,7 @@ async fn exec(
                     &request.argv,
                     files,
                     limit,
-                    shared.awake.subscribe(),
+                    shared.finished_sleeps.subscribe(),
                 )?;
                 entry.execs.push((request.clone(), Arc::clone(&run)));
                 run
@@ -486,15 +490,18 @@ async fn exec(
         noting.note(&accepted);
     }
     if accepts_events(&headers) {
-        return Ok(told(&accepted, events(run, 0, true)));
+        return Ok(with_result(&accepted, events(run, 0, true)));
     }
     if request.background {
-        return Ok(told(&accepted, (StatusCode::ACCEPTED, Json(accepted))));
+        return Ok(with_result(
+            &accepted,
+            (StatusCode::ACCEPTED, Json(accepted)),
+        ));
     }
     let result = run
         .result(request.max_output_bytes.unwrap_or(DEFAULT_OUTPUT_BYTES))
         .await;
-    Ok(told(
+    Ok(with_result(
         &ExecOutcome {
             exec_id: result.exec_id,
             exit: result.exit.clone(),
@@ -527,7 +534,7 @@ fn object((request, run): &(ExecRequest, Arc<Run>)) -> Exec {
 async fn execs(
     State(shared): State<Arc<Shared>>,
     Path(text): Path<String>,
-) -> Answer<Json<Page<Exec>>> {
+) -> ApiResult<Json<Page<Exec>>> {
     let mut state = shared.state();
     let entry = state.entry(&text)?;
     if entry.session.state == SessionState::Ended {
@@ -545,7 +552,7 @@ async fn execs(
 async fn show_exec(
     State(shared): State<Arc<Shared>>,
     Path((text, exec)): Path<(String, String)>,
-) -> Answer<Json<Exec>> {
+) -> ApiResult<Json<Exec>> {
     Ok(Json(object(&shared.state().exec(&text, &exec)?)))
 }
 
@@ -553,7 +560,7 @@ async fn signal_exec(
     State(shared): State<Arc<Shared>>,
     Path((text, exec)): Path<(String, String)>,
     JsonBody(request): JsonBody<SignalExec>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     check_version(request.version)?;
     let (_, run) = shared.state().exec(&text, &exec)?;
     let outcome = SignalOutcome {
@@ -562,39 +569,18 @@ async fn signal_exec(
         scope: Some(request.scope),
     };
     if run.kill(request.signal) {
-        Ok(told(&outcome, StatusCode::NO_CONTENT))
+        Ok(with_result(&outcome, StatusCode::NO_CONTENT))
     } else {
         Err(ApiError::new(ErrorCode::ExecEnded, "the exec has ended"))
     }
 }
 
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct OutputQuery {
-    after_seq: Option<u64>,
-    max_bytes: Option<u64>,
-    wait_ms: Option<u64>,
-}
-
-impl OutputQuery {
-    pub(super) fn wait(&self) -> Duration {
-        Duration::from_millis(self.wait_ms.unwrap_or(0).min(MAX_WAIT_MS))
+pub(super) async fn output_answer(request: OutputRequest, run: Arc<Run>) -> Response {
+    if request.events {
+        return events(run, request.after_seq, request.from_start);
     }
-
-    pub(super) async fn answer(&self, run: Arc<Run>, headers: &HeaderMap) -> Answer<Response> {
-        let resumed = headers
-            .get("last-event-id")
-            .and_then(|value| value.to_str().ok()?.parse().ok());
-        let after_seq = resumed.or(self.after_seq).unwrap_or(0);
-        if accepts_events(headers) {
-            return Ok(events(run, after_seq, resumed.is_none()));
-        }
-        Ok(Json(
-            run.page(after_seq, self.max_bytes.unwrap_or(1 << 20), self.wait())
-                .await,
-        )
-        .into_response())
-    }
+    let max_bytes = request.max_bytes.unwrap_or(DEFAULT_PAGE_BYTES);
+    Json(run.page(request.after_seq, max_bytes, request.wait).await).into_response()
 }
 
 async fn exec_output(
@@ -602,18 +588,12 @@ async fn exec_output(
     Path((text, exec)): Path<(String, String)>,
     headers: HeaderMap,
     QueryParams(query): QueryParams<OutputQuery>,
-) -> Answer<Response> {
+) -> ApiResult<Response> {
     let (_, run) = shared.state().exec(&text, &exec)?;
-    query.answer(run, &headers).await
+    Ok(output_answer(OutputRequest::new(&query, &headers)?, run).await)
 }
 
-fn accepts_events(headers: &HeaderMap) -> bool {
-    headers
-        .get(header::ACCEPT)
-        .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"))
-}
-
-/// Follows a command to its end.
+/// Streams the events of a command until it ends.
 fn events(run: Arc<Run>, after_seq: u64, from_start: bool) -> Response {
     let empty = |seq| StreamEvent {
         seq,
@@ -641,7 +621,7 @@ fn events(run: Arc<Run>, after_seq: u64, from_start: bool) -> Response {
     };
     let pieces = stream::unfold(Some((run, after_seq, start)), move |state| async move {
         let (run, after_seq, mut text) = state?;
-        // What is there already comes without waiting for more.
+        // Output that is already available is sent without waiting.
         let wait = if text.is_empty() {
             Duration::from_millis(MAX_WAIT_MS)
         } else {

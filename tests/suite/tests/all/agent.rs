@@ -1,4 +1,4 @@
-//! The agent and its channel, with hostile peers on both sides.
+//! The agent and its channel, with hostile peers on both ends.
 
 use std::{
     os::unix::{fs::PermissionsExt as _, process::CommandExt as _},
@@ -23,11 +23,12 @@ fn binary() -> PathBuf {
     repository().join("target/sba/cynode-sba")
 }
 
-/// An agent as a plain process of an ordinary user, and the socket that it connects to.
+/// An agent that runs as an ordinary process of an unprivileged user, and the socket that it
+/// connects to.
 struct Agent {
     child: Child,
     listener: UnixListener,
-    /// Ends the agent and removes its directory even when the test is killed.
+    /// Kills the agent and removes its directory even when the test is killed.
     _world: World,
 }
 
@@ -49,7 +50,7 @@ impl Agent {
             .gid(1000)
             .stdin(Stdio::null());
         let child = command.spawn()?;
-        world.remember(child.id())?;
+        world.kill_on_cleanup(child.id())?;
         Ok(Self {
             child,
             listener,
@@ -57,7 +58,7 @@ impl Agent {
         })
     }
 
-    /// The next parked connection, past its hello.
+    /// Accepts the next parked connection and reads its hello.
     async fn parked(&self) -> Result<Peer> {
         loop {
             let (stream, _) = tokio::time::timeout(Duration::from_secs(10), self.listener.accept())
@@ -69,7 +70,8 @@ impl Agent {
             };
             match peer.reply().await? {
                 Reply::Hello(hello) if hello.role == Role::Request => return Ok(peer),
-                // The watch connection must stay open; keep it for as long as the test runs.
+                // The agent exits when the watch connection closes, so it stays open for the whole
+                // test.
                 Reply::Hello(_) => std::mem::forget(peer),
                 other => anyhow::bail!("no hello: {other:?}"),
             }
@@ -177,7 +179,7 @@ async fn a_bad_frame_from_the_worker_is_answered_and_hurts_nothing() -> Result<(
         }
         assert!(agent.is_alive()?, "{what}");
     }
-    // Connections that break at every place.
+    // Break connections at every possible place.
     let mut whole = Vec::new();
     encode_message(&start(&["true"]), &mut whole);
     for cut in [0, 1, 4, 5, 20, whole.len() - 1] {
@@ -245,7 +247,7 @@ async fn output_is_sent_again_until_it_is_acknowledged_and_then_forgotten() -> R
         peer.frame().await?.is_none(),
         "the connection ends with the acknowledgement"
     );
-    // It is forgotten by whoever served the connection, which has ended for us a moment before.
+    // The agent removes the entry just after it closes our connection.
     eventually(
         "the exec is forgotten",
         Duration::from_secs(20),
@@ -283,9 +285,11 @@ async fn a_file_operation_that_the_worker_gives_up_on_is_ended() -> Result<()> {
         )
     };
     drop(peer);
-    eventually("no child is left", Duration::from_secs(10), async || {
-        Ok(children()? == 0)
-    })
+    eventually(
+        "no child process is left",
+        Duration::from_secs(10),
+        async || Ok(children()? == 0),
+    )
     .await?;
     let mut peer = agent.parked().await?;
     peer.send(&Request::File {
@@ -322,7 +326,7 @@ fn the_agent_refuses_root_and_is_small() -> Result<()> {
     Ok(())
 }
 
-/// The container's process 1 on the host.
+/// The host's pid of the container's process 1.
 fn agent_pid(world: &World) -> Result<i32> {
     let output = world.podman().args(["ps", "--quiet"]).output()?;
     let id = String::from_utf8_lossy(&output.stdout).trim().to_owned();
@@ -371,9 +375,11 @@ async fn an_idle_agent_takes_little_memory_also_after_work() -> Result<()> {
             &cynode_client::PutOptions::default(),
         )
         .await?;
-    eventually("it is small again", Duration::from_secs(5), async || {
-        Ok(resident(pid)? <= 4 << 10)
-    })
+    eventually(
+        "the agent's memory is small again",
+        Duration::from_secs(5),
+        async || Ok(resident(pid)? <= 4 << 10),
+    )
     .await
     .with_context(|| format!("{} kB", resident(pid).unwrap_or(0)))
 }
@@ -402,7 +408,7 @@ for sig in (15, 2, 1, 9, 19):
     os.kill(1, sig)
 "#;
 
-// proves: CYNAI.SANDBX.SandboxConnectivity
+// part of: CYNAI.SANDBX.SandboxConnectivity
 #[tokio::test]
 async fn only_process_one_may_speak_for_the_sandbox() -> Result<()> {
     let world = World::new()?;
@@ -420,7 +426,7 @@ async fn only_process_one_may_speak_for_the_sandbox() -> Result<()> {
         "{}",
         result.stderr
     );
-    // Signals to process 1 from inside changed nothing either.
+    // Signals sent to process 1 from inside had no effect either.
     assert_eq!(
         client.exec(id, &sh("echo still here")).await?.stdout,
         "still here\n"
@@ -428,9 +434,11 @@ async fn only_process_one_may_speak_for_the_sandbox() -> Result<()> {
     Ok(())
 }
 
-/// A worker that dies after it asked asks again when it is back; the first request may still be on its way.
+/// A worker that dies after its request repeats the request when it is back, while the first may
+/// still be in flight.
 #[tokio::test]
-async fn an_exec_id_is_started_once_however_often_it_is_asked_for() -> Result<()> {
+// invariant: jobs
+async fn an_exec_id_is_started_once_however_often_it_is_requested() -> Result<()> {
     let agent = Agent::start()?;
     let request = start(&["/bin/sh", "-c", "echo $$"]);
     let mut started = Vec::new();
@@ -447,7 +455,7 @@ async fn an_exec_id_is_started_once_however_often_it_is_asked_for() -> Result<()
             other => anyhow::bail!("{other:?}"),
         }
     }
-    assert_eq!(started.len(), 1, "one of them starts it");
+    assert_eq!(started.len(), 1, "exactly one request starts it");
     let mut peer = started.remove(0);
     loop {
         match peer.frame().await?.context("a frame")? {
@@ -464,13 +472,13 @@ async fn an_exec_id_is_started_once_however_often_it_is_asked_for() -> Result<()
     encode(&Frame::ACK_EXIT, &mut acknowledged);
     peer.stream.write_all(&acknowledged).await?;
     while peer.frame().await?.is_some() {}
-    // It has ended and the worker has said that it knows; the id stays used.
+    // The exec has ended and the worker has acknowledged it; the id stays taken.
     let mut late = agent.parked().await?;
     late.send(&request).await?;
     ensure!(
         matches!(late.reply().await?, Reply::Error(error) if error.code == ErrorCode::ExecIdInUse)
     );
-    // What could not be started can be tried again.
+    // A command that failed to start can be retried.
     let failing = start(&["/none"]);
     for _ in 0..2 {
         let mut peer = agent.parked().await?;

@@ -1,4 +1,4 @@
-//! The Worker API as a foreign client meets it: who is let in, what is refused and how, what is described.
+//! The Worker API from a foreign client's view: authentication, refusals, and the description.
 
 mod bodies;
 pub(crate) mod listener;
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 const SOME_ID: &str = "01890000-0000-7000-8000-000000000001";
 
-/// Every method and address of the description, with ids filled in.
+/// Every method and path of the description, with ids filled in.
 fn routes() -> Result<Vec<(Method, String)>> {
     let document = serde_json::to_value(cynode_worker::openapi())?;
     let paths = document["paths"].as_object().context("paths")?;
@@ -28,7 +28,7 @@ fn routes() -> Result<Vec<(Method, String)>> {
                 .replace("{job_id}", SOME_ID);
             assert!(
                 !address.contains('{'),
-                "{address} has a parameter that this test does not know"
+                "{address} has a parameter unknown to this test"
             );
             routes.push((
                 Method::from_bytes(method.to_uppercase().as_bytes())?,
@@ -39,7 +39,7 @@ fn routes() -> Result<Vec<(Method, String)>> {
     Ok(routes)
 }
 
-/// Checks that an answer is a whole problem document and returns its code.
+/// Checks that a response is a complete problem document and returns its code.
 pub(crate) fn code_of(answer: &Answer) -> Result<String> {
     assert_eq!(
         answer.header("content-type"),
@@ -72,6 +72,7 @@ pub(crate) fn code_of(answer: &Answer) -> Result<String> {
 }
 
 #[tokio::test]
+// invariant: fail-closed
 async fn every_route_refuses_callers_without_the_token() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
@@ -92,7 +93,7 @@ async fn every_route_refuses_callers_without_the_token() -> Result<()> {
     ];
     for (method, path) in &routes {
         for authorization in &wrong {
-            // A body that every route would refuse with another answer, if it were read.
+            // Every route would refuse this body with another code, if it read it.
             let mut request = http
                 .anonymous(method.clone(), path)
                 .header(header::CONTENT_TYPE, "application/json")
@@ -110,7 +111,7 @@ async fn every_route_refuses_callers_without_the_token() -> Result<()> {
                 assert_eq!(code_of(&answer)?, "unauthorized", "{method} {path}");
             }
         }
-        // With the token the address is there: the refusal, if there is one, is about something else.
+        // With the token the route exists: any refusal has another reason.
         let answer = Answer::of(
             http.request(method.clone(), path)
                 .json(&json!({"version": 2})),
@@ -207,7 +208,7 @@ async fn health_readiness_metrics_and_description_need_no_token_and_tell_no_secr
     ] {
         assert!(metrics.contains(name), "{name} is missing in {metrics}");
     }
-    // For somebody elsewhere, as a proxy says, only with the worker's token.
+    // A forwarded request needs the worker's token.
     let elsewhere = || {
         http.anonymous(Method::GET, "/metrics")
             .header("x-forwarded-for", "192.0.2.1")
@@ -231,7 +232,7 @@ async fn health_readiness_metrics_and_description_need_no_token_and_tell_no_secr
     Ok(())
 }
 
-/// `CYNODE_REGENERATE=1` writes the file anew instead of comparing.
+/// `CYNODE_REGENERATE=1` rewrites the file instead of comparing.
 #[tokio::test]
 async fn the_description_that_is_served_is_the_one_that_is_checked_in() -> Result<()> {
     let path = repository().join("openapi/worker.json");
@@ -242,7 +243,8 @@ async fn the_description_that_is_served_is_the_one_that_is_checked_in() -> Resul
     let checked_in = fs_err::read_to_string(&path)?;
     assert!(
         checked_in == current,
-        "openapi/worker.json is not what the code describes; if the change is meant, run this test with CYNODE_REGENERATE=1"
+        "openapi/worker.json is not what the code describes; if the change is meant, run this \
+         test with CYNODE_REGENERATE=1"
     );
 
     let world = World::new()?;
@@ -253,7 +255,7 @@ async fn the_description_that_is_served_is_the_one_that_is_checked_in() -> Resul
         serde_json::from_str::<Value>(&checked_in)?
     );
 
-    // Every operation says what it refuses with, and no name is used twice.
+    // Every operation documents its refusals, and operation ids are unique.
     let document: Value = serde_json::from_str(&checked_in)?;
     let mut names = BTreeSet::new();
     for (path, operations) in document["paths"].as_object().context("paths")? {
@@ -264,7 +266,7 @@ async fn the_description_that_is_served_is_the_one_that_is_checked_in() -> Resul
             );
             assert!(
                 names.insert(operation["operationId"].to_string()),
-                "{method} {path} has a name that is taken"
+                "{method} {path} reuses an operation id"
             );
         }
     }
@@ -328,7 +330,12 @@ async fn every_refusal_is_a_whole_problem_under_its_requests_id() -> Result<()> 
         (
             post(
                 "/v1/worker/jobs:run",
-                json!({"task_id": SOME_ID, "job_id": SOME_ID, "sandbox": {"image_ref": "default"}, "job": {}}),
+                json!({
+                    "task_id": SOME_ID,
+                    "job_id": SOME_ID,
+                    "sandbox": {"image_ref": "default"},
+                    "job": {}
+                }),
             ),
             "job_kind_unsupported",
         ),
@@ -399,7 +406,7 @@ async fn every_refusal_is_a_whole_problem_under_its_requests_id() -> Result<()> 
         let answer = Answer::of(request).await?;
         assert_eq!(code_of(&answer)?, expected, "{described}");
     }
-    // A caller's own id comes back, unless it could do harm in a log.
+    // The caller's request id is echoed, unless it could corrupt a log.
     let long = "x".repeat(65);
     for (given, kept) in [
         ("abc-123", true),
@@ -417,7 +424,7 @@ async fn every_refusal_is_a_whole_problem_under_its_requests_id() -> Result<()> 
             .header("x-request-id")
             .is_empty()
     );
-    // An answer without a body still names its request.
+    // A response without a body still carries a request id.
     let stat = Answer::of(http.request(Method::HEAD, &of(&running, "/files?path=missing"))).await?;
     assert_eq!(
         (

@@ -1,4 +1,4 @@
-//! Long commands and long input: as much as a process takes, and not more.
+//! Long commands and long input: up to the kernel's limits, and not beyond.
 
 use std::time::Duration;
 
@@ -8,15 +8,15 @@ use cynode_api::{
     ErrorCode, ExecRequest, ExecResult, SessionId,
     exec_limits::{MAX_ARGUMENT_BYTES, MAX_ARGUMENT_LENGTH, MAX_FORM_STDIN_BYTES, POINTER_BYTES},
 };
-use cynode_client::{Error, WorkerClient};
+use cynode_client::{Error, SessionClient};
 use cynode_tests::{Answer, Http, Options, World, exec, session, sh};
 use futures_util::stream;
 use http::Method;
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
 
-/// What the sandbox's own environment and the program's path may take.
-const OWN: usize = 8 * 1024;
+/// An allowance for the sandbox's own environment and the program's path.
+const ENVIRONMENT_ALLOWANCE: usize = 8 * 1024;
 
 fn cost(request: &ExecRequest) -> usize {
     let argv = request
@@ -31,7 +31,8 @@ fn cost(request: &ExecRequest) -> usize {
         .sum::<usize>()
 }
 
-/// A command that counts its words and their bytes, filled up to a cost with words of one letter.
+/// A command that counts its arguments and their bytes, padded with one-letter arguments up to a
+/// cost.
 fn counting(total: usize, length: usize, letter: &str) -> ExecRequest {
     let mut request = exec(["/bin/sh", "-c", "echo $#; printf %s \"$*\" | wc -c", "sh"]);
     let each = length + 1 + POINTER_BYTES;
@@ -41,7 +42,7 @@ fn counting(total: usize, length: usize, letter: &str) -> ExecRequest {
     let left = total - cost(&request);
     match left.checked_sub(1 + POINTER_BYTES) {
         Some(last) => request.argv.push(letter.repeat(last)),
-        // Too little for a word: its name is the longer.
+        // Too little room for another argument: extend the name instead.
         None => request.argv[3].push_str(&"h".repeat(left)),
     }
     assert_eq!(cost(&request), total);
@@ -55,7 +56,7 @@ fn problem(result: Result<ExecResult, Error>) -> Result<Box<cynode_api::Problem>
     }
 }
 
-async fn counts(client: &WorkerClient, id: SessionId, request: &ExecRequest) -> Result<()> {
+async fn counts(client: &SessionClient, id: SessionId, request: &ExecRequest) -> Result<()> {
     let words: Vec<usize> = request.argv[4..].iter().map(String::len).collect();
     let counted = client.exec(id, request).await?.stdout;
     assert_eq!(
@@ -77,23 +78,23 @@ async fn a_command_is_as_long_as_a_process_takes_and_no_longer() -> Result<()> {
     let id = client.create_session(&session()).await?.session_id;
     let longest = MAX_ARGUMENT_LENGTH - 1;
 
-    // Long words, very many words, and letters that JSON writes with six.
+    // Long arguments, many arguments, and characters that JSON escapes with six bytes.
     counts(
         &client,
         id,
-        &counting(MAX_ARGUMENT_BYTES - OWN, longest, "x"),
+        &counting(MAX_ARGUMENT_BYTES - ENVIRONMENT_ALLOWANCE, longest, "x"),
     )
     .await?;
-    let many = counting(MAX_ARGUMENT_BYTES - OWN, 1, "x");
+    let many = counting(MAX_ARGUMENT_BYTES - ENVIRONMENT_ALLOWANCE, 1, "x");
     ensure!(many.argv.len() > 200_000, "{}", many.argv.len());
     counts(&client, id, &many).await?;
     counts(
         &client,
         id,
-        &counting(MAX_ARGUMENT_BYTES - OWN, longest, "\u{1}"),
+        &counting(MAX_ARGUMENT_BYTES - ENVIRONMENT_ALLOWANCE, longest, "\u{1}"),
     )
     .await?;
-    // Lists repeat no more of them than before.
+    // Lists show no more of the arguments than before.
     let shown = client.list_execs(id).await?.items;
     ensure!(
         shown
@@ -103,7 +104,7 @@ async fn a_command_is_as_long_as_a_process_takes_and_no_longer() -> Result<()> {
         shown.len()
     );
 
-    // What fits by our count and not by the kernel's, which counts the sandbox's own variables.
+    // This fits by our count but not by the kernel's, which includes the sandbox's own variables.
     let refused = problem(
         client
             .exec(id, &counting(MAX_ARGUMENT_BYTES, longest, "x"))
@@ -124,7 +125,7 @@ async fn a_command_is_as_long_as_a_process_takes_and_no_longer() -> Result<()> {
         "{refused:?}"
     );
 
-    // One word, one variable.
+    // One argument, one variable.
     let mut request = sh("printf %s \"$LONG\" | wc -c");
     request
         .env
@@ -153,7 +154,7 @@ async fn a_command_is_as_long_as_a_process_takes_and_no_longer() -> Result<()> {
     Ok(())
 }
 
-/// So many bytes, the same in every run, and their hash.
+/// Deterministic bytes of a given length, and their hash.
 fn input(size: usize) -> (Vec<Bytes>, String) {
     let block = Bytes::from(
         (0_u32..262_144)
@@ -167,7 +168,7 @@ fn input(size: usize) -> (Vec<Bytes>, String) {
     for piece in &pieces {
         hash.update(piece);
     }
-    (pieces, cynode_tests::hex(&hash.finalize()))
+    (pieces, hex::encode(hash.finalize()))
 }
 
 #[tokio::test]
@@ -207,7 +208,7 @@ async fn input_of_any_length_up_to_a_limit_is_one_call() -> Result<()> {
         "{refused:?}"
     );
 
-    // Whoever breaks off has started nothing.
+    // A caller that disconnects has started nothing.
     let http = Http::new(&worker)?;
     let path = format!("/v1/worker/sessions/{id}/exec");
     let post = |body: &'static str| {
@@ -233,7 +234,9 @@ async fn input_of_any_length_up_to_a_limit_is_one_call() -> Result<()> {
             "stdin and stdin_b64",
         ),
         (
-            "--B\r\nContent-Disposition: form-data; name=\"request\"\r\n\r\n{\"argv\":[]}\r\n--B\r\nContent-Disposition: form-data; name=\"stdin\"\r\n\r\nx\r\n--B--",
+            "--B\r\nContent-Disposition: form-data; \
+             name=\"request\"\r\n\r\n{\"argv\":[]}\r\n--B\r\nContent-Disposition: form-data; \
+             name=\"stdin\"\r\n\r\nx\r\n--B--",
             "timeout_ms",
         ),
     ] {
@@ -246,7 +249,7 @@ async fn input_of_any_length_up_to_a_limit_is_one_call() -> Result<()> {
     }
     assert_eq!(client.exec(id, &sh("ls -A")).await?.stdout, "");
 
-    // The same request again is the same command; with other input it is another.
+    // An identical request attaches to the same command; other input makes it another request.
     let once = ExecRequest {
         exec_id: Some(cynode_api::ExecId::generate()),
         ..sh("cat >> twice")
@@ -257,7 +260,7 @@ async fn input_of_any_length_up_to_a_limit_is_one_call() -> Result<()> {
     let refused = problem(send(11, &once).await.0)?;
     ensure!(refused.is(ErrorCode::ExecIdInUse), "{refused:?}");
 
-    // A command that reads nothing ends as it would; its input is let go.
+    // A command that reads nothing ends normally; its input is discarded.
     let (result, _) = send(
         50 << 20,
         &ExecRequest {

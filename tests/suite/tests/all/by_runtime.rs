@@ -1,4 +1,4 @@
-//! Sandboxes without the agent: all control by the container runtime alone.
+//! Sandboxes without the agent: the container runtime alone controls them.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use anyhow::Result;
 use cynode_api::{
     ErrorCode, ExecRequest, ExecState, ExecVia, JobState, ListRequest, SessionEnd, SignalName,
 };
-use cynode_client::{Error, OutputQuery, WorkerClient};
+use cynode_client::{Error, OutputQuery, SessionClient};
 use cynode_tests::{
     Options, RunningWorker, World, eventually, exec, job, on_every_runtime, session, sh,
 };
@@ -14,12 +14,12 @@ use cynode_tests::{
 on_every_runtime!(
     create_exec_stop_and_kill_work_with_the_agent_off,
     a_deadline_ends_all_of_an_exec_by_the_runtime,
-    a_session_by_the_runtime_survives_the_worker_and_its_execs_are_accounted_for,
+    a_session_without_agent_survives_the_worker_and_its_execs_are_reported_lost,
 );
 
 async fn without_agent(
     world: &World,
-) -> Result<(RunningWorker, WorkerClient, cynode_api::SessionId)> {
+) -> Result<(RunningWorker, SessionClient, cynode_api::SessionId)> {
     let worker = world
         .worker(&Options::default().set("exec_via", "\"runtime\""))
         .await?;
@@ -28,10 +28,22 @@ async fn without_agent(
     Ok((worker, client, id))
 }
 
-// proves: REQ-SANDBX-0104, REQ-SANDBX-0102, CYNAI.SANDBX.SandboxConnectivity
+// proves: REQ-SANDBX-0104,
+// CYNAI.SANDBX.SandboxConnectivity with a_deadline_ends_all_of_an_exec_by_the_runtime and
+// only_process_one_may_speak_for_the_sandbox and a_sandbox_has_loopback_and_no_other_way_out
+// part of: REQ-SANDBX-0102
+// invariant: agent
 async fn create_exec_stop_and_kill_work_with_the_agent_off(world: World) -> Result<()> {
     let (mut worker, client, id) = without_agent(&world).await?;
-    let result = client.exec(id, &sh("cat /proc/1/comm; ls /run/cynode/control.sock 2>/dev/null; echo out; echo err >&2; id -u; pwd; exit 5")).await?;
+    let result = client
+        .exec(
+            id,
+            &sh(
+                "cat /proc/1/comm; ls /run/cynode/control.sock 2>/dev/null; \
+                 echo out; echo err >&2; id -u; pwd; exit 5",
+            ),
+        )
+        .await?;
     assert_eq!(
         (result.stdout.as_str(), result.stderr.as_str()),
         ("sh\nout\n1000\n/workspace\n", "err\n")
@@ -62,6 +74,8 @@ async fn create_exec_stop_and_kill_work_with_the_agent_off(world: World) -> Resu
     world.assert_clean().await
 }
 
+// part of: CYNAI.SANDBX.SandboxConnectivity, ISC-24
+// invariant: deadlines
 async fn a_deadline_ends_all_of_an_exec_by_the_runtime(world: World) -> Result<()> {
     let (_worker, client, id) = without_agent(&world).await?;
     let witness = ExecRequest {
@@ -83,7 +97,8 @@ async fn a_deadline_ends_all_of_an_exec_by_the_runtime(world: World) -> Result<(
     let stubborn = ExecRequest {
         timeout_ms: 1_500,
         ..sh(
-            "trap '' TERM HUP; echo begun; (setsid sh -c \"trap '' TERM; sleep 1234 & sleep 1234\" &); while :; do sleep 1234; done",
+            "trap '' TERM HUP; echo begun; (setsid sh -c \"trap '' TERM; sleep 1234 & sleep \
+             1234\" &); while :; do sleep 1234; done",
         )
     };
     let result = client.exec(id, &stubborn).await?;
@@ -91,7 +106,14 @@ async fn a_deadline_ends_all_of_an_exec_by_the_runtime(world: World) -> Result<(
         result.exit.timed_out && result.stdout == "begun\n",
         "{result:?}"
     );
-    let left = client.exec(id, &sh("for d in /proc/[0-9]*; do tr '\\0' ' ' < $d/cmdline 2>/dev/null; echo; done | grep -v 'for d in'")).await?.stdout;
+    let left = client
+        .exec(
+            id,
+            &sh("for d in /proc/[0-9]*; do tr '\\0' ' ' < $d/cmdline \
+                 2>/dev/null; echo; done | grep -v 'for d in'"),
+        )
+        .await?
+        .stdout;
     assert!(!left.contains("1234") && left.contains("4321"), "{left}");
     client.signal_session(id, SignalName::KILL).await?;
     eventually("the witness ends", Duration::from_secs(20), async || {
@@ -100,7 +122,7 @@ async fn a_deadline_ends_all_of_an_exec_by_the_runtime(world: World) -> Result<(
     .await
 }
 
-async fn a_session_by_the_runtime_survives_the_worker_and_its_execs_are_accounted_for(
+async fn a_session_without_agent_survives_the_worker_and_its_execs_are_reported_lost(
     world: World,
 ) -> Result<()> {
     let (mut worker, client, id) = without_agent(&world).await?;
@@ -135,7 +157,8 @@ async fn a_session_by_the_runtime_survives_the_worker_and_its_execs_are_accounte
 }
 
 #[tokio::test]
-async fn a_job_by_the_runtime_ends_and_one_whose_end_nobody_saw_is_not_run_again() -> Result<()> {
+// invariant: jobs
+async fn a_job_without_agent_ends_and_an_interrupted_one_is_not_run_again() -> Result<()> {
     let world = World::new()?;
     let options = Options::default().set("exec_via", "\"runtime\"");
     let mut worker = world.worker(&options).await?;
@@ -147,7 +170,7 @@ async fn a_job_by_the_runtime_ends_and_one_whose_end_nobody_saw_is_not_run_again
     );
     let stubborn = job("trap '' TERM; echo begun; while :; do sleep 1; done");
     client.run_job_async(&stubborn).await?;
-    eventually("it runs", Duration::from_secs(60), async || {
+    eventually("the job runs", Duration::from_secs(60), async || {
         Ok(client.job(stubborn.job_id).await?.state == JobState::InProgress)
     })
     .await?;
@@ -160,7 +183,7 @@ async fn a_job_by_the_runtime_ends_and_one_whose_end_nobody_saw_is_not_run_again
     );
     let cut = job("echo begun; exec sleep 999");
     client.run_job_async(&cut).await?;
-    eventually("it runs", Duration::from_secs(60), async || {
+    eventually("the job runs", Duration::from_secs(60), async || {
         Ok(client.job(cut.job_id).await?.state == JobState::InProgress)
     })
     .await?;
@@ -176,7 +199,7 @@ async fn a_job_by_the_runtime_ends_and_one_whose_end_nobody_saw_is_not_run_again
 }
 
 #[tokio::test]
-async fn what_a_command_did_not_read_leaves_no_word_of_the_runtime_in_its_output() -> Result<()> {
+async fn unread_input_adds_no_message_of_the_runtime_to_the_output() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = without_agent(&world).await?;
     for _ in 0..10 {
@@ -185,7 +208,7 @@ async fn what_a_command_did_not_read_leaves_no_word_of_the_runtime_in_its_output
             ..sh("echo out; echo err >&2")
         };
         let result = client.exec(id, &fed).await?;
-        // The runtime may even lose what the command wrote; what it must not do is to speak in its place.
+        // The runtime may lose output of the command, but must not add its own.
         assert!(
             "out\n".starts_with(&result.stdout)
                 && "err\n".starts_with(&result.stderr)

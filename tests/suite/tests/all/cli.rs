@@ -19,30 +19,30 @@ use cynode_tests::{IMAGE, Options, RunningWorker, World};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// How a run of `cynode` ended.
+/// The result of a `cynode` command.
 #[derive(Debug)]
-pub(crate) struct Ran {
+pub(crate) struct CommandResult {
     pub(crate) code: Option<i32>,
     pub(crate) stdout: Vec<u8>,
     pub(crate) stderr: String,
 }
 
-impl Ran {
+impl CommandResult {
     pub(crate) fn text(&self) -> String {
         String::from_utf8_lossy(&self.stdout).into_owned()
     }
 
-    /// The standard output of a run that ended well.
-    pub(crate) fn good(self) -> Result<String> {
+    /// The standard output of a successful command.
+    pub(crate) fn success(self) -> Result<String> {
         ensure!(self.code == Some(0), "{self:?}");
         Ok(self.text())
     }
 
     pub(crate) fn json(self) -> Result<Value> {
-        serde_json::from_str(&self.good()?).context("stdout is not one JSON document")
+        serde_json::from_str(&self.success()?).context("stdout is not one JSON document")
     }
 
-    /// Exit code and the code in `cynode: error[…]`, of which there is one line.
+    /// The exit code and the code in the only `cynode: error[…]` line.
     pub(crate) fn failure(&self) -> (i32, String) {
         let mut codes = self
             .stderr
@@ -64,7 +64,7 @@ impl Ran {
     }
 }
 
-/// `cynode` in an environment of its own.
+/// A `cynode` command in a clean environment.
 pub(crate) fn cynode(world: &World) -> Result<Command> {
     let mut command = Command::new(World::cynode()?);
     for name in [
@@ -83,10 +83,10 @@ pub(crate) fn cynode(world: &World) -> Result<Command> {
     Ok(command)
 }
 
-/// Nothing that a test waits for takes longer.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The timeout of a command.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Starts `session exec` of a script that first says `begun`, and returns once it has.
+/// Starts `session exec` of a script that first prints `begun`, and returns after that line.
 fn begin_exec(
     mut command: Command,
     id: &str,
@@ -109,7 +109,7 @@ fn begin_exec(
     Ok((child, stdout))
 }
 
-pub(crate) fn run(command: &mut Command, stdin: &[u8]) -> Result<Ran> {
+pub(crate) fn run(command: &mut Command, stdin: &[u8]) -> Result<CommandResult> {
     let mut child = command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -118,12 +118,12 @@ pub(crate) fn run(command: &mut Command, stdin: &[u8]) -> Result<Ran> {
     let mut input = child.stdin.take().context("stdin")?;
     let pid = Pid::from_raw(child.id().cast_signed()).context("a pid")?;
     let output = std::thread::scope(|scope| {
-        // A program that does not read its input closes it: that is not ours to judge.
+        // A program may close its input without reading it.
         scope.spawn(move || drop(input.write_all(stdin)));
         let (ended, waiting) = mpsc::channel::<()>();
         scope.spawn(move || {
-            if waiting.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
-                // It may have ended in this moment.
+            if waiting.recv_timeout(TIMEOUT) == Err(RecvTimeoutError::Timeout) {
+                // The program may have exited just now.
                 kill_process(pid, Signal::KILL).ok();
             }
         });
@@ -133,16 +133,16 @@ pub(crate) fn run(command: &mut Command, stdin: &[u8]) -> Result<Ran> {
     })?;
     ensure!(
         output.status.signal() != Some(9),
-        "{command:?} did not end within {PATIENCE:?}: {output:?}"
+        "{command:?} did not end within {TIMEOUT:?}: {output:?}"
     );
-    Ok(Ran {
+    Ok(CommandResult {
         code: output.status.code(),
         stdout: output.stdout,
         stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
     })
 }
 
-/// A worker and the command line that talks to it.
+/// A worker and a command line configured for it.
 struct Cli {
     worker: RunningWorker,
     world: World,
@@ -163,15 +163,16 @@ impl Cli {
         Ok(command)
     }
 
-    fn run(&self, arguments: &[impl AsRef<OsStr>]) -> Result<Ran> {
+    fn run(&self, arguments: &[impl AsRef<OsStr>]) -> Result<CommandResult> {
         self.run_with(arguments, b"")
     }
 
-    fn run_with(&self, arguments: &[impl AsRef<OsStr>], stdin: &[u8]) -> Result<Ran> {
+    fn run_with(&self, arguments: &[impl AsRef<OsStr>], stdin: &[u8]) -> Result<CommandResult> {
         run(self.command()?.args(arguments), stdin)
     }
 
-    /// Exit and code of a failure as `--output json` tells it: a problem document on stderr, in one line.
+    /// The exit code and problem code of a failure with `--output json`: a problem document on
+    /// stderr, in one line.
     fn problem(&self, arguments: &[&str]) -> Result<(i32, String)> {
         let ran = self.run(&[&["--output", "json"], arguments].concat())?;
         ensure!(
@@ -197,18 +198,18 @@ impl Cli {
         ))
     }
 
-    /// A new session's id.
+    /// Creates a session and returns its id.
     fn create(&self, arguments: &[&str]) -> Result<String> {
         let printed = self
             .run(&[&["session", "create", "--memory", "256m"], arguments].concat())?
-            .good()?;
+            .success()?;
         Ok(printed.trim_end().to_owned())
     }
 
-    /// What a script in the session prints, which must end well.
+    /// Runs a script in the session, which must succeed, and returns its output.
     fn sh(&self, id: &str, script: &str) -> Result<String> {
         self.run(&["session", "exec", id, "--", "/bin/sh", "-c", script])?
-            .good()
+            .success()
     }
 }
 
@@ -271,7 +272,7 @@ async fn sessions_are_made_listed_shown_ended_and_resumed() -> Result<()> {
         "session", "create", "--memory", "256m", "--id", &other, "--task", task,
     ])?;
     assert_eq!(same.failure(), (64, "session_id_in_use".to_owned()));
-    let table = cli.run(&["session", "show", &id])?.good()?;
+    let table = cli.run(&["session", "show", &id])?.success()?;
     for part in [
         id.as_str(),
         "state       running",
@@ -302,7 +303,7 @@ async fn sessions_are_made_listed_shown_ended_and_resumed() -> Result<()> {
         ),
         (vec![id.clone()], vec![id.clone()], vec![])
     );
-    let table = cli.run(&["session", "list"])?.good()?;
+    let table = cli.run(&["session", "list"])?.success()?;
     assert!(
         table.starts_with("SESSION") && table.lines().count() == 3 && table.contains("team=red"),
         "{table}"
@@ -317,7 +318,7 @@ async fn sessions_are_made_listed_shown_ended_and_resumed() -> Result<()> {
         "a break",
     ])?;
     assert_eq!((ended.code, ended.text().as_str()), (Some(0), ""));
-    assert!(ended.stderr.contains("has ended; workspace"), "{ended:?}");
+    assert!(ended.stderr.contains("; kept workspace"), "{ended:?}");
     assert_eq!(
         cli.run(&["session", "exec", &id, "true"])?.failure(),
         (64, "session_ended".to_owned())
@@ -344,7 +345,7 @@ async fn a_session_that_has_ended_can_be_resumed_with_its_files() -> Result<()> 
     cli.sh(&id, "echo kept > file")?;
     for _ in 0..2 {
         cli.run(&["session", "end", &id, "--keep-workspace"])?
-            .good()?;
+            .success()?;
         let ended = cli.run(&["session", "exec", &id, "true"])?;
         assert!(
             ended.failure() == (64, "session_ended".to_owned())
@@ -354,13 +355,13 @@ async fn a_session_that_has_ended_can_be_resumed_with_its_files() -> Result<()> 
             "{ended:?}"
         );
         assert_eq!(
-            cli.run(&["session", "resume", &id])?.good()?,
+            cli.run(&["session", "resume", &id])?.success()?,
             format!("{id}\n")
         );
         assert_eq!(cli.sh(&id, "cat file")?, "kept\n");
     }
-    // Without its files there is nothing to go on with.
-    cli.run(&["session", "end", &id])?.good()?;
+    // Without its files the session can't be resumed.
+    cli.run(&["session", "end", &id])?.success()?;
     let ended = cli.run(&["session", "exec", &id, "true"])?;
     assert!(
         ended.failure() == (64, "session_ended".to_owned())
@@ -434,7 +435,7 @@ async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<(
     ])?;
     assert_eq!(refused.failure(), (64, "image_not_found".to_owned()));
 
-    // Somebody else's token, nobody there, nothing running.
+    // A wrong token, no listener, no running worker.
     let wrong = run(
         cli.command()?
             .env("CYNODE_TOKEN", "wrong")
@@ -445,13 +446,15 @@ async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<(
     assert!(
         wrong
             .stderr
-            .contains("is a worker, and this is not its token"),
+            .contains("is a worker, and the token is not its token"),
         "{wrong:?}"
     );
     let elsewhere = cli.run(&["task", "list"])?;
     assert!(
         elsewhere.failure() == (64, "not_found".to_owned())
-            && elsewhere.stderr.contains("is a worker, which has sessions"),
+            && elsewhere
+                .stderr
+                .contains("is a worker, which only serves sessions"),
         "{elsewhere:?}"
     );
     let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
@@ -510,13 +513,13 @@ async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<(
 #[tokio::test]
 async fn completions_are_a_script_that_bash_takes() -> Result<()> {
     let world = World::new()?;
-    let script = run(cynode(&world)?.args(["completions", "bash"]), b"")?.good()?;
+    let script = run(cynode(&world)?.args(["completions", "bash"]), b"")?.success()?;
     let check = r#"source /dev/stdin && complete -p cynode && COMP_WORDS=(cynode session sh) COMP_CWORD=2 && _cynode cynode sh session && printf '%s\n' "${COMPREPLY[@]}""#;
     let ran = run(
         Command::new("bash").args(["--norc", "-c", check]),
         script.as_bytes(),
     )?
-    .good()?;
+    .success()?;
     assert!(
         ran.contains("cynode") && ran.contains("\nshell\n") && ran.contains("show"),
         "{ran}"

@@ -1,4 +1,5 @@
-//! What orchestrators rely on in a worker: shown of the real one, and of the simulated one that stands for it in their tests.
+//! The contract that orchestrators rely on, checked on the real worker and on the simulated one
+//! that replaces it in their tests.
 
 mod calls;
 
@@ -11,7 +12,7 @@ use cynode_api::{
     Stream, TaskId, WorkspaceDisposal, WorkspaceRef,
 };
 use cynode_client::{
-    ExecEvent, ExecEvents, JobFilter, OutputQuery, PutOptions, SessionFilter, WorkerClient,
+    ExecEvent, ExecEvents, JobFilter, OutputQuery, PutOptions, SessionClient, SessionFilter,
 };
 use cynode_tests::{
     IMAGE, Options, SimulatedWorker, UNLABELLED, World, eventually, exec, job, session, sh,
@@ -25,13 +26,13 @@ use calls::{
     what_a_call_did_is_in_its_header,
 };
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 const JOBS: &str = "/v1/worker/jobs";
 const SESSIONS: &str = "/v1/worker/sessions";
 
-/// The status and body of a call as it came.
-async fn raw(
-    client: &WorkerClient,
+/// The status and the raw body of a response.
+async fn send_raw(
+    client: &SessionClient,
     method: Method,
     path: &str,
     body: &impl Serialize,
@@ -43,14 +44,14 @@ async fn raw(
     ))
 }
 
-/// The status of a refusal and its code.
-async fn refused(
-    client: &WorkerClient,
+/// The status and the code of a refusal.
+async fn refusal_of(
+    client: &SessionClient,
     method: Method,
     path: &str,
     body: &impl Serialize,
 ) -> Result<(u16, String)> {
-    let (status, body) = raw(client, method, path, body).await?;
+    let (status, body) = send_raw(client, method, path, body).await?;
     Ok((status, body["code"].as_str().unwrap_or_default().to_owned()))
 }
 
@@ -66,14 +67,14 @@ fn text(page: &OutputPage) -> String {
         .collect()
 }
 
-async fn callers_without_the_token_are_refused(client: &WorkerClient) -> Result<()> {
-    let stranger = WorkerClient::new(client.base(), "somebody-elses")?;
+async fn callers_without_the_token_are_refused(client: &SessionClient) -> Result<()> {
+    let stranger = SessionClient::new(client.base(), "somebody-elses")?;
     assert_eq!(
-        refused(&stranger, Method::GET, SESSIONS, &json!({})).await?,
+        refusal_of(&stranger, Method::GET, SESSIONS, &json!({})).await?,
         (401, "unauthorized".to_owned())
     );
     assert_eq!(
-        refused(
+        refusal_of(
             &stranger,
             Method::POST,
             &format!("{JOBS}:run"),
@@ -84,29 +85,35 @@ async fn callers_without_the_token_are_refused(client: &WorkerClient) -> Result<
         401
     );
     assert_eq!(
-        raw(&stranger, Method::GET, "/healthz", &json!({})).await?.0,
+        send_raw(&stranger, Method::GET, "/healthz", &json!({}))
+            .await?
+            .0,
         200
     );
     assert_eq!(
-        raw(&stranger, Method::GET, "/readyz", &json!({})).await?.0,
+        send_raw(&stranger, Method::GET, "/readyz", &json!({}))
+            .await?
+            .0,
         200
     );
     assert_eq!(
-        raw(client, Method::GET, "/v1/worker/weather", &json!({}))
+        send_raw(client, Method::GET, "/v1/worker/weather", &json!({}))
             .await?
             .0,
         404
     );
     assert_eq!(
-        raw(client, Method::DELETE, SESSIONS, &json!({})).await?.0,
+        send_raw(client, Method::DELETE, SESSIONS, &json!({}))
+            .await?
+            .0,
         405
     );
     Ok(())
 }
 
-async fn a_session_is_made_once(client: &WorkerClient) -> Result<()> {
+async fn a_session_is_made_once(client: &SessionClient) -> Result<()> {
     let request = session();
-    let (status, made) = raw(client, Method::POST, SESSIONS, &request).await?;
+    let (status, made) = send_raw(client, Method::POST, SESSIONS, &request).await?;
     let made: Session = serde_json::from_value(made)?;
     assert_eq!(
         (status, made.state, made.session_id, made.task_id),
@@ -125,7 +132,7 @@ async fn a_session_is_made_once(client: &WorkerClient) -> Result<()> {
         ),
         (256 << 20, None, None)
     );
-    let (status, again) = raw(client, Method::POST, SESSIONS, &request).await?;
+    let (status, again) = send_raw(client, Method::POST, SESSIONS, &request).await?;
     let again: Session = serde_json::from_value(again)?;
     assert_eq!(
         (status, again.workspace_id, again.created_at),
@@ -147,20 +154,20 @@ async fn a_session_is_made_once(client: &WorkerClient) -> Result<()> {
     ];
     for other in others {
         assert_eq!(
-            refused(client, Method::POST, SESSIONS, &other).await?,
+            refusal_of(client, Method::POST, SESSIONS, &other).await?,
             (409, "session_id_in_use".to_owned())
         );
     }
     client
         .end_session(request.session_id, &SessionEnd::default())
         .await?;
-    // Its id stays its own.
-    let (status, ended) = raw(client, Method::POST, SESSIONS, &request).await?;
+    // The id stays taken.
+    let (status, ended) = send_raw(client, Method::POST, SESSIONS, &request).await?;
     assert_eq!((status, ended["state"].as_str()), (200, Some("ended")));
     Ok(())
 }
 
-async fn bad_requests_make_nothing(client: &WorkerClient) -> Result<()> {
+async fn bad_requests_make_nothing(client: &SessionClient) -> Result<()> {
     let request = session();
     let with = |name: &str, value: Value| {
         let mut body = serde_json::to_value(&request).expect("requests serialise");
@@ -187,7 +194,7 @@ async fn bad_requests_make_nothing(client: &WorkerClient) -> Result<()> {
         ),
     ] {
         assert_eq!(
-            refused(client, Method::POST, SESSIONS, &body).await?,
+            refusal_of(client, Method::POST, SESSIONS, &body).await?,
             (expected.0, expected.1.to_owned()),
             "{body}"
         );
@@ -204,7 +211,7 @@ async fn bad_requests_make_nothing(client: &WorkerClient) -> Result<()> {
             (Method::POST, "/resume"),
             (Method::GET, "/execs"),
         ] {
-            let outcome = refused(
+            let outcome = refusal_of(
                 client,
                 method,
                 &format!("{SESSIONS}/{id}{rest}"),
@@ -217,8 +224,8 @@ async fn bad_requests_make_nothing(client: &WorkerClient) -> Result<()> {
     Ok(())
 }
 
-/// More than any machine of these tests has.
-async fn limits_beyond_the_node_are_refused_by_name(client: &WorkerClient) -> Result<()> {
+/// More than any test machine has.
+async fn limits_beyond_the_node_are_refused_by_name(client: &SessionClient) -> Result<()> {
     for (limit, value) in [
         ("memory_bytes", json!(1_u64 << 45)),
         ("cpus", json!(1_000)),
@@ -233,7 +240,7 @@ async fn limits_beyond_the_node_are_refused_by_name(client: &WorkerClient) -> Re
             (SESSIONS.to_owned(), body),
             (format!("{JOBS}:run"), command),
         ] {
-            let (status, refused) = raw(client, Method::POST, &path, &body).await?;
+            let (status, refused) = send_raw(client, Method::POST, &path, &body).await?;
             let detail = refused["detail"].as_str().unwrap_or_default();
             assert_eq!(
                 (status, refused["code"].as_str()),
@@ -255,7 +262,7 @@ async fn limits_beyond_the_node_are_refused_by_name(client: &WorkerClient) -> Re
     Ok(())
 }
 
-async fn sessions_are_listed_by_what_they_are(client: &WorkerClient) -> Result<()> {
+async fn sessions_are_listed_by_what_they_are(client: &SessionClient) -> Result<()> {
     let task = TaskId::generate();
     let request = |colour: &str| {
         let mut request = SessionCreate {
@@ -309,16 +316,18 @@ async fn sessions_are_listed_by_what_they_are(client: &WorkerClient) -> Result<(
         ),
         (vec![red.session_id], vec![blue.session_id])
     );
-    let (_, first) = raw(
+    let (_, first) = send_raw(
         client,
         Method::GET,
         &format!("{SESSIONS}?task_id={task}&limit=1"),
         &json!({}),
     )
     .await?;
-    let cursor = first["next_cursor"].as_str().context("there is more")?;
+    let cursor = first["next_cursor"]
+        .as_str()
+        .context("there is another page")?;
     assert_eq!(first["items"][0]["session_id"], json!(red.session_id));
-    let (_, second) = raw(
+    let (_, second) = send_raw(
         client,
         Method::GET,
         &format!("{SESSIONS}?task_id={task}&limit=1&cursor={cursor}"),
@@ -330,7 +339,7 @@ async fn sessions_are_listed_by_what_they_are(client: &WorkerClient) -> Result<(
         (&json!(blue.session_id), &Value::Null)
     );
     assert_eq!(
-        refused(
+        refusal_of(
             client,
             Method::GET,
             &format!("{SESSIONS}?limit=0"),
@@ -377,7 +386,7 @@ async fn sessions_are_listed_by_what_they_are(client: &WorkerClient) -> Result<(
     Ok(())
 }
 
-async fn an_end_is_an_end_however_often(client: &WorkerClient) -> Result<()> {
+async fn an_end_is_an_end_however_often(client: &SessionClient) -> Result<()> {
     let request = session();
     let id = client.create_session(&request).await?.session_id;
     let running = client
@@ -433,7 +442,7 @@ async fn an_end_is_an_end_however_often(client: &WorkerClient) -> Result<()> {
             json!({ "signal": "TERM" })
         };
         assert_eq!(
-            refused(client, method, &format!("{SESSIONS}/{id}{rest}"), &body).await?,
+            refusal_of(client, method, &format!("{SESSIONS}/{id}{rest}"), &body).await?,
             (410, "session_ended".to_owned()),
             "{rest}"
         );
@@ -443,7 +452,7 @@ async fn an_end_is_an_end_however_often(client: &WorkerClient) -> Result<()> {
         Some(ErrorCode::SessionEnded)
     );
     assert_eq!(
-        refused(
+        refusal_of(
             client,
             Method::POST,
             &format!("{SESSIONS}/{id}/resume"),
@@ -451,12 +460,12 @@ async fn an_end_is_an_end_however_often(client: &WorkerClient) -> Result<()> {
         )
         .await?,
         (409, "not_resumable".to_owned()),
-        "its files are gone"
+        "the session's files are gone"
     );
     Ok(())
 }
 
-async fn a_kept_workspace_is_used_again_by_its_own_task(client: &WorkerClient) -> Result<()> {
+async fn a_kept_workspace_is_used_again_by_its_own_task(client: &SessionClient) -> Result<()> {
     let keep = SessionEnd {
         workspace: Some(WorkspaceDisposal::Keep),
         ..Default::default()
@@ -498,7 +507,7 @@ async fn a_kept_workspace_is_used_again_by_its_own_task(client: &WorkerClient) -
         Some(ErrorCode::WorkspaceInUse)
     );
     client.end_session(second.session_id, &keep).await?;
-    let (status, resumed) = raw(
+    let (status, resumed) = send_raw(
         client,
         Method::POST,
         &format!("{SESSIONS}/{}/resume", second.session_id),
@@ -517,7 +526,7 @@ async fn a_kept_workspace_is_used_again_by_its_own_task(client: &WorkerClient) -
         "kept\n"
     );
     assert_eq!(
-        raw(
+        send_raw(
             client,
             Method::POST,
             &format!("{SESSIONS}/{}/resume", second.session_id),
@@ -533,7 +542,7 @@ async fn a_kept_workspace_is_used_again_by_its_own_task(client: &WorkerClient) -
     Ok(())
 }
 
-async fn a_command_runs_once_by_its_id(client: &WorkerClient) -> Result<()> {
+async fn a_command_runs_once_by_its_id(client: &SessionClient) -> Result<()> {
     let id = client.create_session(&session()).await?.session_id;
     let request = cynode_api::ExecRequest {
         exec_id: Some(ExecId::generate()),
@@ -588,7 +597,7 @@ async fn a_command_runs_once_by_its_id(client: &WorkerClient) -> Result<()> {
         code(client.get_exec(id, ExecId::generate()).await),
         Some(ErrorCode::ExecNotFound)
     );
-    let (status, problem) = raw(
+    let (status, problem) = send_raw(
         client,
         Method::POST,
         &format!("{SESSIONS}/{id}/exec"),
@@ -611,14 +620,14 @@ async fn a_command_runs_once_by_its_id(client: &WorkerClient) -> Result<()> {
     Ok(())
 }
 
-async fn a_command_in_the_background_is_followed_and_ended(client: &WorkerClient) -> Result<()> {
+async fn a_command_in_the_background_is_followed_and_ended(client: &SessionClient) -> Result<()> {
     let id = client.create_session(&session()).await?.session_id;
     let request = cynode_api::ExecRequest {
         background: true,
         timeout_ms: 0,
         ..sh("echo begun; sleep 600")
     };
-    let (status, accepted) = raw(
+    let (status, accepted) = send_raw(
         client,
         Method::POST,
         &format!("{SESSIONS}/{id}/exec"),
@@ -658,12 +667,12 @@ async fn a_command_in_the_background_is_followed_and_ended(client: &WorkerClient
             },
         )
         .await?;
-    let exit = last.exit.context("it has ended")?;
+    let exit = last.exit.context("the session has ended")?;
     assert_eq!(
         (exit.exit_code, exit.signal.as_deref()),
         (None, Some("TERM"))
     );
-    // What it started may take a moment longer than itself.
+    // Child processes may outlive the command by a moment.
     let gone = async || {
         Ok(code(
             client
@@ -671,7 +680,7 @@ async fn a_command_in_the_background_is_followed_and_ended(client: &WorkerClient
                 .await,
         ) == Some(ErrorCode::ExecEnded))
     };
-    eventually("nothing of it is left to signal", PATIENCE, gone).await?;
+    eventually("no process is left to signal", TIMEOUT, gone).await?;
     let late = client
         .exec(
             id,
@@ -695,7 +704,7 @@ async fn a_command_in_the_background_is_followed_and_ended(client: &WorkerClient
         )
         .await?;
     client.signal_session(id, SignalName::KILL).await?;
-    eventually("nothing runs any more", PATIENCE, async || {
+    eventually("no command runs", TIMEOUT, async || {
         Ok(client.get_session(id).await?.running_execs == 0)
     })
     .await?;
@@ -703,7 +712,7 @@ async fn a_command_in_the_background_is_followed_and_ended(client: &WorkerClient
     Ok(())
 }
 
-/// The text of each stream, and whether it ended.
+/// The text of each stream, and whether the command ended.
 async fn follow(mut events: ExecEvents) -> Result<(Option<ExecId>, String, String, Option<i32>)> {
     let (mut start, mut stdout, mut stderr, mut last_seq) = (None, String::new(), String::new(), 0);
     while let Some(event) = events.next().await? {
@@ -724,16 +733,16 @@ async fn follow(mut events: ExecEvents) -> Result<(Option<ExecId>, String, Strin
             ExecEvent::Exit(exit) => return Ok((start, stdout, stderr, exit.exit_code)),
         }
     }
-    anyhow::bail!("it ended without an exit")
+    anyhow::bail!("the stream ended without an exit")
 }
 
-async fn output_streams_and_is_read_again_from_any_place(client: &WorkerClient) -> Result<()> {
+async fn output_streams_and_is_read_again_from_any_place(client: &SessionClient) -> Result<()> {
     let id = client.create_session(&session()).await?.session_id;
     let request = cynode_api::ExecRequest {
         exec_id: Some(ExecId::generate()),
         ..sh("echo one; echo two >&2; echo three; exit 4")
     };
-    let exec_id = request.exec_id.expect("it has one");
+    let exec_id = request.exec_id.expect("the request has an id");
     let (start, stdout, stderr, exit) = follow(client.exec_stream(id, &request).await?).await?;
     assert_eq!(
         (start, stdout.as_str(), stderr.as_str(), exit),
@@ -751,7 +760,7 @@ async fn output_streams_and_is_read_again_from_any_place(client: &WorkerClient) 
             && all.lost_before_seq.is_none(),
         "{all:?}"
     );
-    // One piece at a time.
+    // One chunk at a time.
     let mut read = OutputPage {
         chunks: Vec::new(),
         next_seq: 0,
@@ -780,7 +789,7 @@ async fn output_streams_and_is_read_again_from_any_place(client: &WorkerClient) 
         };
     }
     assert_eq!(read.chunks, all.chunks);
-    // A stream that goes on has no start.
+    // A resumed stream has no start event.
     let (start, rest, _, exit) =
         follow(client.exec_output_stream(id, exec_id, all.next_seq).await?).await?;
     assert_eq!((start, rest.as_str(), exit), (None, "", Some(4)));
@@ -812,7 +821,7 @@ async fn output_streams_and_is_read_again_from_any_place(client: &WorkerClient) 
             },
         )
         .await?;
-    let first = page.lost_before_seq.context("more than is kept")?;
+    let first = page.lost_before_seq.context("more than the worker keeps")?;
     ensure!(
         first > 1 && page.chunks[0].seq == first && page.next_seq == first && page.exit.is_none(),
         "{page:?}"
@@ -836,7 +845,7 @@ async fn output_streams_and_is_read_again_from_any_place(client: &WorkerClient) 
     Ok(())
 }
 
-async fn files_are_written_whole_and_by_condition(client: &WorkerClient) -> Result<()> {
+async fn files_are_written_whole_and_by_condition(client: &SessionClient) -> Result<()> {
     let id = client.create_session(&session()).await?.session_id;
     let path = Path::new("some/where/file");
     let new = PutOptions {
@@ -913,11 +922,11 @@ async fn files_are_written_whole_and_by_condition(client: &WorkerClient) -> Resu
 }
 
 async fn a_job_runs_once_and_its_result_waits_to_be_acknowledged(
-    client: &WorkerClient,
+    client: &SessionClient,
 ) -> Result<()> {
     let request = job("echo out; echo err >&2; exit 3");
     let id = request.job_id;
-    let (status, body) = raw(client, Method::POST, &format!("{JOBS}:run"), &request).await?;
+    let (status, body) = send_raw(client, Method::POST, &format!("{JOBS}:run"), &request).await?;
     let first: Job = serde_json::from_value(body)?;
     assert_eq!(
         (
@@ -965,7 +974,7 @@ async fn a_job_runs_once_and_its_result_waits_to_be_acknowledged(
         },
     ] {
         assert_eq!(
-            refused(client, Method::POST, &format!("{JOBS}:run"), &other).await?,
+            refusal_of(client, Method::POST, &format!("{JOBS}:run"), &other).await?,
             (409, "job_id_in_use".to_owned())
         );
     }
@@ -985,7 +994,7 @@ async fn a_job_runs_once_and_its_result_waits_to_be_acknowledged(
     assert_eq!(
         client.stop_job(request.task_id, id).await?.state,
         JobState::Failed,
-        "it stays as it ended"
+        "a final state doesn't change"
     );
     let filter = JobFilter {
         task_id: Some(request.task_id),
@@ -1012,7 +1021,7 @@ async fn a_job_runs_once_and_its_result_waits_to_be_acknowledged(
 
     for _ in 0..2 {
         assert_eq!(
-            raw(
+            send_raw(
                 client,
                 Method::POST,
                 &format!("{JOBS}/{id}/ack"),
@@ -1038,7 +1047,7 @@ async fn a_job_runs_once_and_its_result_waits_to_be_acknowledged(
         Some(ErrorCode::OutputExpired)
     );
     assert_eq!(client.list_jobs(&filter).await?, []);
-    // A request that comes late runs nothing.
+    // A request that arrives after the stop runs nothing.
     assert_eq!(client.run_job_async(&request).await?, known);
     let other = JobRun {
         sandbox: job("exit 4").sandbox,
@@ -1051,7 +1060,7 @@ async fn a_job_runs_once_and_its_result_waits_to_be_acknowledged(
     Ok(())
 }
 
-async fn a_job_is_handed_over_and_stopped(client: &WorkerClient) -> Result<()> {
+async fn a_job_is_handed_over_and_stopped(client: &SessionClient) -> Result<()> {
     let request = job("echo begun; sleep 600; echo never");
     let id = request.job_id;
     let answer = client
@@ -1081,7 +1090,7 @@ async fn a_job_is_handed_over_and_stopped(client: &WorkerClient) -> Result<()> {
             },
         )
         .await?;
-    // Output may be waited for once more: the wait for the start counts too.
+    // The read may time out once: the wait includes the start.
     let page = if page.chunks.is_empty() {
         client
             .job_output(
@@ -1109,7 +1118,7 @@ async fn a_job_is_handed_over_and_stopped(client: &WorkerClient) -> Result<()> {
         (JobState::InProgress, "", true)
     );
     assert_eq!(
-        refused(
+        refusal_of(
             client,
             Method::POST,
             &format!("{JOBS}/{id}/ack"),
@@ -1147,14 +1156,14 @@ async fn a_job_is_handed_over_and_stopped(client: &WorkerClient) -> Result<()> {
         Some(ErrorCode::JobNotFound)
     );
     assert_eq!(
-        refused(client, Method::GET, &format!("{JOBS}/nonsense"), &json!({})).await?,
+        refusal_of(client, Method::GET, &format!("{JOBS}/nonsense"), &json!({})).await?,
         (404, "job_not_found".to_owned())
     );
     Ok(())
 }
 
 async fn a_job_that_is_stopped_before_its_request_comes_never_runs(
-    client: &WorkerClient,
+    client: &SessionClient,
 ) -> Result<()> {
     let request = job("echo ran");
     let stopped = client.stop_job(request.task_id, request.job_id).await?;
@@ -1213,15 +1222,16 @@ async fn a_job_that_is_stopped_before_its_request_comes_never_runs(
     Ok(())
 }
 
-async fn what_is_wrong_with_a_job_is_its_own_failure(client: &WorkerClient) -> Result<()> {
+async fn what_is_wrong_with_a_job_is_its_own_failure(client: &SessionClient) -> Result<()> {
     let mut no_image = job("exit 0");
     "localhost/no/such:image".clone_into(&mut no_image.sandbox.image_ref);
     let mut no_program = job("");
     no_program.sandbox.command = vec!["no-such-program".to_owned()];
     for (request, expected) in [(no_image, "image_not_found"), (no_program, "exec_failed")] {
-        let (status, body) = raw(client, Method::POST, &format!("{JOBS}:run"), &request).await?;
+        let (status, body) =
+            send_raw(client, Method::POST, &format!("{JOBS}:run"), &request).await?;
         let ended: Job = serde_json::from_value(body)?;
-        let error = ended.error.context("it says why")?;
+        let error = ended.error.context("the error has a reason")?;
         assert_eq!(
             (status, ended.state, ended.exit_code, error.code.as_str()),
             (200, JobState::Failed, None, expected)
@@ -1240,7 +1250,7 @@ async fn what_is_wrong_with_a_job_is_its_own_failure(client: &WorkerClient) -> R
         (JobState::Timeout, "begun\n", None)
     );
     client.ack_job(late.job_id).await?;
-    // Any image will do for a plain command.
+    // A plain command runs on any image.
     let mut plain = job("exit 0");
     UNLABELLED.clone_into(&mut plain.sandbox.image_ref);
     assert_eq!(client.run_job(&plain).await?.state, JobState::Completed);
@@ -1248,7 +1258,7 @@ async fn what_is_wrong_with_a_job_is_its_own_failure(client: &WorkerClient) -> R
     let mut empty = job("");
     empty.sandbox.command = Vec::new();
     assert_eq!(
-        refused(client, Method::POST, &format!("{JOBS}:run"), &empty).await?,
+        refusal_of(client, Method::POST, &format!("{JOBS}:run"), &empty).await?,
         (400, "invalid_request".to_owned())
     );
     let old = JobRun {
@@ -1256,14 +1266,14 @@ async fn what_is_wrong_with_a_job_is_its_own_failure(client: &WorkerClient) -> R
         ..job("exit 0")
     };
     assert_eq!(
-        refused(client, Method::POST, &format!("{JOBS}:run"), &old).await?,
+        refusal_of(client, Method::POST, &format!("{JOBS}:run"), &old).await?,
         (422, "unsupported_version".to_owned())
     );
     Ok(())
 }
 
-/// All of it, each part with sessions and jobs of its own.
-async fn it_holds(client: &WorkerClient) -> Result<()> {
+/// The whole contract; each part uses its own sessions and jobs.
+async fn it_holds(client: &SessionClient) -> Result<()> {
     macro_rules! hold {
         ($($part:ident),+ $(,)?) => { $($part(client).await.context(stringify!($part))?;)+ };
     }
@@ -1291,6 +1301,7 @@ async fn it_holds(client: &WorkerClient) -> Result<()> {
 }
 
 #[tokio::test]
+// invariant: api-boundaries
 async fn the_real_worker_holds_the_contract() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
@@ -1300,6 +1311,7 @@ async fn the_real_worker_holds_the_contract() -> Result<()> {
 }
 
 #[tokio::test]
+// invariant: api-boundaries
 async fn the_simulated_worker_holds_the_contract() -> Result<()> {
     let worker = SimulatedWorker::start("simulated", &[IMAGE, UNLABELLED]).await?;
     it_holds(&worker.client()?).await

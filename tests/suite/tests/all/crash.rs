@@ -1,4 +1,4 @@
-//! Processes are killed at bad moments; nothing is lost and nothing is left.
+//! Processes are killed at inconvenient moments; nothing is lost and nothing is left behind.
 
 mod kills;
 
@@ -6,7 +6,7 @@ use std::{collections::HashSet, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{ErrorCode, ExecId, ExecRequest, ExecState, SessionEnd, SessionId, SessionState};
-use cynode_client::{OutputQuery, SessionFilter, WorkerClient};
+use cynode_client::{OutputQuery, SessionClient, SessionFilter};
 use cynode_tests::{Options, World, eventually, exec, session, sh};
 
 fn background(script: &str) -> ExecRequest {
@@ -17,7 +17,8 @@ fn background(script: &str) -> ExecRequest {
     }
 }
 
-/// Reads pages of a counter's output until it has passed `until`; checks that no line is missing or doubled.
+/// Reads pages of a counter's output until it has passed `until`; checks that no line is missing or
+/// duplicated.
 struct Counter {
     session: SessionId,
     exec: ExecId,
@@ -26,7 +27,7 @@ struct Counter {
 }
 
 impl Counter {
-    async fn read_past(&mut self, client: &WorkerClient, until: u64) -> Result<()> {
+    async fn read_past(&mut self, client: &SessionClient, until: u64) -> Result<()> {
         let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
         while self.last() <= until {
             let page = client
@@ -65,7 +66,7 @@ impl Counter {
     }
 
     fn lines(&self) -> impl Iterator<Item = u64> {
-        // The last line may still be cut.
+        // The last line may be incomplete.
         let whole = self.text.rfind('\n').map_or("", |end| &self.text[..end]);
         whole.lines().map(|line| line.parse().expect("a number"))
     }
@@ -75,11 +76,12 @@ impl Counter {
     }
 }
 
-// The script counts without a pause that a test would have to wait for, but slowly enough to read along.
+// The script counts fast enough that tests need not wait for it, and slowly enough to follow.
 const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i; sleep 0.02; done";
 
 // proves: REQ-SANDBX-0121
 #[tokio::test]
+// invariant: nothing-lost
 async fn twenty_sessions_survive_the_death_of_the_worker_without_a_gap_in_their_output()
 -> Result<()> {
     let world = World::new()?;
@@ -140,6 +142,7 @@ async fn twenty_sessions_survive_the_death_of_the_worker_without_a_gap_in_their_
 }
 
 #[tokio::test]
+// invariant: nothing-lost
 async fn output_written_while_the_worker_is_away_is_kept_and_the_exit_too() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
@@ -149,12 +152,13 @@ async fn output_written_while_the_worker_is_away_is_kept_and_the_exit_too() -> R
         background: true,
         timeout_ms: 60_000,
         ..sh(
-            "read go < fifo; head -c 300000 /dev/zero | tr '\\0' x; echo end; echo done > done; exit 9",
+            "read go < fifo; head -c 300000 /dev/zero | tr '\\0' x; echo end; echo done > done; \
+             exit 9",
         )
     };
     client.exec(session, &exec(["mkfifo", "fifo"])).await?;
     let exec_id = client.exec_background(session, &request).await?.exec_id;
-    // Answered by a second command, which the agent runs on while the worker is dead.
+    // A second command answers, which the agent keeps running while the worker is dead.
     client
         .exec_background(
             session,
@@ -169,7 +173,7 @@ async fn output_written_while_the_worker_is_away_is_kept_and_the_exit_too() -> R
     worker.kill()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
-    eventually("it exits", Duration::from_secs(30), async || {
+    eventually("the command exits", Duration::from_secs(30), async || {
         Ok(client.get_exec(session, exec_id).await?.state == ExecState::Exited)
     })
     .await?;
@@ -194,6 +198,7 @@ async fn output_written_while_the_worker_is_away_is_kept_and_the_exit_too() -> R
 }
 
 #[tokio::test]
+// invariant: nothing-lost
 async fn an_answered_exec_is_still_there_after_the_worker_died() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
@@ -228,13 +233,24 @@ async fn a_hundred_sessions_at_once_answer_and_leave_nothing() -> Result<()> {
             let request = session();
             let mut made = client.create_session(&request).await?;
             while made.state == SessionState::Creating {
-                // The same request again waits again.
+                // An identical request waits again.
                 made = client.create_session(&request).await?;
             }
             let id = made.session_id;
             for round in 0..20 {
-                let result = client.exec(id, &sh(&format!("echo $CYNODE_SESSION_ID {round}; echo {round} >> rounds; wc -l < rounds"))).await?;
-                ensure!(result.stdout == format!("{id} {round}\n{}\n", round + 1), "{result:?}");
+                let result = client
+                    .exec(
+                        id,
+                        &sh(&format!(
+                            "echo $CYNODE_SESSION_ID {round}; echo \
+                             {round} >> rounds; wc -l < rounds"
+                        )),
+                    )
+                    .await?;
+                ensure!(
+                    result.stdout == format!("{id} {round}\n{}\n", round + 1),
+                    "{result:?}"
+                );
             }
             client.end_session(id, &SessionEnd::default()).await?;
             Ok(made.workspace_id)
@@ -254,6 +270,7 @@ async fn a_hundred_sessions_at_once_answer_and_leave_nothing() -> Result<()> {
 }
 
 #[tokio::test]
+// invariant: nothing-lost
 async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_session()
 -> Result<()> {
     let world = World::new()?;
@@ -278,10 +295,14 @@ async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_
                 }
             });
         }
-        // A moment that differs from round to round: after so many of them are known.
-        eventually("some are under way", Duration::from_secs(30), async || {
-            Ok(client.list_sessions(&SessionFilter::default()).await?.len() > before + round)
-        })
+        // The moment differs from round to round: after `round` sessions are known.
+        eventually(
+            "some sessions are being created",
+            Duration::from_secs(30),
+            async || {
+                Ok(client.list_sessions(&SessionFilter::default()).await?.len() > before + round)
+            },
+        )
         .await?;
         worker.kill()?;
         calls.join_all().await;
@@ -295,7 +316,8 @@ async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_
             .stdout,
         "alive\n"
     );
-    // Every request repeated gives its session, none of them twice, and only live ones have a container.
+    // Every repeated request returns its session, no session exists twice, and only live sessions
+    // have containers.
     for request in &asked {
         match client.create_session(request).await {
             Ok(session) => ensure!(
@@ -321,13 +343,14 @@ async fn a_worker_killed_in_every_phase_loses_no_session_and_mixes_up_none() -> 
     kills::kill_again_and_again(5).await
 }
 
-/// `make soak`.
+/// Run by `make soak`.
 #[tokio::test]
 async fn soak_the_worker_is_killed_fifty_times() -> Result<()> {
     kills::kill_again_and_again(50).await
 }
 
 #[tokio::test]
+// invariant: nothing-lost
 async fn containers_that_vanished_with_a_reboot_leave_sessions_that_can_be_resumed() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
@@ -341,7 +364,7 @@ async fn containers_that_vanished_with_a_reboot_leave_sessions_that_can_be_resum
         .await?
         .exec_id;
     worker.kill()?;
-    // As after a reboot: the containers are there, none of them runs.
+    // The state after a reboot: the containers exist, but none runs.
     let stopped = world.podman().args(["kill", "--all"]).output()?;
     ensure!(stopped.status.success(), "{stopped:?}");
     let mut worker = world.worker(&Options::default()).await?;
@@ -394,6 +417,7 @@ async fn stopping_the_worker_keeps_the_sandboxes_and_the_next_one_takes_them_up(
 }
 
 #[tokio::test]
+// invariant: deadlines
 async fn a_podman_service_that_hangs_or_dies_is_replaced() -> Result<()> {
     let world = World::new()?;
     let worker = world

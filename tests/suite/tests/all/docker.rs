@@ -1,4 +1,4 @@
-//! What is Docker's own: its map of ids, and what must be allowed by name because of it.
+//! What is specific to Docker: its id mapping, and what must be allowed by name because of it.
 
 use std::{process::Command, time::Duration};
 
@@ -7,7 +7,7 @@ use cynode_api::{ErrorCode, Unenforced};
 use cynode_tests::{Engine, IMAGE, OTHER_RUNTIME, Options, World, session, sh};
 use serde_json::Value;
 
-/// What `cynode doctor` says of one thing, and whether it is content with all of them.
+/// The result of one check of `cynode doctor`, and whether all checks passed.
 fn doctor(world: &World, options: &Options) -> Result<(Value, bool)> {
     let mut command = Command::new(World::cynode()?);
     command
@@ -32,7 +32,7 @@ fn check<'a>(report: &'a Value, name: &str) -> Result<&'a Value> {
         .with_context(|| format!("no check '{name}' in {report}"))
 }
 
-/// A worker that must not start, and what it says.
+/// Starts a worker that must refuse to start, and returns its message.
 async fn refusal(world: &World, options: &Options) -> Result<String> {
     let mut worker = world.start_worker(options)?;
     ensure!(
@@ -45,19 +45,20 @@ async fn refusal(world: &World, options: &Options) -> Result<String> {
 }
 
 #[tokio::test]
+// invariant: host-ids
 async fn ids_that_sandboxes_share_must_be_allowed_by_name() -> Result<()> {
     let world = World::on(Engine::Docker).await?;
     let strict = Options::default().set("allow_unenforced", "[\"disk\"]");
-    let said = refusal(&world, &strict).await?;
+    let message = refusal(&world, &strict).await?;
     assert!(
-        said.contains(r#"worker.allow_unenforced = ["disk","id_range"]"#),
-        "{said}"
+        message.contains(r#"worker.allow_unenforced = ["disk","id_range"]"#),
+        "{message}"
     );
     assert!(world.containers()?.is_empty());
-    let (report, well) = doctor(&world, &strict)?;
+    let (report, all_passed) = doctor(&world, &strict)?;
     let ids = check(&report, "user namespace")?;
     assert!(
-        !well
+        !all_passed
             && ids["status"] == "problem"
             && ids["fix"]
                 .as_str()
@@ -68,19 +69,20 @@ async fn ids_that_sandboxes_share_must_be_allowed_by_name() -> Result<()> {
 }
 
 #[tokio::test]
+// invariant: host-ids
 async fn without_a_map_of_ids_docker_must_be_allowed_by_name() -> Result<()> {
     let world = World::on(Engine::DockerUnmapped).await?;
-    let said = refusal(
+    let message = refusal(
         &world,
         &Options::default().set("allow_unenforced", "[\"id_range\"]"),
     )
     .await?;
     assert!(
-        said.contains("apart from the host's") && said.contains(r#"["userns","id_range"]"#),
-        "{said}"
+        message.contains("from the host's") && message.contains(r#"["userns","id_range"]"#),
+        "{message}"
     );
 
-    // The world's own setting allows both.
+    // The world's default setting allows both.
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let made = client.create_session(&session()).await?;
@@ -104,10 +106,10 @@ async fn without_a_map_of_ids_docker_must_be_allowed_by_name() -> Result<()> {
 }
 
 #[tokio::test]
-async fn doctor_says_what_docker_is_like_and_whether_the_oci_runtime_is_there() -> Result<()> {
+async fn doctor_reports_dockers_features_and_the_oci_runtime() -> Result<()> {
     let world = World::on(Engine::Docker).await?;
-    let (report, well) = doctor(&world, &Options::default())?;
-    assert!(well, "{report}");
+    let (report, all_passed) = doctor(&world, &Options::default())?;
+    assert!(all_passed, "{report}");
     for (name, words) in [
         ("container engine", "Docker "),
         ("user namespace", "userns-remap"),
@@ -131,25 +133,25 @@ async fn doctor_says_what_docker_is_like_and_whether_the_oci_runtime_is_there() 
         "the trial's container is left"
     );
 
-    let (report, well) = doctor(&world, &Options::default().set("oci_runtime", "\"runsc\""))?;
+    let (report, all_passed) = doctor(&world, &Options::default().set("oci_runtime", "\"runsc\""))?;
     let runtime = check(&report, "OCI runtime")?;
     assert!(
-        !well
+        !all_passed
             && runtime["status"] == "problem"
             && runtime["detail"]
                 .as_str()
                 .is_some_and(|detail| detail.contains("runsc")),
         "{runtime}"
     );
-    let said = refusal(&world, &Options::default().set("oci_runtime", "\"runsc\"")).await?;
-    assert!(said.contains("'runsc'"), "{said}");
+    let message = refusal(&world, &Options::default().set("oci_runtime", "\"runsc\"")).await?;
+    assert!(message.contains("'runsc'"), "{message}");
 
-    let (report, well) = doctor(
+    let (report, all_passed) = doctor(
         &world,
         &Options::default().set("docker_socket", "\"/nowhere/sock\""),
     )?;
     assert!(
-        !well && check(&report, "container engine")?["status"] == "problem",
+        !all_passed && check(&report, "container engine")?["status"] == "problem",
         "{report}"
     );
     Ok(())
@@ -181,10 +183,10 @@ async fn an_oci_runtime_by_name_is_what_runs_the_sandboxes() -> Result<()> {
 #[tokio::test]
 async fn an_oci_runtime_named_to_podman_is_looked_for() -> Result<()> {
     let world = World::new()?;
-    let (report, well) = doctor(&world, &Options::default().set("oci_runtime", "\"runsc\""))?;
+    let (report, all_passed) = doctor(&world, &Options::default().set("oci_runtime", "\"runsc\""))?;
     let runtime = check(&report, "OCI runtime")?;
     assert!(
-        !well
+        !all_passed
             && runtime["status"] == "problem"
             && runtime["detail"]
                 .as_str()
@@ -200,15 +202,15 @@ async fn a_name_that_no_limit_has_can_not_be_allowed() -> Result<()> {
     let mut worker =
         world.start_worker(&Options::default().set("allow_unenforced", "[\"everything\"]"))?;
     assert_eq!(worker.wait(Duration::from_secs(60)).await?.code(), Some(64));
-    let said = fs_err::read_to_string(world.directory().join("worker.log"))?;
+    let message = fs_err::read_to_string(world.directory().join("worker.log"))?;
     assert!(
-        said.contains("worker.allow_unenforced") && said.contains("id_range"),
-        "{said}"
+        message.contains("worker.allow_unenforced") && message.contains("id_range"),
+        "{message}"
     );
     Ok(())
 }
 
-/// Makes an image that declares a volume.
+/// Builds an image that declares a volume.
 async fn image_with_volume(world: &World, name: &str, path: &str) -> Result<()> {
     let client = reqwest::Client::builder()
         .unix_socket(world.docker_socket())
@@ -259,7 +261,7 @@ async fn a_volume_that_an_image_declares_is_no_place_to_write() -> Result<()> {
         .await?;
     assert_eq!(looked.stdout, "tmpfs\nclosed\n", "{looked:?}");
 
-    // One within what is mounted would be made within the caller's files.
+    // A volume below a mount would be created within the caller's files.
     image_with_volume(&world, "localhost/cynode/within", "/workspace/within").await?;
     let mut request = session();
     "localhost/cynode/within:latest".clone_into(&mut request.image_ref);

@@ -1,8 +1,9 @@
-//! Hostile code inside, on every runtime that we support: whatever it tries, neither the host, nor another sandbox, nor the
-//! worker's service to others is touched.
+//! Hostile code on every supported runtime: it must not affect the host, another sandbox, or the
+//! worker's service to others.
 //!
-//! Tried elsewhere, and not again here: diffs (`files/patches.rs`) and archives (`files/archives.rs`) that lead out of the
-//! workspace, frames that lie to the agent (`agent.rs`), subreapers that are killed and deadlines that are evaded (`execs.rs`).
+//! Covered elsewhere: diffs (`files/patches.rs`) and archives (`files/archives.rs`) that lead out
+//! of the workspace, forged frames to the agent (`agent.rs`), killed subreapers and evaded
+//! deadlines (`execs.rs`).
 
 mod arena;
 mod bombs;

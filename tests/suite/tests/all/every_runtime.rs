@@ -1,4 +1,5 @@
-//! What a sandbox is, on every runtime: the same session, the same commands and files, the same walls.
+//! The properties of a sandbox on every runtime: sessions, commands, files and isolation are the
+//! same.
 
 use std::{path::Path, time::Duration};
 
@@ -18,10 +19,12 @@ on_every_runtime!(
     a_sandbox_sees_nothing_of_the_host,
     an_images_config_decides_nothing,
     a_terminal_opens_and_takes_input,
-    what_is_unenforced_is_said,
+    unenforced_limits_are_reported,
     a_job_runs_and_its_result_waits,
 );
 
+// proves: ISC-07
+// part of: CYNAI.SANDBX.RuntimeContractBaseline
 async fn a_session_runs_commands_keeps_files_and_ends(world: World) -> Result<()> {
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -67,7 +70,7 @@ async fn a_session_runs_commands_keeps_files_and_ends(world: World) -> Result<()
         Some(b"kept\n".as_slice())
     );
 
-    // Kept at its end and mounted again, it is the same and still the sandbox's own.
+    // A workspace that is kept and mounted again has the same files and the same owner.
     client
         .end_session(
             id,
@@ -93,7 +96,7 @@ async fn a_session_runs_commands_keeps_files_and_ends(world: World) -> Result<()
     let gone = client
         .exec(id, &sh("true"))
         .await
-        .expect_err("it has ended");
+        .expect_err("the session has ended");
     assert!(gone.is(ErrorCode::SessionEnded), "{gone}");
     eventually(
         "the workspace is gone",
@@ -145,6 +148,7 @@ async fn a_session_survives_the_death_of_the_worker(world: World) -> Result<()> 
     world.assert_clean().await
 }
 
+// invariant: jobs
 async fn a_job_runs_and_its_result_waits(world: World) -> Result<()> {
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -160,7 +164,7 @@ async fn a_job_runs_and_its_result_waits(world: World) -> Result<()> {
         )
     );
     client.run_job_async(&waiting).await?;
-    eventually("the second runs", Duration::from_secs(60), async || {
+    eventually("the second job runs", Duration::from_secs(60), async || {
         Ok(client.job(waiting.job_id).await?.state == JobState::InProgress)
     })
     .await?;
@@ -182,25 +186,25 @@ async fn a_sandbox_sees_nothing_of_the_host(world: World) -> Result<()> {
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let id = client.create_session(&session()).await?.session_id;
-    let look =
+    let run =
         async |script: &str| -> Result<String> { Ok(client.exec(id, &sh(script)).await?.stdout) };
 
-    assert_eq!(look("ls /sys/class/net").await?, "lo\n");
+    assert_eq!(run("ls /sys/class/net").await?, "lo\n");
     assert_eq!(
-        look("grep '^nameserver' /etc/resolv.conf").await?,
+        run("grep '^nameserver' /etc/resolv.conf").await?,
         "",
         "no resolver of the host"
     );
-    assert_eq!(look("hostname").await?, "sandbox\n");
+    assert_eq!(run("hostname").await?, "sandbox\n");
     let host = fs_err::read_to_string("/proc/sys/kernel/hostname")?;
-    let told = look("cat /etc/hosts /etc/hostname; env").await?;
+    let identity = run("cat /etc/hosts /etc/hostname; env").await?;
     assert!(
-        host.trim().len() < 4 || !told.contains(host.trim()),
-        "the host's name is inside: {told}"
+        host.trim().len() < 4 || !identity.contains(host.trim()),
+        "the host's name is visible inside: {identity}"
     );
 
     let status =
-        look("grep -E '^(Cap(Inh|Prm|Eff|Bnd|Amb)|NoNewPrivs|Seccomp):' /proc/self/status").await?;
+        run("grep -E '^(Cap(Inh|Prm|Eff|Bnd|Amb)|NoNewPrivs|Seccomp):' /proc/self/status").await?;
     for line in status.lines() {
         let (name, value) = line.split_once(":\t").with_context(|| line.to_owned())?;
         let expected = match name {
@@ -212,24 +216,24 @@ async fn a_sandbox_sees_nothing_of_the_host(world: World) -> Result<()> {
     }
     assert_eq!(status.lines().count(), 7, "{status}");
     assert_eq!(
-        look("touch /x /etc/x /usr/x 2>/dev/null; ls /x /etc/x /usr/x 2>/dev/null").await?,
+        run("touch /x /etc/x /usr/x 2>/dev/null; ls /x /etc/x /usr/x 2>/dev/null").await?,
         "",
         "the root is read-only"
     );
-    assert_eq!(look("ulimit -n; ulimit -c").await?, "1024\n0\n");
-    let sizes = look("for place in /tmp /run /dev/shm; do stat -f -c '%b %S' $place; done").await?;
+    assert_eq!(run("ulimit -n; ulimit -c").await?, "1024\n0\n");
+    let sizes = run("for place in /tmp /run /dev/shm; do stat -f -c '%b %S' $place; done").await?;
     for (line, most) in sizes.lines().zip([128_u64 << 20, 16 << 20, 64 << 20]) {
         let (blocks, size) = line.split_once(' ').context("two numbers")?;
         let bytes: u64 = blocks.parse::<u64>()? * size.parse::<u64>()?;
         assert_eq!(bytes, most, "{sizes}");
     }
     assert_eq!(
-        look("cp /bin/busybox /tmp/true && /tmp/true && echo runs").await?,
+        run("cp /bin/busybox /tmp/true && /tmp/true && echo runs").await?,
         "runs\n",
-        "programs may be built and run in /tmp"
+        "programs can be built and run in /tmp"
     );
 
-    // Its files belong to nobody else on the host.
+    // The workspace's files belong to no other user of the host.
     let outside = fs_err::read_dir(world.state_dir().join("worker/workspaces"))?
         .next()
         .context("a workspace")??
@@ -247,11 +251,19 @@ async fn an_images_config_decides_nothing(world: World) -> Result<()> {
     HOSTILE.clone_into(&mut request.image_ref);
     let id = client.create_session(&request).await?.session_id;
     let seen = client
-        .exec(id, &exec(["/bin/sh", "-c", "id -u; pwd; echo $LD_PRELOAD$LD_LIBRARY_PATH$BASH_ENV$ENV; tr '\\0' '\\n' < /proc/1/environ; ls /tmp"]))
+        .exec(
+            id,
+            &exec([
+                "/bin/sh",
+                "-c",
+                "id -u; pwd; echo \
+             $LD_PRELOAD$LD_LIBRARY_PATH$BASH_ENV$ENV; tr '\\0' '\\n' < /proc/1/environ; ls /tmp",
+            ]),
+        )
         .await?;
-    // Process 1 is not to be looked into, so its environment adds nothing.
+    // Process 1 can't be inspected, so its environment adds nothing.
     assert_eq!(seen.stdout, "1000\n/workspace\n\n", "{seen:?}");
-    // Its volumes would be writable places without a limit.
+    // The image's volumes would be writable without a limit.
     let mounts = client
         .exec(
             id,
@@ -286,27 +298,29 @@ async fn a_terminal_opens_and_takes_input(world: World) -> Result<()> {
             },
         )
         .await?;
-    let (mut said, mut code) = (String::new(), None);
-    // All that is said until a word comes, or to the end.
+    let (mut seen, mut code) = (String::new(), None);
+    // Reads until a word appears, or to the end if none is given.
     let mut until = async |terminal: &mut Pty, word: Option<&str>| -> Result<String> {
-        said.clear();
-        while word.is_none_or(|word| !said.contains(word)) {
+        seen.clear();
+        while word.is_none_or(|word| !seen.contains(word)) {
             match tokio::time::timeout(Duration::from_secs(60), terminal.next())
                 .await
-                .with_context(|| said.clone())??
+                .with_context(|| seen.clone())??
             {
-                Some(PtyMessage::Data(data)) => said.push_str(&String::from_utf8_lossy(&data)),
+                Some(PtyMessage::Data(data)) => seen.push_str(&String::from_utf8_lossy(&data)),
                 Some(PtyMessage::Exit { exit_code, .. }) => code = exit_code,
                 Some(other) => ensure!(matches!(other, PtyMessage::Ready), "{other:?}"),
                 None => break,
             }
         }
-        Ok(said.clone())
+        Ok(seen.clone())
     };
-    // A runtime may give it its size a moment after it has begun. Words are quoted so that the echo of what is typed is not them.
+    // A runtime may set the size a moment after the start. The quotes keep the echo of the input
+    // from matching.
     let sized = |size: &str| {
         format!(
-            "i=0; while [ \"$(stty size)\" != '{size}' ] && [ $i -lt 2000 ]; do i=$((i+1)); done; echo size''d: $(stty size).\n"
+            "i=0; while [ \"$(stty size)\" != '{size}' ] && [ $i -lt 2000 ]; do i=$((i+1)); done; \
+             echo size''d: $(stty size).\n"
         )
     };
     terminal.write(sized("37 101")).await?;
@@ -314,7 +328,7 @@ async fn a_terminal_opens_and_takes_input(world: World) -> Result<()> {
     terminal.resize(90, 20).await?;
     terminal.write(sized("20 90")).await?;
     until(&mut terminal, Some("sized: 20 90.")).await?;
-    // Job control: what is in front is stopped and interrupted from the keyboard.
+    // Job control: the keyboard stops and interrupts the foreground job.
     for (key, answer) in [("\u{1a}", "Stopped"), ("\u{3}", "^C")] {
         terminal
             .write("sh -c 'echo be''gun; exec sleep 600'\n")
@@ -323,20 +337,21 @@ async fn a_terminal_opens_and_takes_input(world: World) -> Result<()> {
         terminal.write(key).await?;
         until(&mut terminal, Some(answer)).await?;
     }
-    // A shell that still thinks that a job of its is stopped only warns the first time. (To wait for a job that was stopped can take for ever.)
+    // A shell with stopped jobs refuses the first exit with a warning. (Waiting for a stopped job
+    // could block for ever.)
     terminal
         .write("echo in''terrupted: $?; jobs; kill -KILL %1; id -u; exit 6; exit 6\n")
         .await?;
-    let said = until(&mut terminal, None).await?;
+    let seen = until(&mut terminal, None).await?;
     assert!(
-        said.contains("interrupted: 130") && said.contains("Stopped") && said.contains("1000"),
-        "{said}"
+        seen.contains("interrupted: 130") && seen.contains("Stopped") && seen.contains("1000"),
+        "{seen}"
     );
-    assert_eq!(code, Some(6), "{said}");
+    assert_eq!(code, Some(6), "{seen}");
     Ok(())
 }
 
-async fn what_is_unenforced_is_said(world: World) -> Result<()> {
+async fn unenforced_limits_are_reported(world: World) -> Result<()> {
     let worker = world.worker(&Options::default()).await?;
     let made = worker.client()?.create_session(&session()).await?;
     let shares = made.unenforced.contains(&Unenforced::IdRange);

@@ -7,13 +7,13 @@ use cynode_api::{
     Base64Bytes, ErrorCode, ExecId, ExecRequest, ExecState, SessionEnd, SessionId, SignalName,
     SignalScope, Stream,
 };
-use cynode_client::{Error, ExecEvent, OutputQuery, WorkerClient};
+use cynode_client::{Error, ExecEvent, OutputQuery, SessionClient};
 use cynode_tests::{Options, World, eventually, exec, session, sh};
 use sha2::{Digest as _, Sha256};
 
 async fn one_session(
     world: &World,
-) -> Result<(cynode_tests::RunningWorker, WorkerClient, SessionId)> {
+) -> Result<(cynode_tests::RunningWorker, SessionClient, SessionId)> {
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let id = client.create_session(&session()).await?.session_id;
@@ -28,13 +28,23 @@ fn background(script: &str) -> ExecRequest {
     }
 }
 
-/// The processes inside, by their command lines, without the one that looks.
-async fn inside(client: &WorkerClient, id: SessionId) -> Result<String> {
-    Ok(client.exec(id, &sh("for d in /proc/[0-9]*; do tr '\\0' ' ' < $d/cmdline 2>/dev/null; echo; done | grep -v 'for d in'")).await?.stdout)
+/// Lists the command lines of all processes in the sandbox except this one.
+async fn processes_inside(client: &SessionClient, id: SessionId) -> Result<String> {
+    Ok(client
+        .exec(
+            id,
+            &sh(
+                "for d in /proc/[0-9]*; do tr '\\0' ' ' < $d/cmdline 2>/dev/null; \
+                 echo; done | grep -v 'for d in'",
+            ),
+        )
+        .await?
+        .stdout)
 }
 
-// proves: CYNAI.SANDBX.RuntimeContractBaseline, ISC-02
+// part of: CYNAI.SANDBX.RuntimeContractBaseline, ISC-02
 #[tokio::test]
+// invariant: bounded
 async fn streams_are_separate_and_the_middle_of_long_output_is_cut() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
@@ -75,7 +85,7 @@ async fn streams_are_separate_and_the_middle_of_long_output_is_cut() -> Result<(
 }
 
 #[tokio::test]
-async fn what_can_not_be_started_is_said_with_its_errno() -> Result<()> {
+async fn a_command_that_can_not_start_reports_its_errno() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
     client
@@ -123,22 +133,25 @@ async fn what_can_not_be_started_is_said_with_its_errno() -> Result<()> {
             .items
             .iter()
             .all(|exec| exec.argv[0] == "/bin/sh"),
-        "what never ran is not remembered"
+        "commands that never ran are not listed"
     );
     Ok(())
 }
 
-// proves: ISC-24
+// part of: ISC-24
 #[tokio::test]
+// invariant: deadlines
 async fn a_deadline_ends_everything_that_the_command_started() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    // Ignores TERM, daemonises twice, holds the pipes; a witness of another exec must live on.
+    // Ignores TERM, daemonizes twice, keeps the pipes open; the process of another exec must
+    // survive.
     client
         .exec_background(id, &background("exec sleep 4321"))
         .await?;
     let mut stubborn = sh(
-        "trap '' TERM HUP INT; echo begun; (trap '' TERM; setsid sh -c '(trap \"\" TERM; exec sleep 1234) & exec sleep 1234' &) ; while :; do sleep 1234; done",
+        "trap '' TERM HUP INT; echo begun; (trap '' TERM; setsid sh -c '(trap \"\" TERM; exec \
+         sleep 1234) & exec sleep 1234' &) ; while :; do sleep 1234; done",
     );
     stubborn.timeout_ms = 700;
     let result = client.exec(id, &stubborn).await?;
@@ -154,7 +167,7 @@ async fn a_deadline_ends_everything_that_the_command_started() -> Result<()> {
         ),
         ("begun\n", Some("KILL"), None)
     );
-    let left = inside(&client, id).await?;
+    let left = processes_inside(&client, id).await?;
     assert!(!left.contains("1234") && left.contains("4321"), "{left}");
 
     let mut polite = sh("trap 'echo bye; exit 5' TERM; while :; do sleep 0.05; done");
@@ -215,7 +228,7 @@ async fn standard_input_can_be_fed_while_the_command_runs() -> Result<()> {
             },
         )
         .await?;
-    let expected = cynode_tests::hex(&hash.finalize());
+    let expected = hex::encode(hash.finalize());
     assert!(
         page.chunks[0]
             .data
@@ -224,7 +237,7 @@ async fn standard_input_can_be_fed_while_the_command_runs() -> Result<()> {
             .starts_with(&expected),
         "{page:?}"
     );
-    eventually("it exits", Duration::from_secs(10), async || {
+    eventually("the command exits", Duration::from_secs(10), async || {
         Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)
     })
     .await?;
@@ -247,7 +260,7 @@ async fn input_that_waits_for_a_command_ends_with_its_session() -> Result<()> {
         ..exec(["sleep", "1000"])
     };
     let exec_id = client.exec_background(id, &request).await?.exec_id;
-    // As much as the pipe holds; whatever comes after it waits.
+    // As much as the pipe holds; the rest blocks.
     client
         .write_stdin(id, exec_id, vec![0; 65_536], false)
         .await?;
@@ -263,20 +276,20 @@ async fn input_that_waits_for_a_command_ends_with_its_session() -> Result<()> {
             })
         })
         .collect();
-    // A few answers from the same worker, so that those calls have arrived.
+    // A few responses from the same worker show that those calls have arrived.
     for _ in 0..20 {
         client.get_exec(id, exec_id).await?;
     }
     client.end_session(id, &SessionEnd::default()).await?;
     for call in waiting {
-        let error = call.await?.expect_err("nobody read it");
+        let error = call.await?.expect_err("the input was not read");
         assert!(error.is(ErrorCode::SessionEnded), "{error}");
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn few_open_files_are_enough_for_commands_and_too_few_are_said() -> Result<()> {
+async fn few_open_files_suffice_for_commands_and_too_few_are_reported() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -318,14 +331,16 @@ async fn few_open_files_are_enough_for_commands_and_too_few_are_said() -> Result
     client
         .signal_exec(id, running[1], SignalName::KILL, SignalScope::Tree)
         .await?;
-    eventually("there is room again", Duration::from_secs(20), async || {
-        Ok(client.exec(id, &exec(["true"])).await.is_ok())
-    })
+    eventually(
+        "there is capacity again",
+        Duration::from_secs(20),
+        async || Ok(client.exec(id, &exec(["true"])).await.is_ok()),
+    )
     .await
 }
 
 #[tokio::test]
-async fn the_answer_comes_with_the_commands_own_end_and_what_it_left_lives_on() -> Result<()> {
+async fn an_exec_returns_at_its_own_end_and_background_children_live_on() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
     let result = client
@@ -335,12 +350,12 @@ async fn the_answer_comes_with_the_commands_own_end_and_what_it_left_lives_on() 
         (result.exit.exit_code, result.stdout.as_str()),
         (Some(4), "first\n")
     );
-    assert!(inside(&client, id).await?.contains("3456"));
+    assert!(processes_inside(&client, id).await?.contains("3456"));
     client
         .signal_exec(id, result.exec_id, SignalName::KILL, SignalScope::Tree)
         .await?;
-    eventually("it is gone", Duration::from_secs(10), async || {
-        Ok(!inside(&client, id).await?.contains("3456"))
+    eventually("the process is gone", Duration::from_secs(10), async || {
+        Ok(!processes_inside(&client, id).await?.contains("3456"))
     })
     .await?;
     Ok(())
@@ -380,7 +395,7 @@ async fn signals_reach_the_group_the_tree_or_everything() -> Result<()> {
             SignalScope::Group,
         )
         .await?;
-    eventually("it exits", Duration::from_secs(10), async || {
+    eventually("the command exits", Duration::from_secs(10), async || {
         Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)
     })
     .await?;
@@ -412,7 +427,7 @@ async fn signals_reach_the_group_the_tree_or_everything() -> Result<()> {
     ready(two).await?;
     client.signal_session(id, SignalName::KILL).await?;
     for exec_id in [one, two] {
-        eventually("both end", Duration::from_secs(10), async || {
+        eventually("both commands end", Duration::from_secs(10), async || {
             Ok(client.get_exec(id, exec_id).await?.state != ExecState::Running)
         })
         .await?;
@@ -423,12 +438,13 @@ async fn signals_reach_the_group_the_tree_or_everything() -> Result<()> {
             .context("an exit")?;
         assert_eq!((exit.signal.as_deref(), exit.lost), (Some("KILL"), false));
     }
-    let left = inside(&client, id).await?;
+    let left = processes_inside(&client, id).await?;
     assert!(!left.contains("500"), "{left}");
     Ok(())
 }
 
 #[tokio::test]
+// invariant: deadlines
 async fn hostile_code_that_kills_its_supervisor_leaves_nothing_behind() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
@@ -442,7 +458,7 @@ async fn hostile_code_that_kills_its_supervisor_leaves_nothing_behind() -> Resul
         result.exit.lost && result.exit.exit_code.is_none(),
         "{result:?}"
     );
-    let left = inside(&client, id).await?;
+    let left = processes_inside(&client, id).await?;
     assert!(!left.contains("6789"), "{left}");
     let stopped = client
         .exec(
@@ -454,8 +470,9 @@ async fn hostile_code_that_kills_its_supervisor_leaves_nothing_behind() -> Resul
         )
         .await?;
     assert!(stopped.exit.timed_out);
-    assert!(!inside(&client, id).await?.contains("6789"));
-    // In the moment before the start is reported, an answer comes all the same: lost, timed out or failed.
+    assert!(!processes_inside(&client, id).await?.contains("6789"));
+    // A response arrives even in the moment before the start is reported: lost, timed out or
+    // failed.
     for script in ["kill -9 $PPID; sleep 6789", "kill -STOP $PPID; sleep 6789"] {
         match client
             .exec(
@@ -470,13 +487,14 @@ async fn hostile_code_that_kills_its_supervisor_leaves_nothing_behind() -> Resul
             Ok(result) => assert!(result.exit.lost || result.exit.timed_out, "{result:?}"),
             Err(error) => assert!(error.is(ErrorCode::ExecFailed), "{error}"),
         }
-        assert!(!inside(&client, id).await?.contains("6789"));
+        assert!(!processes_inside(&client, id).await?.contains("6789"));
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn a_full_process_table_is_said_and_cleared_without_a_fork() -> Result<()> {
+// invariant: deadlines
+async fn a_full_process_table_is_reported_and_cleared_without_a_fork() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -496,9 +514,11 @@ async fn a_full_process_table_is_said_and_cleared_without_a_fork() -> Result<()>
     };
     assert!(error.is(ErrorCode::PidsExhausted), "{error}");
     client.signal_session(id, SignalName::KILL).await?;
-    eventually("there is room again", Duration::from_secs(20), async || {
-        Ok(client.exec(id, &exec(["true"])).await.is_ok())
-    })
+    eventually(
+        "there is capacity again",
+        Duration::from_secs(20),
+        async || Ok(client.exec(id, &exec(["true"])).await.is_ok()),
+    )
     .await
 }
 
@@ -519,7 +539,7 @@ async fn memory_beyond_the_limit_kills_the_command_and_not_the_sandbox() -> Resu
     Ok(())
 }
 
-// proves: REQ-SANDBX-0105, ISC-25
+// part of: REQ-SANDBX-0105, ISC-25
 #[tokio::test]
 async fn output_is_read_in_pages_by_tail_and_as_a_stream_during_and_after_the_run() -> Result<()> {
     let world = World::new()?;
@@ -645,13 +665,14 @@ async fn the_same_exec_id_attaches_and_another_request_is_refused() -> Result<()
     Ok(())
 }
 
-// proves: REQ-SANDBX-0105
+// part of: REQ-SANDBX-0105
 #[tokio::test]
+// invariant: bounded
 async fn a_gibibyte_of_output_arrives_whole_through_a_small_worker() -> Result<()> {
     let world = World::new()?;
     let (worker, client, id) = one_session(&world).await?;
     let size: u64 = 1 << 30;
-    // A pattern whose every place is different enough that a lost, doubled or swapped piece changes the hash.
+    // The pattern makes lost, duplicated or swapped chunks change the hash.
     let request = ExecRequest {
         timeout_ms: 600_000,
         ..sh("yes 0123456789abcdefghijklmnopqrstuvwxyz | head -c 1073741824")
@@ -703,6 +724,7 @@ async fn a_gibibyte_of_output_arrives_whole_through_a_small_worker() -> Result<(
 }
 
 #[tokio::test]
+// invariant: bounded
 async fn a_slow_reader_holds_up_its_own_program_and_nobody_else() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
@@ -732,8 +754,8 @@ async fn a_slow_reader_holds_up_its_own_program_and_nobody_else() -> Result<()> 
         .write_stdin(id, exec_id, b"go\n".to_vec(), true)
         .await?;
     let mut bytes = 0;
-    // Not reading: the program must stop well before its end, while others go on.
-    eventually("output has begun", Duration::from_secs(20), async || {
+    // Not reading: the program must block well before its end, while others continue.
+    eventually("output arrives", Duration::from_secs(20), async || {
         let page = client
             .exec_output(
                 id,
@@ -768,10 +790,12 @@ async fn a_slow_reader_holds_up_its_own_program_and_nobody_else() -> Result<()> 
 }
 
 #[tokio::test]
+// invariant: bounded
 async fn a_reader_may_stall_past_the_commands_deadline_and_costs_nothing_but_time() -> Result<()> {
     let world = World::new()?;
     let (worker, client, id) = one_session(&world).await?;
-    // More than the node keeps, then silence until the deadline: the exit waits behind the output.
+    // More output than the node keeps, then silence until the deadline: the exit queues behind the
+    // output.
     let request = ExecRequest {
         timeout_ms: 3_000,
         ..sh("head -c 60000000 /dev/zero; exec sleep 1000")
@@ -782,11 +806,11 @@ async fn a_reader_may_stall_past_the_commands_deadline_and_costs_nothing_but_tim
         .await?;
     let log = worker.log();
     eventually(
-        "the worker has looked at the late exit",
+        "the worker has processed the late exit",
         Duration::from_secs(60),
         async || {
             let log = fs_err::read_to_string(&log)?;
-            Ok(log.contains("a reader holds up its output")
+            Ok(log.contains("a slow reader delays its exit")
                 || log.contains("missed an exec's deadline"))
         },
     )
@@ -799,13 +823,14 @@ async fn a_reader_may_stall_past_the_commands_deadline_and_costs_nothing_but_tim
     }
     assert!(exit.is_some_and(|exit| exit.timed_out && !exit.lost));
     assert!(
-        inside(&client, id).await?.contains("4321"),
+        processes_inside(&client, id).await?.contains("4321"),
         "nothing else in the sandbox was touched"
     );
     Ok(())
 }
 
 #[tokio::test]
+// invariant: bounded
 async fn only_the_newest_output_is_kept_when_nobody_reads() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
@@ -815,7 +840,7 @@ async fn only_the_newest_output_is_kept_when_nobody_reads() -> Result<()> {
         ..sh("head -c 40000000 /dev/zero; echo end")
     };
     let exec_id = client.exec_background(id, &request).await?.exec_id;
-    eventually("it exits", Duration::from_secs(60), async || {
+    eventually("the command exits", Duration::from_secs(60), async || {
         Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)
     })
     .await?;
@@ -850,13 +875,21 @@ async fn only_the_newest_output_is_kept_when_nobody_reads() -> Result<()> {
     Ok(())
 }
 
-// proves: REQ-SANDBX-0101, REQ-SANDBX-0103, REQ-SANDBX-0111
+// proves: REQ-SANDBX-0101, REQ-SANDBX-0111
+// part of: REQ-SANDBX-0103, CYNAI.SANDBX.SandboxConnectivity
 #[tokio::test]
+// invariant: no-way-out
 async fn a_sandbox_has_loopback_and_no_other_way_out() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
     let result = client
-        .exec(id, &sh("tail -n +3 /proc/net/dev | cut -d: -f1; cat /proc/net/route | tail -n +2; wget -T 2 -q -O - http://192.0.2.1/ 2>&1 || echo refused"))
+        .exec(
+            id,
+            &sh(
+                "tail -n +3 /proc/net/dev | cut -d: -f1; cat /proc/net/route | tail -n +2; \
+                 wget -T 2 -q -O - http://192.0.2.1/ 2>&1 || echo refused",
+            ),
+        )
         .await?;
     let interfaces: Vec<&str> = result
         .stdout
@@ -881,7 +914,7 @@ async fn a_foreground_exec_whose_caller_is_gone_is_ended_unless_somebody_attache
     };
     let (left, attended) = (command("7001"), command("7002"));
     for request in [&left, &attended] {
-        // A caller who goes away right after the start.
+        // The caller disconnects right after the start.
         let mut events = client.exec_stream(id, request).await?;
         assert!(matches!(
             events.next().await?,
@@ -894,7 +927,7 @@ async fn a_foreground_exec_whose_caller_is_gone_is_ended_unless_somebody_attache
     );
     let _reader = client.exec_output_stream(id, attended, 0).await?;
     eventually(
-        "nobody waits for it, so it ends",
+        "the exec without a caller ends",
         Duration::from_secs(60),
         async || Ok(client.get_exec(id, left).await?.state == ExecState::Exited),
     )
@@ -925,7 +958,7 @@ async fn a_program_that_writes_byte_by_byte_costs_no_more_than_its_output() -> R
         ..exec(["dd", "if=/dev/zero", "bs=1", "count=200000"])
     };
     let exec_id = client.exec_background(id, &request).await?.exec_id;
-    eventually("it exits", Duration::from_secs(100), async || {
+    eventually("the command exits", Duration::from_secs(100), async || {
         Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)
     })
     .await?;
@@ -956,5 +989,28 @@ async fn a_program_that_writes_byte_by_byte_costs_no_more_than_its_output() -> R
     assert_eq!(bytes, 200_000);
     let (_, peak) = worker.memory()?;
     assert!(peak < 100 << 20, "the worker took {peak} bytes");
+    Ok(())
+}
+
+#[tokio::test]
+async fn input_that_no_command_reads_stays_out_of_memory() -> Result<()> {
+    const COMMANDS: usize = 50;
+    let world = World::new()?;
+    let (worker, client, id) = one_session(&world).await?;
+    let (before, _) = worker.memory()?;
+    for _ in 0..COMMANDS {
+        let request = ExecRequest {
+            stdin: Some("x".repeat(cynode_api::exec_limits::MAX_STDIN_BYTES)),
+            ..background("read line; exec sleep 1000")
+        };
+        client.exec_background(id, &request).await?;
+    }
+    let (after, _) = worker.memory()?;
+    let growth = after.saturating_sub(before);
+    assert!(
+        growth < 64 << 20,
+        "{growth} bytes more for {COMMANDS} inputs of 4 MiB"
+    );
+    client.end_session(id, &SessionEnd::default()).await?;
     Ok(())
 }

@@ -12,16 +12,16 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use bytes::Bytes;
 use cynode_api::{SessionCreate, SessionId};
-use cynode_client::WorkerClient;
-use cynode_tests::{Answer, Http, Options, RunningWorker, World, eventually, hex, session, sh};
+use cynode_client::SessionClient;
+use cynode_tests::{Answer, Http, Options, RunningWorker, World, eventually, session, sh};
 use http::Method;
 use reqwest::RequestBuilder;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
-/// A running session and the ways to look at its files.
+/// A running session and helpers to inspect its files.
 struct Sandbox {
-    client: WorkerClient,
+    client: SessionClient,
     http: Http,
     id: SessionId,
     worker: RunningWorker,
@@ -61,14 +61,14 @@ impl Sandbox {
         Answer::of(self.file(Method::PUT, path).body(content)).await
     }
 
-    /// Writes a file, which must be fine.
+    /// Writes a file, which must succeed.
     async fn write(&self, path: &str, content: impl Into<reqwest::Body>) -> Result<()> {
         let answer = self.put(path, content).await?;
         ensure!(answer.status < 300, "writing {path}: {answer:?}");
         Ok(())
     }
 
-    /// `files:list`, `export` and the like, with a JSON body.
+    /// Calls `files:list`, `export` and similar routes with a JSON body.
     async fn call(&self, operation: &str, body: &Value) -> Result<Answer> {
         Answer::of(
             self.http
@@ -81,24 +81,28 @@ impl Sandbox {
         .await
     }
 
-    /// What a script prints, which must end well.
+    /// Runs a script, which must succeed, and returns its output.
     async fn sh(&self, script: &str) -> Result<String> {
         let result = self.client.exec(self.id, &sh(script)).await?;
         ensure!(result.exit.exit_code == Some(0), "{script}: {result:?}");
         Ok(result.stdout)
     }
 
-    /// Every name with its mode, and every content by its hash.
+    /// All names with their modes, and all contents by hash.
     async fn snapshot(&self, directory: &str) -> Result<String> {
-        self.sh(&format!("cd {directory} && find . -exec stat -c '%A %N' {{}} + | sort && find . -type f -exec sha256sum {{}} + | sort")).await
+        self.sh(&format!(
+            "cd {directory} && find . -exec stat -c '%A %N' {{}} + | sort && find . \
+             -type f -exec sha256sum {{}} + | sort"
+        ))
+        .await
     }
 }
 
 fn sha256(bytes: &[u8]) -> String {
-    hex(&Sha256::digest(bytes))
+    hex::encode(Sha256::digest(bytes))
 }
 
-// proves: ISC-05, CYNAI.SANDBX.FilesystemWorkingDirs
+// part of: ISC-05, CYNAI.SANDBX.FilesystemWorkingDirs
 #[tokio::test]
 async fn a_file_comes_back_byte_for_byte_with_its_hash_and_its_mode() -> Result<()> {
     let sandbox = Sandbox::new().await?;
@@ -117,13 +121,13 @@ async fn a_file_comes_back_byte_for_byte_with_its_hash_and_its_mode() -> Result<
         (made.status, made.header("etag")),
         (201, format!("\"sha256:{hash}\"").as_str())
     );
-    let said: Value = serde_json::from_slice(&made.body)?;
+    let body: Value = serde_json::from_slice(&made.body)?;
     assert_eq!(
         (
-            &said["sha256"],
-            &said["size"],
-            &said["mode"],
-            &said["created"]
+            &body["sha256"],
+            &body["size"],
+            &body["mode"],
+            &body["created"]
         ),
         (
             &hash.clone().into(),
@@ -162,17 +166,17 @@ async fn a_file_comes_back_byte_for_byte_with_its_hash_and_its_mode() -> Result<
         "750 1000 1000 3000\n"
     );
 
-    // A new content keeps the mode, and one that is given changes it.
+    // New content keeps the mode; an explicit mode changes it.
     let again = sandbox.put("deep/er/file", "short").await?;
-    let said: Value = serde_json::from_slice(&again.body)?;
+    let body: Value = serde_json::from_slice(&again.body)?;
     assert_eq!(
-        (again.status, &said["mode"], &said["sha256_before"]),
+        (again.status, &body["mode"], &body["sha256_before"]),
         (200, &"0750".into(), &hash.clone().into())
     );
     assert_eq!(Answer::of(put("deep/er/file", "600")).await?.status, 200);
     assert_eq!(sandbox.sh("stat -c %a deep/er/file").await?, "600\n");
 
-    // What commands write is read, and the other way round, in the workspace and in /tmp.
+    // Calls read what commands write and vice versa, in the workspace and in /tmp.
     sandbox
         .sh("echo inside > by-command; echo there > /tmp/by-command")
         .await?;
@@ -196,7 +200,7 @@ async fn a_file_comes_back_byte_for_byte_with_its_hash_and_its_mode() -> Result<
         sha256(b"")
     );
 
-    // A body that is not what its hash says, and modes that are none, change nothing.
+    // A body that doesn't match its hash, and invalid modes, change nothing.
     let damaged = Answer::of(
         sandbox
             .file(Method::PUT, "deep/er/file")
@@ -371,7 +375,7 @@ async fn ranges_are_served_and_those_outside_the_file_refused() -> Result<()> {
             "{asked}"
         );
     }
-    // A part of a file that can't be read whole while anybody waits.
+    // A range of a file that is too large to read whole.
     sandbox
         .sh("printf start > huge; truncate -s 1099511627776 huge")
         .await?;
@@ -423,11 +427,11 @@ async fn ranges_are_served_and_those_outside_the_file_refused() -> Result<()> {
 }
 
 #[tokio::test]
-async fn who_reads_while_a_file_is_replaced_sees_one_version_whole() -> Result<()> {
+async fn a_reader_during_a_replacement_sees_one_whole_version() -> Result<()> {
     let sandbox = Sandbox::new().await?;
     let versions = [b'a', b'b'].map(|byte| Bytes::from(vec![byte; 700_000]));
     sandbox.write("data", versions[0].clone()).await?;
-    // One reader inside, one outside, while the file changes again and again.
+    // One reader inside and one outside while the file changes repeatedly.
     let inside = sandbox
         .sh("while [ ! -e stop ]; do sha256sum data; : > started; done | cut -c1-64 | sort -u");
     let outside = async {
@@ -436,12 +440,12 @@ async fn who_reads_while_a_file_is_replaced_sees_one_version_whole() -> Result<(
             let answer = sandbox.get("data").await?;
             ensure!(
                 answer.status == 200 && versions.contains(&answer.body),
-                "{} bytes of something else",
+                "{} bytes of unknown content",
                 answer.body.len()
             );
             ensure!(
                 answer.header("x-content-sha256") == sha256(&answer.body[..]),
-                "the hash is another version's"
+                "the hash belongs to another version"
             );
             seen += 1;
         }
@@ -449,7 +453,7 @@ async fn who_reads_while_a_file_is_replaced_sees_one_version_whole() -> Result<(
     };
     let writing = async {
         eventually(
-            "the reader has begun",
+            "the reader has started",
             Duration::from_secs(20),
             async || Ok(sandbox.get("started").await?.status == 200),
         )
@@ -471,7 +475,7 @@ async fn who_reads_while_a_file_is_replaced_sees_one_version_whole() -> Result<(
 }
 
 #[tokio::test]
-async fn what_is_no_file_is_refused_at_once() -> Result<()> {
+async fn paths_that_are_not_files_are_refused_at_once() -> Result<()> {
     let sandbox = Sandbox::new().await?;
     sandbox
         .sh("mkdir dir; mkfifo fifo; ln -s fifo to-fifo; ln -s dir to-dir")
@@ -539,11 +543,17 @@ async fn what_is_no_file_is_refused_at_once() -> Result<()> {
     Ok(())
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// part of: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
+// invariant: no-host-paths
 async fn a_caller_has_the_rights_of_the_sandboxs_own_user() -> Result<()> {
     let sandbox = Sandbox::new().await?;
-    sandbox.sh("echo x > closed; chmod 000 closed; echo x > fixed; chmod 444 fixed; mkdir shut; echo x > shut/file; chmod 000 shut").await?;
+    sandbox
+        .sh(
+            "echo x > closed; chmod 000 closed; echo x > fixed; chmod 444 fixed; mkdir shut; \
+             echo x > shut/file; chmod 000 shut",
+        )
+        .await?;
     let denied = (403, "permission_denied".to_owned());
     for path in ["closed", "shut/file", "/proc/1/environ"] {
         assert_eq!(sandbox.get(path).await?.outcome(), denied, "reading {path}");
@@ -577,7 +587,7 @@ async fn a_caller_has_the_rights_of_the_sandboxs_own_user() -> Result<()> {
         );
     }
     assert_eq!(sandbox.get("/etc/passwd").await?.status, 200);
-    // What may be looked at but not read has no hash.
+    // A file that can be seen but not read has no hash.
     let closed = Answer::of(sandbox.file(Method::HEAD, "closed")).await?;
     assert_eq!(
         (
@@ -611,7 +621,7 @@ async fn a_caller_has_the_rights_of_the_sandboxs_own_user() -> Result<()> {
             "{path}"
         );
     }
-    // The host's own files are somewhere else.
+    // The host's own files are not visible.
     let marker = sandbox.worker.token()?;
     let token = sandbox.world.state_dir().join("worker.token");
     assert_eq!(
@@ -630,7 +640,12 @@ async fn a_caller_has_the_rights_of_the_sandboxs_own_user() -> Result<()> {
 #[tokio::test]
 async fn links_are_followed_by_reads_and_writes_and_kept_by_the_rest() -> Result<()> {
     let sandbox = Sandbox::new().await?;
-    sandbox.sh("echo real > target; ln -s target link; ln -s /tmp/made/later dangling; ln -s loop loop; mkdir dir; ln -s ../target dir/up").await?;
+    sandbox
+        .sh(
+            "echo real > target; ln -s target link; ln -s /tmp/made/later dangling; ln -s loop \
+             loop; mkdir dir; ln -s ../target dir/up",
+        )
+        .await?;
     assert_eq!(sandbox.get("link").await?.body, "real\n");
     assert_eq!(sandbox.get("dir/up").await?.body, "real\n");
     sandbox.write("link", "new\n").await?;
@@ -720,7 +735,7 @@ async fn any_name_that_a_file_can_have_works() -> Result<()> {
         .client
         .list_files(sandbox.id, &cynode_api::ListRequest::default())
         .await?;
-    // Only what text can't carry comes as bytes, beside a text for people.
+    // Only names that are not valid text come as bytes, next to a readable text.
     let in_bytes: Vec<_> = list
         .entries
         .iter()
@@ -739,7 +754,7 @@ async fn any_name_that_a_file_can_have_works() -> Result<()> {
     let mut expected: Vec<Vec<u8>> = names.iter().map(|name| name.to_vec()).collect();
     expected.sort();
     assert_eq!(listed, expected);
-    // By the bytes that a list gave, such a file can be had again; a path in base64 is a path like any other.
+    // The bytes from a list address such a file again; a base64 path is a path like any other.
     let found = sandbox
         .client
         .search_files(

@@ -1,4 +1,4 @@
-//! Jobs: one command each, once, to its end, its result kept until somebody has it.
+//! Jobs: one command each, run once, with a result that is kept until it is acknowledged.
 
 mod kills;
 mod requests;
@@ -9,34 +9,36 @@ use anyhow::{Context as _, Result, ensure};
 use cynode_api::{
     ErrorCode, Job, JobId, JobRun, JobState, SessionEnd, SessionPatch, Stream, TaskId,
 };
-use cynode_client::{ExecEvent, JobFilter, OutputQuery, SessionFilter, WorkerClient};
+use cynode_client::{ExecEvent, JobFilter, OutputQuery, SessionClient, SessionFilter};
 use cynode_tests::{Answer, Http, Options, UNLABELLED, World, eventually, job, session};
 use http::Method;
 
-const LONG: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn code(job: &Job) -> Option<&str> {
     job.error.as_ref().map(|error| error.code.as_str())
 }
 
-/// Hands a job over and waits until its command has been started.
-async fn started(client: &WorkerClient, request: &JobRun) -> Result<()> {
+/// Submits a job and waits until its command has started.
+async fn started(client: &SessionClient, request: &JobRun) -> Result<()> {
     client.run_job_async(request).await?;
-    eventually("the job runs", LONG, async || {
+    eventually("the job runs", TIMEOUT, async || {
         Ok(client.job(request.job_id).await?.state != JobState::Accepted)
     })
     .await
 }
 
 async fn no_container(world: &World) -> Result<()> {
-    eventually("its sandbox is gone", LONG, async || {
+    eventually("the job's sandbox is gone", TIMEOUT, async || {
         Ok(world.containers()?.is_empty())
     })
     .await
 }
 
-// proves: REQ-SANDBX-0110, CYNAI.SANDBX.EnvironmentVariables, CYNAI.SANDBX.RuntimeContractBaseline
+// proves: CYNAI.SANDBX.RuntimeContractBaseline
+// part of: REQ-SANDBX-0110, CYNAI.SANDBX.EnvironmentVariables, ISC-02
 #[tokio::test]
+// invariant: jobs
 async fn a_job_runs_to_its_end_and_says_how_it_ended() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
@@ -92,7 +94,12 @@ async fn a_job_runs_to_its_end_and_says_how_it_ended() -> Result<()> {
         );
         assert_eq!(done.output.encoding == "base64", script.contains("377"));
     }
-    let long = client.run_job(&job("head -c 300000 /dev/zero | tr '\\0' a; head -c 300000 /dev/zero | tr '\\0' b; echo small >&2")).await?;
+    let long = client
+        .run_job(&job(
+            "head -c 300000 /dev/zero | tr '\\0' a; head -c 300000 \
+             /dev/zero | tr '\\0' b; echo small >&2",
+        ))
+        .await?;
     let half = 131_072;
     assert_eq!(long.output.stdout, "a".repeat(half) + &"b".repeat(half));
     assert!(
@@ -102,7 +109,7 @@ async fn a_job_runs_to_its_end_and_says_how_it_ended() -> Result<()> {
     );
 
     no_container(&world).await?;
-    eventually("no workspace is left", LONG, async || {
+    eventually("no workspace is left", TIMEOUT, async || {
         Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0)
     })
     .await?;
@@ -110,15 +117,17 @@ async fn a_job_runs_to_its_end_and_says_how_it_ended() -> Result<()> {
     world.assert_clean().await
 }
 
-// proves: REQ-SANDBX-0105
+// part of: REQ-SANDBX-0105
 #[tokio::test]
+// invariant: jobs
 async fn a_job_that_nobody_waits_for_goes_on_and_its_output_is_read_during_and_after_the_run()
 -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let (client, http) = (worker.client()?, Http::new(&worker)?);
     let request = job(
-        "echo first; read line < /dev/null; i=0; while [ $i -lt 20 ]; do i=$((i+1)); echo $i; sleep 0.1; done; echo last >&2; exit 7",
+        "echo first; read line < /dev/null; i=0; while [ $i -lt 20 ]; do i=$((i+1)); echo $i; \
+         sleep 0.1; done; echo last >&2; exit 7",
     );
     let answer = Answer::of(
         http.request(Method::POST, "/v1/worker/jobs:run")
@@ -136,7 +145,7 @@ async fn a_job_that_nobody_waits_for_goes_on_and_its_output_is_read_during_and_a
         "{accepted:?}"
     );
 
-    // A stream that begins before the command does.
+    // A stream that is opened before the command starts.
     let mut events = client.job_output_stream(request.job_id, 0).await?;
     let (mut out, mut err, mut exit) = (String::new(), String::new(), None);
     let mut seen_running = false;
@@ -156,20 +165,23 @@ async fn a_job_that_nobody_waits_for_goes_on_and_its_output_is_read_during_and_a
     let lines: String = (1..=20).map(|number| number.to_string() + "\n").collect();
     assert_eq!((out, err.as_str()), (format!("first\n{lines}"), "last\n"));
     assert_eq!(exit.context("an exit")?.exit_code, Some(7));
-    assert!(seen_running, "it was in progress while its lines came");
+    assert!(
+        seen_running,
+        "the job was in progress while its output arrived"
+    );
 
-    // A caller who goes away changes nothing.
+    // A caller that disconnects changes nothing.
     let other = job("sleep 1; echo done");
     let calling = tokio::spawn({
         let (client, other) = (client.clone(), other.clone());
         async move { client.run_job(&other).await }
     });
-    eventually("it is known", LONG, async || {
+    eventually("the job is known", TIMEOUT, async || {
         Ok(client.job(other.job_id).await.is_ok())
     })
     .await?;
     calling.abort();
-    eventually("it ends", LONG, async || {
+    eventually("the job ends", TIMEOUT, async || {
         Ok(client.job(other.job_id).await?.state.is_final())
     })
     .await?;
@@ -209,6 +221,7 @@ async fn a_job_that_nobody_waits_for_goes_on_and_its_output_is_read_during_and_a
 }
 
 #[tokio::test]
+// invariant: jobs
 async fn the_same_request_is_the_same_job_and_an_acknowledged_one_is_remembered() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
@@ -295,13 +308,14 @@ async fn the_same_request_is_the_same_job_and_an_acknowledged_one_is_remembered(
             client = worker.client()?;
         }
     }
-    eventually("its output is gone", LONG, async || {
+    eventually("the job's output is gone", TIMEOUT, async || {
         Ok(fs_err::read_dir(world.state_dir().join("worker/sessions"))?.count() == 1)
     })
     .await
 }
 
 #[tokio::test]
+// invariant: jobs
 async fn each_way_to_fail_has_its_state_and_its_code() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
@@ -338,7 +352,7 @@ async fn each_way_to_fail_has_its_state_and_its_code() -> Result<()> {
             .is_some_and(|error| error.detail.contains("ENOENT")),
         "{missing:?}"
     );
-    // Its output has an end, too.
+    // Output is bounded too.
     assert!(
         client
             .job_output(missing.job_id, &OutputQuery::default())
@@ -361,8 +375,9 @@ async fn each_way_to_fail_has_its_state_and_its_code() -> Result<()> {
     Ok(())
 }
 
-// proves: REQ-SANDBX-0124
+// part of: REQ-SANDBX-0124, CYNAI.SANDBX.ImageCompatibilityTaskType
 #[tokio::test]
+// invariant: jobs
 async fn a_plain_command_runs_on_an_image_that_is_not_marked_for_sessions() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
@@ -385,6 +400,7 @@ async fn a_plain_command_runs_on_an_image_that_is_not_marked_for_sessions() -> R
 }
 
 #[tokio::test]
+// invariant: jobs
 async fn the_sandbox_of_a_job_is_no_session_and_counts_as_one() -> Result<()> {
     let world = World::new()?;
     let worker = world
@@ -447,24 +463,25 @@ async fn the_sandbox_of_a_job_is_no_session_and_counts_as_one() -> Result<()> {
             .job(second.job_id)
             .await
             .is_err_and(|error| error.is(ErrorCode::JobNotFound)),
-        "nothing is left of what was refused"
+        "nothing is left of the refused jobs"
     );
     client.stop_job(request.task_id, request.job_id).await?;
     no_container(&world).await?;
-    eventually("there is room", LONG, async || {
+    eventually("there is capacity", TIMEOUT, async || {
         Ok(client.run_job(&second).await.is_ok())
     })
     .await
 }
 
 #[tokio::test]
+// invariant: jobs
 async fn a_job_is_stopped_before_and_while_it_runs_and_not_after() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let polite = job("trap 'echo bye; exit 5' TERM; echo begun; while :; do sleep 0.1; done");
     started(&client, &polite).await?;
-    eventually("its trap is set", LONG, async || {
+    eventually("the command has set its trap", TIMEOUT, async || {
         Ok(!client
             .job_output(polite.job_id, &OutputQuery::default())
             .await?
@@ -491,7 +508,7 @@ async fn a_job_is_stopped_before_and_while_it_runs_and_not_after() -> Result<()>
 
     let stubborn = job("trap '' TERM; echo begun; (setsid sleep 888 &); while :; do sleep 1; done");
     started(&client, &stubborn).await?;
-    eventually("its trap is set", LONG, async || {
+    eventually("the command has set its trap", TIMEOUT, async || {
         Ok(!client
             .job_output(stubborn.job_id, &OutputQuery::default())
             .await?
@@ -568,7 +585,7 @@ async fn jobs_are_listed_by_state_in_pages() -> Result<()> {
         );
         cursor = answer["next_cursor"].as_str().map(str::to_owned);
         if page == 1 {
-            // The cursor's own job is gone before the next page is asked for.
+            // The cursor's job is deleted before the next page is requested.
             client.ack_job(found[1]).await?;
         }
     }
@@ -579,9 +596,10 @@ async fn jobs_are_listed_by_state_in_pages() -> Result<()> {
     Ok(())
 }
 
-/// A request to run may be overtaken by the one to stop.
+/// The request to stop may overtake the request to run.
 #[tokio::test]
-async fn what_was_stopped_before_it_came_does_not_run_after_a_kill_either() -> Result<()> {
+// invariant: jobs
+async fn a_job_stopped_before_its_request_does_not_run_after_a_kill_either() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let late = job("echo ran");
@@ -594,7 +612,7 @@ async fn what_was_stopped_before_it_came_does_not_run_after_a_kill_either() -> R
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     assert_eq!(client.run_job(&late).await?, stopped);
-    // Many of both at once: whichever comes first, nothing runs on that was told to stop.
+    // Many of both at once: whatever the order, no stopped job keeps running.
     for _ in 0..8 {
         let late = job("sleep 999");
         let (run, stopped) = tokio::join!(

@@ -1,4 +1,4 @@
-//! Every end-to-end test in one program: linked once, and each test still runs in a process of its own.
+//! All end-to-end tests in one program: linked once, while each test still runs in its own process.
 #![allow(
     clippy::disallowed_methods,
     reason = "tests start programs and look at files as people do"
@@ -17,9 +17,10 @@ mod every_runtime;
 mod execs;
 mod files;
 mod jobs;
+mod orchestrator;
 mod outcomes;
-mod plane;
 mod pool;
+mod reference;
 mod rootless;
 mod runtime;
 mod sessions;

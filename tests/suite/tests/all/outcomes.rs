@@ -1,4 +1,5 @@
-//! What a worker says that its calls did, for whoever has to account for them: hashes of output, changes of files, calls whose answer was lost.
+//! The outcomes that a worker reports for audit records: hashes of output, changes of files, calls
+//! whose response was lost.
 
 use std::time::Duration;
 
@@ -8,21 +9,21 @@ use cynode_api::{
     Base64Bytes, CALL_HEADER, CallId, CallState, ExecExit, ExecId, ExecRequest, ExecState,
     RESULT_HEADER, SessionId, SignalName, StreamHashes, call_limits,
 };
-use cynode_client::{ExecEvent, OutputQuery, WorkerClient};
+use cynode_client::{ExecEvent, OutputQuery, SessionClient};
 use cynode_tests::{
-    Answer, Http, Options, RunningWorker, World, eventually, hex, on_every_runtime, session, sh,
+    Answer, Http, Options, RunningWorker, World, eventually, on_every_runtime, session, sh,
 };
 use http::Method;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 on_every_runtime!(the_hash_of_output_by_the_runtime_is_of_all_of_it);
 
 fn sha256(bytes: impl AsRef<[u8]>) -> String {
-    hex(&Sha256::digest(bytes))
+    hex::encode(Sha256::digest(bytes))
 }
 
 fn hashes(stdout: impl AsRef<[u8]>, stderr: impl AsRef<[u8]>) -> StreamHashes {
@@ -32,15 +33,15 @@ fn hashes(stdout: impl AsRef<[u8]>, stderr: impl AsRef<[u8]>) -> StreamHashes {
     }
 }
 
-struct Sandbox {
-    client: WorkerClient,
+struct RecordedSandbox {
+    client: SessionClient,
     http: Http,
     id: SessionId,
     worker: RunningWorker,
     world: World,
 }
 
-impl Sandbox {
+impl RecordedSandbox {
     async fn new() -> Result<Self> {
         Self::on(World::new()?, &Options::default()).await
     }
@@ -58,8 +59,8 @@ impl Sandbox {
         })
     }
 
-    /// The status of a call below the session and what its header says.
-    async fn told(
+    /// The status of a call on the session and the outcome in its header.
+    async fn call_outcome(
         &self,
         request: impl FnOnce(&Http, &str) -> reqwest::RequestBuilder,
     ) -> Result<(u16, Value)> {
@@ -77,7 +78,7 @@ impl Sandbox {
     }
 
     async fn post(&self, rest: &str, body: &Value) -> Result<(u16, Value)> {
-        self.told(|http, session| {
+        self.call_outcome(|http, session| {
             http.request(Method::POST, &format!("{session}/{rest}"))
                 .json(body)
         })
@@ -86,7 +87,7 @@ impl Sandbox {
 
     async fn put(&self, path: &str, content: &'static str) -> Result<()> {
         let (status, _) = self
-            .told(|http, session| {
+            .call_outcome(|http, session| {
                 http.request(Method::PUT, &format!("{session}/files"))
                     .query(&[("path", path)])
                     .body(content)
@@ -97,7 +98,11 @@ impl Sandbox {
     }
 }
 
-async fn streamed(client: &WorkerClient, id: SessionId, request: &ExecRequest) -> Result<ExecExit> {
+async fn streamed(
+    client: &SessionClient,
+    id: SessionId,
+    request: &ExecRequest,
+) -> Result<ExecExit> {
     let mut events = client.exec_stream(id, request).await?;
     loop {
         if let ExecEvent::Exit(exit) = events.next().await?.context("an exit")? {
@@ -106,8 +111,8 @@ async fn streamed(client: &WorkerClient, id: SessionId, request: &ExecRequest) -
     }
 }
 
-/// What holds of hashes however commands are run.
-async fn hashes_are_of_all(client: &WorkerClient, id: SessionId) -> Result<()> {
+/// The rules of output hashes, however commands are run.
+async fn hashes_are_of_all(client: &SessionClient, id: SessionId) -> Result<()> {
     let result = client
         .exec(
             id,
@@ -163,7 +168,7 @@ async fn hashes_are_of_all(client: &WorkerClient, id: SessionId) -> Result<()> {
         )
         .await?
         .exec_id;
-    eventually("it ends", PATIENCE, async || {
+    eventually("the command ends", TIMEOUT, async || {
         Ok(client.get_exec(id, behind).await?.exit.is_some())
     })
     .await?;
@@ -171,7 +176,7 @@ async fn hashes_are_of_all(client: &WorkerClient, id: SessionId) -> Result<()> {
         .get_exec(id, behind)
         .await?
         .exit
-        .context("it has ended")?;
+        .context("the command has ended")?;
     assert_eq!(exit.sha256, Some(hashes("behind\n", "the scenes\n")));
     let page = client
         .exec_output(id, behind, &OutputQuery::default())
@@ -185,11 +190,12 @@ async fn hashes_are_of_all(client: &WorkerClient, id: SessionId) -> Result<()> {
 }
 
 #[tokio::test]
+// invariant: calls
 async fn the_hash_of_output_is_of_all_that_was_written_however_little_is_kept() -> Result<()> {
-    let sandbox = Sandbox::new().await?;
+    let sandbox = RecordedSandbox::new().await?;
     let (client, id) = (&sandbox.client, sandbox.id);
     hashes_are_of_all(client, id).await?;
-    // More than is kept, said by what counts it inside.
+    // More output than is kept; the hash is computed inside.
     let much = client
         .exec(
             id,
@@ -203,12 +209,13 @@ async fn the_hash_of_output_is_of_all_that_was_written_however_little_is_kept() 
         .exec(id, &sh("yes | head -c 40000000 | sha256sum"))
         .await?
         .stdout;
-    let said = much.exit.sha256.context("known")?;
+    let hashes_of_exit = much.exit.sha256.context("known")?;
     ensure!(
-        inside.starts_with(&said.stdout) && much.exit.bytes.stdout == 40_000_000,
-        "{inside} {said:?}"
+        inside.starts_with(&hashes_of_exit.stdout) && much.exit.bytes.stdout == 40_000_000,
+        "{inside} {hashes_of_exit:?}"
     );
-    // Hostile code ends what would have seen the end: nobody knows what was still to come.
+    // Hostile code kills the process that would have seen the end: the rest of the output is
+    // unknown.
     client.exec(id, &sh("mkfifo go")).await?;
     let doomed = ExecRequest {
         background: true,
@@ -217,7 +224,7 @@ async fn the_hash_of_output_is_of_all_that_was_written_however_little_is_kept() 
     };
     let doomed = client.exec_background(id, &doomed).await?.exec_id;
     client.exec(id, &sh("echo now > go")).await?;
-    eventually("it is lost", PATIENCE, async || {
+    eventually("the exec is lost", TIMEOUT, async || {
         let page = client
             .exec_output(
                 id,
@@ -235,20 +242,23 @@ async fn the_hash_of_output_is_of_all_that_was_written_however_little_is_kept() 
     .await
 }
 
+// invariant: calls
 async fn the_hash_of_output_by_the_runtime_is_of_all_of_it(world: World) -> Result<()> {
-    let sandbox = Sandbox::on(world, &Options::default().set("exec_via", "\"runtime\"")).await?;
+    let sandbox =
+        RecordedSandbox::on(world, &Options::default().set("exec_via", "\"runtime\"")).await?;
     hashes_are_of_all(&sandbox.client, sandbox.id).await
 }
 
 #[tokio::test]
+// invariant: calls
 async fn the_hash_of_output_and_what_was_remembered_after_the_death_of_the_worker() -> Result<()> {
-    let Sandbox {
+    let RecordedSandbox {
         client,
         http,
         id,
         mut worker,
         world,
-    } = Sandbox::new().await?;
+    } = RecordedSandbox::new().await?;
     client.exec(id, &sh("mkfifo small large")).await?;
     let begin = |script: &str| ExecRequest {
         background: true,
@@ -267,7 +277,7 @@ async fn the_hash_of_output_and_what_was_remembered_after_the_death_of_the_worke
     assert_eq!(client.call_state(call).await?.state, CallState::Answered);
     let large = client.exec_background(id, &large).await?.exec_id;
     let small = small.exec_id.context("it has one")?;
-    eventually("most of it is dropped", PATIENCE, async || {
+    eventually("most output is dropped", TIMEOUT, async || {
         let page = client
             .exec_output(
                 id,
@@ -307,13 +317,13 @@ async fn the_hash_of_output_and_what_was_remembered_after_the_death_of_the_worke
     );
     ensure!(
         forgotten.remembered_since.context("since when")? > before,
-        "a call of before may have come all the same"
+        "an earlier call may still have arrived"
     );
     client
         .exec(id, &sh("echo go > small; echo go > large"))
         .await?;
     for exec in [small, large] {
-        eventually("it exits", PATIENCE, async || {
+        eventually("the command exits", TIMEOUT, async || {
             Ok(client.get_exec(id, exec).await?.state == ExecState::Exited)
         })
         .await?;
@@ -323,26 +333,27 @@ async fn the_hash_of_output_and_what_was_remembered_after_the_death_of_the_worke
             .get_exec(id, exec)
             .await?
             .exit
-            .context("it has ended")
+            .context("the command has ended")
     };
     let small = exit(small).await?;
     assert_eq!(
         (small.exit_code, small.sha256),
         (Some(4), Some(hashes("before\nafter\n", ""))),
-        "all of it was kept"
+        "the whole output was kept"
     );
     let large = exit(large).await?;
     assert_eq!(
         (large.exit_code, large.sha256, large.bytes.stdout),
         (Some(0), None, 40_000_010),
-        "what was dropped before can't be hashed again"
+        "dropped output can't be hashed again"
     );
     Ok(())
 }
 
 #[tokio::test]
-async fn what_a_call_changed_in_files_is_told_with_hashes_of_before_and_after() -> Result<()> {
-    let sandbox = Sandbox::new().await?;
+// invariant: calls
+async fn file_changes_of_a_call_are_reported_with_hashes_before_and_after() -> Result<()> {
+    let sandbox = RecordedSandbox::new().await?;
     for (path, content) in [
         ("one", "1\n"),
         ("two", "2\n"),
@@ -417,7 +428,7 @@ async fn what_a_call_changed_in_files_is_told_with_hashes_of_before_and_after() 
         (409, json!({ "code": "patch_rejected" }))
     );
 
-    // A name that is not UTF-8, and one that would not fit when it is escaped.
+    // A name that is not UTF-8, and one that is too long once escaped.
     let odd = Base64Bytes(b"odd-\xff".to_vec());
     let at = |method: Method| {
         let odd = odd.clone();
@@ -430,18 +441,18 @@ async fn what_a_call_changed_in_files_is_told_with_hashes_of_before_and_after() 
     let change =
         |name: &str| json!({ "changes": [{ "path_b64": odd, name: sha256("odd") }], "more": 0 });
     assert_eq!(
-        sandbox.told(at(Method::PUT)).await?,
+        sandbox.call_outcome(at(Method::PUT)).await?,
         (201, change("sha256_after"))
     );
     assert_eq!(
-        sandbox.told(at(Method::DELETE)).await?,
+        sandbox.call_outcome(at(Method::DELETE)).await?,
         (204, change("sha256_before"))
     );
     let deep: String = "\u{1}".repeat(200) + "/";
     let long = deep.repeat(20) + "file";
     sandbox.put(&long, "deep").await?;
     let (_, gone) = sandbox
-        .told(|http, session| {
+        .call_outcome(|http, session| {
             http.request(Method::DELETE, &format!("{session}/files"))
                 .query(&[("path", &long)])
         })
@@ -452,11 +463,18 @@ async fn what_a_call_changed_in_files_is_told_with_hashes_of_before_and_after() 
     );
     assert_eq!(gone["changes"][0]["sha256_before"], json!(sha256("deep")));
 
-    // What is too large is not read for this, and what can't be read is deleted all the same.
-    sandbox.client.exec(sandbox.id, &sh("dd if=/dev/zero of=large bs=1 count=1 seek=104857600 2>/dev/null; echo x > closed; chmod 0 closed")).await?;
+    // Large files are not hashed, and unreadable files are still deleted.
+    sandbox
+        .client
+        .exec(
+            sandbox.id,
+            &sh("dd if=/dev/zero of=large bs=1 count=1 seek=104857600 \
+                 2>/dev/null; echo x > closed; chmod 0 closed"),
+        )
+        .await?;
     for path in ["large", "closed"] {
         let (status, gone) = sandbox
-            .told(|http, session| {
+            .call_outcome(|http, session| {
                 http.request(Method::DELETE, &format!("{session}/files"))
                     .query(&[("path", path)])
             })
@@ -484,15 +502,15 @@ fn archive(files: &[(String, &str)]) -> Result<Vec<u8>> {
 }
 
 #[tokio::test]
-async fn an_archive_that_breaks_off_says_what_it_left_and_a_large_one_how_much_there_was()
--> Result<()> {
-    let sandbox = Sandbox::new().await?;
+// invariant: calls
+async fn a_truncated_archive_reports_its_changes_and_a_large_one_their_number() -> Result<()> {
+    let sandbox = RecordedSandbox::new().await?;
     let import = |files: &[(String, &str)]| {
         let bytes = archive(files);
         async {
             let bytes = bytes?;
             sandbox
-                .told(|http, session| {
+                .call_outcome(|http, session| {
                     http.request(Method::POST, &format!("{session}/import"))
                         .query(&[("path", "into")])
                         .body(bytes)
@@ -527,8 +545,8 @@ async fn an_archive_that_breaks_off_says_what_it_left_and_a_large_one_how_much_t
 }
 
 #[tokio::test]
-async fn input_is_told_by_its_size_and_hash_and_never_itself() -> Result<()> {
-    let sandbox = Sandbox::new().await?;
+async fn input_is_reported_by_size_and_hash_and_never_verbatim() -> Result<()> {
+    let sandbox = RecordedSandbox::new().await?;
     let reading = ExecRequest {
         stdin_open: true,
         background: true,
@@ -544,7 +562,12 @@ async fn input_is_told_by_its_size_and_hash_and_never_itself() -> Result<()> {
     let (status, told) = sandbox
         .post(&format!("execs/{exec_id}/stdin"), &write)
         .await?;
-    let expected = json!({ "exec_id": exec_id, "bytes": { "stdin": 6 }, "sha256": { "stdin": sha256("secret") }, "eof": true });
+    let expected = json!({
+        "exec_id": exec_id,
+        "bytes": { "stdin": 6 },
+        "sha256": { "stdin": sha256("secret") },
+        "eof": true
+    });
     assert_eq!((status, told), (204, expected));
     let (status, told) = sandbox
         .post(&format!("execs/{exec_id}/stdin"), &write)
@@ -554,11 +577,12 @@ async fn input_is_told_by_its_size_and_hash_and_never_itself() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_caller_who_goes_away_at_any_moment_leaves_no_call_that_runs_for_ever() -> Result<()> {
-    let sandbox = Sandbox::new().await?;
+// invariant: calls
+async fn a_caller_that_disconnects_at_any_moment_leaves_no_call_running_forever() -> Result<()> {
+    let sandbox = RecordedSandbox::new().await?;
     let (client, id) = (&sandbox.client, sandbox.id);
     let state = async |call| Ok::<_, anyhow::Error>(client.call_state(call).await?.state);
-    // A body that does not come to its end.
+    // A body that never ends.
     let (sender, body) = tokio::sync::mpsc::channel::<Result<bytes::Bytes, std::io::Error>>(1);
     let call = CallId::generate();
     let body = futures_util::stream::unfold(body, |mut body| async {
@@ -575,13 +599,13 @@ async fn a_caller_who_goes_away_at_any_moment_leaves_no_call_that_runs_for_ever(
             .send(),
     );
     sender.send(Ok("half".into())).await?;
-    eventually("it runs", PATIENCE, async || {
+    eventually("the call is running", TIMEOUT, async || {
         Ok(state(call).await? == CallState::Running)
     })
     .await?;
     sending.abort();
-    // Whichever is seen first, the end of the body or that of the caller.
-    eventually("it is over", PATIENCE, async || {
+    // Either the end of the body or the caller's disconnect may be seen first.
+    eventually("the call is over", TIMEOUT, async || {
         Ok(matches!(
             state(call).await?,
             CallState::Abandoned | CallState::Answered
@@ -591,7 +615,7 @@ async fn a_caller_who_goes_away_at_any_moment_leaves_no_call_that_runs_for_ever(
     assert_ne!(client.call_state(call).await?.status, Some(201));
     assert_eq!(client.exec(id, &sh("ls")).await?.stdout, "");
 
-    // A stream is answered when it begins; what it brings is not the call's any more.
+    // A stream is answered when it begins; its content is not part of the outcome.
     let call = CallId::generate();
     let path = format!("/v1/worker/sessions/{id}/exec");
     let request = sandbox
@@ -614,7 +638,7 @@ async fn a_caller_who_goes_away_at_any_moment_leaves_no_call_that_runs_for_ever(
     client
         .signal_exec(id, exec_id, SignalName::KILL, cynode_api::SignalScope::Tree)
         .await?;
-    eventually("it ends", PATIENCE, async || {
+    eventually("the command ends", TIMEOUT, async || {
         Ok(client.get_exec(id, exec_id).await?.exit.is_some())
     })
     .await?;

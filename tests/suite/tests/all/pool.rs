@@ -7,23 +7,23 @@ use cynode_api::{
     ErrorCode, LimitsRequest, Session, SessionCreate, SessionEnd, SessionId, TaskId,
     WorkspaceDisposal, WorkspaceRef,
 };
-use cynode_client::WorkerClient;
+use cynode_client::SessionClient;
 use cynode_tests::{IMAGE, Options, RunningWorker, World, eventually, sh};
 use serde_json::Value;
 
-/// What a pool is made for: the default image with default limits.
-fn usual() -> SessionCreate {
+/// A session that matches the pool: the default image with default limits.
+fn pooled_session() -> SessionCreate {
     SessionCreate::new(TaskId::generate(), SessionId::generate(), "default")
 }
 
-/// What no pool is made for.
-fn unusual() -> SessionCreate {
+/// A session that matches no pool.
+fn unpooled_session() -> SessionCreate {
     SessionCreate {
         limits: Some(LimitsRequest {
             pids: Some(100),
             ..Default::default()
         }),
-        ..usual()
+        ..pooled_session()
     }
 }
 
@@ -45,11 +45,12 @@ async fn wait_for_spares(worker: &RunningWorker, count: u64) -> Result<()> {
     .await
 }
 
-async fn out(client: &WorkerClient, made: &Session, script: &str) -> Result<String> {
+async fn output_of(client: &SessionClient, made: &Session, script: &str) -> Result<String> {
     Ok(client.exec(made.session_id, &sh(script)).await?.stdout)
 }
 
 #[tokio::test]
+// invariant: warm-pool
 async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
     let world = World::new()?;
     let mut worker = world
@@ -58,38 +59,45 @@ async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
     let client = worker.client()?;
     wait_for_spares(&worker, 2).await?;
     let (one, two) = (
-        client.create_session(&usual()).await?,
-        client.create_session(&usual()).await?,
+        client.create_session(&pooled_session()).await?,
+        client.create_session(&pooled_session()).await?,
     );
     assert!(one.warm && two.warm && one.unenforced.is_empty(), "{one:?}");
     assert_eq!(
-        out(
+        output_of(
             &client,
             &one,
-            "ls -A /workspace $HOME /tmp | grep -v : | grep .; echo $CYNODE_TASK_ID $CYNODE_SESSION_ID; echo secret > mine; echo secret > /tmp/mine"
+            "ls -A /workspace $HOME /tmp | grep -v : | grep .; echo $CYNODE_TASK_ID \
+             $CYNODE_SESSION_ID; echo secret > mine; echo secret > /tmp/mine"
         )
         .await?,
         format!("{} {}\n", one.task_id, one.session_id)
     );
     assert_eq!(
-        out(&client, &two, "cat mine /tmp/mine 2>/dev/null; id -u; dd if=/dev/zero of=big bs=1M count=1 2>/dev/null && echo works").await?,
+        output_of(
+            &client,
+            &two,
+            "cat mine /tmp/mine 2>/dev/null; id -u; dd if=/dev/zero of=big \
+             bs=1M count=1 2>/dev/null && echo works"
+        )
+        .await?,
         "1000\nworks\n"
     );
-    // Whoever comes next gets a fresh one, and the pool is filled again.
+    // The next session gets a fresh sandbox, and the pool is refilled.
     client
         .end_session(one.session_id, &SessionEnd::default())
         .await?;
     wait_for_spares(&worker, 2).await?;
-    let three = client.create_session(&usual()).await?;
+    let three = client.create_session(&pooled_session()).await?;
     assert!(three.warm && three.workspace_id != one.workspace_id);
-    assert_eq!(out(&client, &three, "ls -A; ls -A /tmp").await?, "");
+    assert_eq!(output_of(&client, &three, "ls -A; ls -A /tmp").await?, "");
     assert_eq!(
         metric(&worker, "cynode_pool_claims_total{result=\"hit\"}").await?,
         3
     );
 
-    // Other limits and kept workspaces take the cold way.
-    let cold = client.create_session(&unusual()).await?;
+    // Other limits and kept workspaces bypass the pool.
+    let cold = client.create_session(&unpooled_session()).await?;
     assert!(!cold.warm);
     client
         .end_session(
@@ -100,34 +108,35 @@ async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
             },
         )
         .await?;
-    let mut again = usual();
+    let mut again = pooled_session();
     (again.task_id, again.workspace_ref) =
         (two.task_id, Some(WorkspaceRef::Workspace(two.workspace_id)));
     let again = client.create_session(&again).await?;
     assert!(!again.warm);
-    assert_eq!(out(&client, &again, "ls").await?, "big\n");
+    assert_eq!(output_of(&client, &again, "ls").await?, "big\n");
     worker.shut_down().await?;
     world.assert_clean().await
 }
 
 #[tokio::test]
+// invariant: warm-pool
 async fn a_claimed_sandbox_survives_the_worker_and_spares_do_not_leak() -> Result<()> {
     let world = World::new()?;
     let options = Options::default().set("pool_size", "2");
     let mut worker = world.worker(&options).await?;
     wait_for_spares(&worker, 2).await?;
-    let made = worker.client()?.create_session(&usual()).await?;
-    out(&worker.client()?, &made, "echo kept > file").await?;
+    let made = worker.client()?.create_session(&pooled_session()).await?;
+    output_of(&worker.client()?, &made, "echo kept > file").await?;
     worker.kill()?;
     let mut worker = world.worker(&options).await?;
     let client = worker.client()?;
-    assert_eq!(out(&client, &made, "cat file").await?, "kept\n");
+    assert_eq!(output_of(&client, &made, "cat file").await?, "kept\n");
     wait_for_spares(&worker, 2).await?;
     assert_eq!(world.containers()?.len(), 3, "the old spares are gone");
     worker.signal(rustix::process::Signal::TERM)?;
     ensure!(
         worker.wait(Duration::from_secs(30)).await?.success(),
-        "the worker did not end well"
+        "the worker failed"
     );
     assert_eq!(
         world.containers()?.len(),
@@ -140,7 +149,8 @@ async fn a_claimed_sandbox_survives_the_worker_and_spares_do_not_leak() -> Resul
 }
 
 #[tokio::test]
-async fn a_resume_that_meets_a_claim_of_the_same_session_stops_nobody() -> Result<()> {
+// invariant: warm-pool
+async fn a_resume_during_a_claim_of_the_same_session_disturbs_neither() -> Result<()> {
     let world = World::new()?;
     let worker = world
         .worker(&Options::default().set("pool_size", "2"))
@@ -148,7 +158,7 @@ async fn a_resume_that_meets_a_claim_of_the_same_session_stops_nobody() -> Resul
     let client = worker.client()?;
     for _ in 0..8 {
         wait_for_spares(&worker, 2).await?;
-        let request = usual();
+        let request = pooled_session();
         let mut resuming = tokio::task::JoinSet::new();
         for _ in 0..6 {
             let (client, id) = (client.clone(), request.session_id);
@@ -169,9 +179,10 @@ async fn a_resume_that_meets_a_claim_of_the_same_session_stops_nobody() -> Resul
 }
 
 #[tokio::test]
+// invariant: warm-pool
 async fn a_new_image_under_the_same_name_drains_the_pool() -> Result<()> {
     let world = World::new()?;
-    // Two images of this world's own, one after the other under one name.
+    // Two images of this world, one after the other under the same name.
     let tree = world.directory().join("tree.tar");
     let podman = |arguments: &[&str]| -> Result<()> {
         let output = world.podman().args(arguments).output()?;
@@ -203,14 +214,14 @@ async fn a_new_image_under_the_same_name_drains_the_pool() -> Result<()> {
         .await?;
     let client = worker.client()?;
     wait_for_spares(&worker, 1).await?;
-    let before = client.create_session(&usual()).await?;
+    let before = client.create_session(&pooled_session()).await?;
     wait_for_spares(&worker, 1).await?;
     import("two")?;
-    let after = client.create_session(&usual()).await?;
+    let after = client.create_session(&pooled_session()).await?;
     assert_eq!(
         (
-            out(&client, &before, "echo $VERSION").await?,
-            out(&client, &after, "echo $VERSION").await?
+            output_of(&client, &before, "echo $VERSION").await?,
+            output_of(&client, &after, "echo $VERSION").await?
         ),
         ("one\n".to_owned(), "two\n".to_owned())
     );
@@ -222,7 +233,7 @@ async fn a_new_image_under_the_same_name_drains_the_pool() -> Result<()> {
         "spares of the new image",
         Duration::from_secs(60),
         async || {
-            let made = client.create_session(&usual()).await?;
+            let made = client.create_session(&pooled_session()).await?;
             client
                 .end_session(made.session_id, &SessionEnd::default())
                 .await?;
@@ -233,6 +244,7 @@ async fn a_new_image_under_the_same_name_drains_the_pool() -> Result<()> {
 }
 
 #[tokio::test]
+// invariant: warm-pool
 async fn spares_give_way_when_a_node_is_full() -> Result<()> {
     let world = World::new()?;
     let worker = world
@@ -244,19 +256,19 @@ async fn spares_give_way_when_a_node_is_full() -> Result<()> {
         .await?;
     let client = worker.client()?;
     wait_for_spares(&worker, 1).await?;
-    let made = client.create_session(&unusual()).await?;
+    let made = client.create_session(&unpooled_session()).await?;
     eventually(
         "only the session is left",
         Duration::from_secs(20),
         async || Ok(world.containers()?.len() == 1),
     )
     .await?;
-    assert_eq!(out(&client, &made, "echo here").await?, "here\n");
+    assert_eq!(output_of(&client, &made, "echo here").await?, "here\n");
     Ok(())
 }
 
-/// An OCI runtime that starts nothing while the file `hold` is there.
-fn holding(world: &World) -> Result<Options> {
+/// An OCI runtime that blocks every start while the file `hold` exists.
+fn blocking_runtime(world: &World) -> Result<Options> {
     let (path, hold) = (
         world.directory().join("holding-runc"),
         world.directory().join("hold"),
@@ -264,7 +276,8 @@ fn holding(world: &World) -> Result<Options> {
     fs_err::write(
         &path,
         format!(
-            "#!/bin/sh\ncase \" $* \" in *' create '*) while [ -e '{}' ]; do sleep 0.02; done;; esac\nexec runc \"$@\"\n",
+            "#!/bin/sh\ncase \" $* \" in *' create '*) while [ -e '{}' ]; do sleep 0.02; done;; \
+             esac\nexec runc \"$@\"\n",
             hold.display()
         ),
     )?;
@@ -273,10 +286,11 @@ fn holding(world: &World) -> Result<Options> {
 }
 
 #[tokio::test]
+// invariant: warm-pool
 async fn a_spare_that_is_still_being_made_gives_way_too() -> Result<()> {
     let world = World::new()?;
-    let options = holding(&world)?;
-    // What this host can do is found out before anything is held up.
+    let options = blocking_runtime(&world)?;
+    // The probe of the host's capabilities must not be blocked.
     world.worker(&options).await?.shut_down().await?;
     fs_err::write(world.directory().join("hold"), "")?;
     let mut worker =
@@ -284,13 +298,13 @@ async fn a_spare_that_is_still_being_made_gives_way_too() -> Result<()> {
     let log = worker.log();
     let says = |text: &str| -> Result<bool> { Ok(fs_err::read_to_string(&log)?.contains(text)) };
     eventually(
-        "a spare is being made",
+        "a spare is being created",
         Duration::from_secs(30),
-        async || says("Making a spare sandbox."),
+        async || says("Starting a spare sandbox."),
     )
     .await?;
     let client = worker.client()?;
-    let request = unusual();
+    let request = unpooled_session();
     let admitted = async {
         eventually(
             "the session is admitted",
@@ -303,9 +317,14 @@ async fn a_spare_that_is_still_being_made_gives_way_too() -> Result<()> {
     let (made, admitted): (_, Result<()>) = tokio::join!(client.create_session(&request), admitted);
     admitted?;
     let made = made?;
-    eventually("it is made", Duration::from_secs(30), async || {
-        Ok(says("A spare sandbox is ready.")? || says("A spare sandbox is no longer wanted.")?)
-    })
+    eventually(
+        "the spare is finished",
+        Duration::from_secs(30),
+        async || {
+            Ok(says("A spare sandbox is ready.")?
+                || says("A spare sandbox was evicted while it started.")?)
+        },
+    )
     .await?;
     eventually(
         "only the session is left",
@@ -313,8 +332,8 @@ async fn a_spare_that_is_still_being_made_gives_way_too() -> Result<()> {
         async || Ok(world.containers()?.len() == 1),
     )
     .await?;
-    assert_eq!(out(&client, &made, "echo here").await?, "here\n");
-    // Once there is room, there is a spare again.
+    assert_eq!(output_of(&client, &made, "echo here").await?, "here\n");
+    // As soon as there is room, the pool has a spare again.
     client
         .end_session(made.session_id, &SessionEnd::default())
         .await?;
@@ -324,11 +343,12 @@ async fn a_spare_that_is_still_being_made_gives_way_too() -> Result<()> {
 }
 
 #[tokio::test]
-async fn spares_give_their_ids_to_who_needs_them() -> Result<()> {
+// invariant: warm-pool
+async fn spares_give_up_their_ids_to_sessions() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
-    let kept = client.create_session(&usual()).await?;
+    let kept = client.create_session(&pooled_session()).await?;
     client
         .end_session(
             kept.session_id,
@@ -339,7 +359,7 @@ async fn spares_give_their_ids_to_who_needs_them() -> Result<()> {
         )
         .await?;
     worker.shut_down().await?;
-    // As if all blocks of ids but the last were those of kept workspaces.
+    // As if kept workspaces occupied all id blocks but the last.
     let workspaces = world.state_dir().join("worker/workspaces");
     let mut record: Value = serde_json::from_slice(&fs_err::read(
         workspaces
@@ -362,17 +382,20 @@ async fn spares_give_their_ids_to_who_needs_them() -> Result<()> {
         .await?;
     let client = worker.client()?;
     wait_for_spares(&worker, 1).await?;
-    let last = client.create_session(&unusual()).await?;
-    assert_eq!(out(&client, &last, "echo here").await?, "here\n");
-    // One that has its ids needs no others; for one more there are none, and nothing is left that could give them up.
+    let last = client.create_session(&unpooled_session()).await?;
+    assert_eq!(output_of(&client, &last, "echo here").await?, "here\n");
+    // A session with ids needs no others; another one gets none, and no spare is left to evict.
     client.resume_session(kept.session_id).await?;
-    let error = client.create_session(&unusual()).await.expect_err("no ids");
+    let error = client
+        .create_session(&unpooled_session())
+        .await
+        .expect_err("no ids");
     assert!(error.is(ErrorCode::NoCapacity), "{error}");
-    // Whoever needs them gets them before the pool does.
+    // Sessions take precedence over the pool.
     client
         .end_session(last.session_id, &SessionEnd::default())
         .await?;
-    client.create_session(&unusual()).await?;
+    client.create_session(&unpooled_session()).await?;
     worker.shut_down().await?;
     world.assert_clean().await
 }

@@ -1,4 +1,5 @@
-//! What is an ordinary user's own: subordinate ids, runtime directory, limits that nobody enforces.
+//! What is specific to rootless operation: subordinate ids, the runtime directory, unenforced
+//! limits.
 
 use std::{
     collections::BTreeSet, os::unix::fs::MetadataExt as _, process::Command, time::Duration,
@@ -32,6 +33,7 @@ fn doctor(world: &World, options: &Options) -> Result<std::process::Output> {
 }
 
 #[tokio::test]
+// invariant: host-ids
 async fn each_sandbox_has_ids_of_its_own_among_the_users() -> Result<()> {
     let world = World::on(Engine::Rootless).await?;
     let mut worker = world.worker(&Options::default()).await?;
@@ -39,7 +41,7 @@ async fn each_sandbox_has_ids_of_its_own_among_the_users() -> Result<()> {
     let mut made = Vec::new();
     for _ in 0..3 {
         let id = client.create_session(&session()).await?.session_id;
-        // Owners that only the sandbox can make, and a tree that only its owner can remove.
+        // Owners that only the sandbox can create, and a tree that only its owner can remove.
         client
             .exec(id, &sh("mkdir -p a/b; touch a/b/c; chmod 000 a/b"))
             .await?;
@@ -56,9 +58,9 @@ async fn each_sandbox_has_ids_of_its_own_among_the_users() -> Result<()> {
     assert_eq!(
         fs_err::metadata(world.state_dir().join("worker.token"))?.uid(),
         world.user()?,
-        "what is the worker's belongs to the user"
+        "the worker's files belong to the user"
     );
-    // Signals reach processes of other ids, and trees of theirs go.
+    // Signals reach processes with other ids, and their trees are removed.
     client
         .signal_session(made[0], cynode_api::SignalName::KILL)
         .await?;
@@ -75,12 +77,12 @@ async fn each_sandbox_has_ids_of_its_own_among_the_users() -> Result<()> {
     world.assert_clean().await
 }
 
-/// What this host keeps for nobody but root (all of it here: version 1 of cgroups, and no mounts for disks).
-// proves: CYNAI.SANDBX.RuntimeContractBaseline
+/// Limits that this host enforces only for root (here all of them: cgroups v1, and no disk mounts).
 #[tokio::test]
+// invariant: fail-closed
 async fn each_limit_that_nobody_enforces_is_refused_by_name() -> Result<()> {
     let world = World::on(Engine::Rootless).await?;
-    // By the worker's own word, with all of them allowed.
+    // As the worker reports them, with all of them allowed.
     let mut worker = world.worker(&Options::default()).await?;
     let unenforced = worker
         .client()?
@@ -102,15 +104,15 @@ async fn each_limit_that_nobody_enforces_is_refused_by_name() -> Result<()> {
             .client()?
             .create_session(&session())
             .await
-            .expect_err("it is not enforced");
+            .expect_err("the limit is not enforced");
         assert!(error.is(ErrorCode::LimitUnenforceable), "{name}: {error}");
-        let said = error.to_string();
+        let message = error.to_string();
         assert!(
-            said.contains(&format!("limits.{name}:"))
+            message.contains(&format!("limits.{name}:"))
                 && others
                     .iter()
-                    .all(|other| !said.contains(&format!("limits.{other}"))),
-            "{name}: {said}"
+                    .all(|other| !message.contains(&format!("limits.{other}"))),
+            "{name}: {message}"
         );
         worker.shut_down().await?;
     }
@@ -125,7 +127,7 @@ async fn an_ordinary_user_has_a_pool_of_the_default_size() -> Result<()> {
         .await?;
     let client = worker.client()?;
     let url = worker.url()?;
-    // Fewer when the user has few ids: a quarter of 32 blocks.
+    // Fewer if the user has few ids: a quarter of 32 blocks.
     let full = async || -> Result<bool> {
         let text = reqwest::get(format!("{url}/metrics")).await?.text().await?;
         Ok(text
@@ -156,7 +158,7 @@ async fn an_ordinary_user_has_a_pool_of_the_default_size() -> Result<()> {
 }
 
 #[tokio::test]
-async fn doctor_says_what_an_ordinary_user_has() -> Result<()> {
+async fn doctor_reports_an_ordinary_users_capabilities() -> Result<()> {
     let world = World::on(Engine::Rootless).await?;
     let output = doctor(&world, &Options::default())?;
     let privileges = check(&output, "privileges")?;
@@ -173,7 +175,7 @@ async fn doctor_says_what_an_ordinary_user_has() -> Result<()> {
         String::from_utf8_lossy(&output.stdout)
     );
 
-    // What this host does not enforce for an ordinary user is a problem unless it is allowed by name.
+    // A limit that is unenforced for an ordinary user is a problem unless it is allowed by name.
     let allowed = check(&output, "cgroups")?;
     let strict = check(
         &doctor(&world, &Options::default().set("allow_unenforced", "[]"))?,
@@ -243,15 +245,16 @@ async fn a_user_without_subordinate_ids_is_told_the_remedy() -> Result<()> {
         "{privileges}"
     );
     let worker = run(&["worker"])?;
-    let said = String::from_utf8_lossy(&worker.stderr).into_owned();
+    let message = String::from_utf8_lossy(&worker.stderr).into_owned();
     assert!(
-        !worker.status.success() && said.contains("usermod --add-subuids"),
-        "{said}"
+        !worker.status.success() && message.contains("usermod --add-subuids"),
+        "{message}"
     );
     Ok(())
 }
 
 #[tokio::test]
+// invariant: host-ids
 async fn up_and_down_work_for_an_ordinary_user_without_a_login_session() -> Result<()> {
     let world = World::on(Engine::RootlessWithoutSession).await?;
     let config = world.config(&Options::default())?;
@@ -297,7 +300,7 @@ async fn up_and_down_work_for_an_ordinary_user_without_a_login_session() -> Resu
     cynode(&["session", "end", &id])?;
     cynode(&["session", "create"])?;
 
-    // A worker that can't answer: its sandboxes and what they left go by the other way.
+    // A worker that can't respond: `down` removes its sandboxes and leftovers without it.
     let runs = |name: &str| -> Result<Vec<rustix::process::Pid>> {
         let mut found = Vec::new();
         for entry in fs_err::read_dir("/proc")? {
@@ -320,9 +323,11 @@ async fn up_and_down_work_for_an_ordinary_user_without_a_login_session() -> Resu
     for pid in runs("up")?.into_iter().chain(runs("worker")?) {
         rustix::process::kill_process(pid, rustix::process::Signal::KILL)?;
     }
-    eventually("both are gone", Duration::from_secs(10), async || {
-        Ok(runs("up")?.is_empty() && runs("worker")?.is_empty())
-    })
+    eventually(
+        "both processes are gone",
+        Duration::from_secs(10),
+        async || Ok(runs("up")?.is_empty() && runs("worker")?.is_empty()),
+    )
     .await?;
     assert_eq!(world.containers()?.len(), 1);
     cynode(&["down"])?;

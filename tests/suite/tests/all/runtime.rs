@@ -1,4 +1,4 @@
-//! The contract of the container runtime, held by every one of them and by the fake alike.
+//! The contract of the container runtime, which every runtime and the fake must meet.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -6,8 +6,8 @@ use anyhow::Result;
 use cynode_api::{LABEL_AGENT_COMPATIBLE, Limits, Stream};
 use cynode_tests::{Engine, IMAGE, UNLABELLED, World, eventually, on_every_runtime};
 use cynode_worker::runtime::{
-    Docker, DockerOptions, Error, ExecSpec, Fake, FakeImage, Fault, IdMap, IdSpace, Podman,
-    PodmanOptions, Runtime, ServiceOptions, Spec,
+    Docker, DockerOptions, ExecSpec, Fake, FakeImage, Fault, IdMap, IdSpace, Podman, PodmanOptions,
+    Runtime, RuntimeError, ServiceOptions, Spec,
 };
 use futures_util::StreamExt as _;
 use tokio::io::AsyncWriteExt as _;
@@ -20,7 +20,7 @@ fn podman(world: &World) -> Arc<dyn Runtime> {
         .chain(command.get_args())
         .map(|part| part.to_string_lossy().into_owned())
         .collect();
-    // Where the world's cleanup looks for it.
+    // The place where the world's cleanup looks for it.
     let directory = world.state_dir().join("worker/podman");
     Arc::new(Podman::new(PodmanOptions {
         socket: None,
@@ -95,7 +95,7 @@ async fn run(runtime: &dyn Runtime, name: &str, script: &str) -> Result<()> {
     Ok(runtime.start(name).await?)
 }
 
-struct Ran {
+struct ExecOutput {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
     code: Option<i64>,
@@ -106,7 +106,7 @@ async fn exec(
     name: &str,
     script: &str,
     stdin: Option<&[u8]>,
-) -> Result<Ran> {
+) -> Result<ExecOutput> {
     let spec = ExecSpec {
         argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),
         env: vec![
@@ -122,7 +122,7 @@ async fn exec(
         started.input.write_all(bytes).await?;
         started.input.shutdown().await?;
     }
-    let mut ran = Ran {
+    let mut ran = ExecOutput {
         stdout: Vec::new(),
         stderr: Vec::new(),
         code: None,
@@ -141,7 +141,7 @@ async fn exec(
     Ok(ran)
 }
 
-/// The whole contract. Each part says in its message what broke.
+/// The whole contract. Each part names in its message what broke.
 async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     let runtime = runtime.as_ref();
     runtime.ping().await?;
@@ -162,7 +162,7 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     assert!(
         matches!(
             runtime.image("localhost/cynode/none:latest").await,
-            Err(Error::NotFound(_))
+            Err(RuntimeError::NotFound(_))
         ),
         "an unknown image is not found"
     );
@@ -171,16 +171,20 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     let mut unknown = spec(runtime, &name, "true").await?;
     unknown.image_id = "0".repeat(64);
     assert!(
-        matches!(runtime.create(&unknown).await, Err(Error::NotFound(_))),
+        matches!(
+            runtime.create(&unknown).await,
+            Err(RuntimeError::NotFound(_))
+        ),
         "creating from an unknown image fails as such"
     );
-    // Bounded, because the fake's processes are the host's: a test that is killed must not leave them for ever.
+    // Bounded, because the fake runs processes on the host: a killed test must not leave them
+    // forever.
     let waiting = "trap 'exit 3' TERM; i=0; while [ $i -lt 2000 ]; do sleep 0.02; i=$((i+1)); done";
     run(runtime, &name, waiting).await?;
     assert!(
         matches!(
             runtime.create(&spec(runtime, &name, "true").await?).await,
-            Err(Error::NameInUse(_))
+            Err(RuntimeError::NameInUse(_))
         ),
         "a name is taken once"
     );
@@ -242,16 +246,21 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
             !matches!(runtime.exec_state(&started.id).await?.exit_code, Some(0))
         }
     };
-    assert!(outcome, "a command that is not there does not succeed");
+    assert!(outcome, "a missing command fails");
     assert!(
-        matches!(runtime.exec_state("nothing").await, Err(Error::NotFound(_))),
+        matches!(
+            runtime.exec_state("nothing").await,
+            Err(RuntimeError::NotFound(_))
+        ),
         "an unknown exec is not found"
     );
 
     runtime.kill(&name, "TERM").await?;
-    eventually("TERM ends it", Duration::from_secs(10), async || {
-        Ok(!runtime.inspect(&name).await?.running)
-    })
+    eventually(
+        "TERM ends the process",
+        Duration::from_secs(10),
+        async || Ok(!runtime.inspect(&name).await?.running),
+    )
     .await?;
     assert_eq!(
         runtime.inspect(&name).await?.exit_code,
@@ -264,12 +273,12 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     );
     runtime.remove(&name).await?;
     assert!(
-        matches!(runtime.inspect(&name).await, Err(Error::NotFound(_))),
-        "removed is gone"
+        matches!(runtime.inspect(&name).await, Err(RuntimeError::NotFound(_))),
+        "a removed container is gone"
     );
     runtime.remove(&name).await?;
 
-    // What ignores TERM goes all the same, and at once.
+    // A process that ignores TERM is removed too, at once.
     run(
         runtime,
         &name,
@@ -280,39 +289,43 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     runtime.remove(&name).await?;
     assert!(
         fs_err::metadata(format!("/proc/{pid}")).is_err(),
-        "its process is gone"
+        "the container's process is gone"
     );
     assert!(matches!(
         runtime.inspect("nothing").await,
-        Err(Error::NotFound(_))
+        Err(RuntimeError::NotFound(_))
     ));
     assert!(matches!(
         runtime.start("nothing").await,
-        Err(Error::NotFound(_))
+        Err(RuntimeError::NotFound(_))
     ));
     runtime.close().await;
     Ok(())
 }
 
 on_every_runtime!(
-    it_holds_the_runtime_contract,
-    it_gives_a_terminal_that_can_be_resized
+    every_runtime_holds_the_runtime_contract,
+    every_runtime_gives_a_resizable_terminal
 );
 
 // proves: REQ-SANDBX-0104
-async fn it_holds_the_runtime_contract(world: World) -> Result<()> {
+// invariant: api-boundaries
+async fn every_runtime_holds_the_runtime_contract(world: World) -> Result<()> {
     hold_the_contract(runtime(&world)).await?;
     world.assert_clean().await
 }
 
 #[tokio::test]
+// invariant: api-boundaries
 async fn the_fake_holds_the_runtime_contract() -> Result<()> {
     hold_the_contract(fake()).await
 }
 
-async fn it_gives_a_terminal_that_can_be_resized(world: World) -> Result<()> {
-    // The call may be answered before the terminal has its new size.
-    const SCRIPT: &str = "test -t 0 && echo tty; read line; i=0; while [ \"$(stty size)\" != '37 101' ] && [ $i -lt 2000 ]; do i=$((i+1)); done; stty size; exit 6";
+// part of: CYNAI.SANDBX.LongRunningSession
+async fn every_runtime_gives_a_resizable_terminal(world: World) -> Result<()> {
+    // The call may return before the terminal has its new size.
+    const SCRIPT: &str = "test -t 0 && echo tty; read line; i=0; while [ \"$(stty size)\" != '37 \
+                          101' ] && [ $i -lt 2000 ]; do i=$((i+1)); done; stty size; exit 6";
     let runtime = runtime(&world);
     run(runtime.as_ref(), "terminal", "while :; do sleep 1; done").await?;
     let spec = ExecSpec {
@@ -337,9 +350,11 @@ async fn it_gives_a_terminal_that_can_be_resized(world: World) -> Result<()> {
         "{}",
         String::from_utf8_lossy(&text)
     );
-    eventually("the code is known", Duration::from_secs(5), async || {
-        Ok(runtime.exec_state(&started.id).await?.exit_code == Some(6))
-    })
+    eventually(
+        "the exit code is known",
+        Duration::from_secs(5),
+        async || Ok(runtime.exec_state(&started.id).await?.exit_code == Some(6)),
+    )
     .await?;
     runtime.remove("terminal").await?;
     runtime.close().await;
@@ -352,24 +367,27 @@ async fn the_fake_fails_when_it_is_told_to() -> Result<()> {
     fake.inject(Fault::Refuse("image"));
     assert!(matches!(
         fake.image(IMAGE).await,
-        Err(Error::Refused { call: "image", .. })
+        Err(RuntimeError::Refused { call: "image", .. })
     ));
     fake.inject(Fault::Hang("remove"));
     assert!(fake.image(IMAGE).await.is_ok());
     assert!(matches!(
         fake.remove("x").await,
-        Err(Error::Timeout { call: "remove", .. })
+        Err(RuntimeError::Timeout { call: "remove", .. })
     ));
     assert!(fake.remove("x").await.is_ok());
     Ok(())
 }
 
 #[tokio::test]
-async fn a_runtime_that_was_closed_is_not_started_again_by_who_still_asks() -> Result<()> {
+async fn a_closed_runtime_is_not_restarted_by_later_calls() -> Result<()> {
     let world = World::new()?;
     let runtime = podman(&world);
     runtime.ping().await?;
     runtime.close().await;
-    assert!(matches!(runtime.ping().await, Err(Error::Unavailable(_))));
+    assert!(matches!(
+        runtime.ping().await,
+        Err(RuntimeError::Unavailable(_))
+    ));
     world.assert_clean().await
 }

@@ -1,4 +1,4 @@
-//! The life of sessions, end to end.
+//! The life cycle of sessions, end to end.
 
 mod limits;
 mod recovery;
@@ -13,7 +13,9 @@ use cynode_api::{
 use cynode_client::SessionFilter;
 use cynode_tests::{HOSTILE, IMAGE, Options, UNLABELLED, World, eventually, session, sh};
 
-// proves: REQ-SANDBX-0121, REQ-SANDBX-0122, REQ-SANDBX-0108, REQ-SANDBX-0105, CYNAI.SANDBX.RuntimeContractBaseline
+// proves: REQ-SANDBX-0122, REQ-SANDBX-0108, CYNAI.SANDBX.FilesystemWorkingDirs,
+// CYNAI.SANDBX.RuntimeContractBaseline
+// part of: REQ-SANDBX-0121, REQ-SANDBX-0105
 #[tokio::test]
 async fn one_container_stays_and_its_workspace_persists_across_commands() -> Result<()> {
     let world = World::new()?;
@@ -40,7 +42,11 @@ async fn one_container_stays_and_its_workspace_persists_across_commands() -> Res
         (Some(7), "out\n", "err\n")
     );
     let second = client
-        .exec(session.session_id, &sh("cat note; id -u; id -g; pwd; echo $HOME; test -w $HOME && test -w /tmp && test ! -w /etc && echo writable"))
+        .exec(
+            session.session_id,
+            &sh("cat note; id -u; id -g; pwd; echo $HOME; test -w $HOME && \
+                 test -w /tmp && test ! -w /etc && echo writable"),
+        )
         .await?;
     assert_eq!(
         second.stdout,
@@ -51,8 +57,9 @@ async fn one_container_stays_and_its_workspace_persists_across_commands() -> Res
     world.assert_clean().await
 }
 
-// proves: CYNAI.SANDBX.EnvironmentVariables, REQ-SANDBX-0100
+// part of: CYNAI.SANDBX.EnvironmentVariables, REQ-SANDBX-0100
 #[tokio::test]
+// invariant: no-secrets-inside
 async fn commands_see_their_task_and_session_and_nothing_of_the_host() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
@@ -92,8 +99,10 @@ async fn commands_see_their_task_and_session_and_nothing_of_the_host() -> Result
     Ok(())
 }
 
-// proves: CYNAI.SANDBX.ImageCompatibilityMarking, CYNAI.SANDBX.ImageCompatibilityTaskType, REQ-SANDBX-0124
+// proves: CYNAI.SANDBX.ImageCompatibilityMarking
+// part of: CYNAI.SANDBX.ImageCompatibilityTaskType, REQ-SANDBX-0124
 #[tokio::test]
+// invariant: fail-closed
 async fn only_marked_images_are_taken_and_their_config_decides_nothing() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
@@ -116,7 +125,11 @@ async fn only_marked_images_are_taken_and_their_config_decides_nothing() -> Resu
 
     let hostile = client.create_session(&with_image(HOSTILE)).await?;
     let result = client
-        .exec(hostile.session_id, &sh("id -u; echo ${LD_PRELOAD:-none}; echo $CYNODE_TASK_ID; touch /workspace/x && ls /workspace; cat /proc/1/comm"))
+        .exec(
+            hostile.session_id,
+            &sh("id -u; echo ${LD_PRELOAD:-none}; echo $CYNODE_TASK_ID; \
+                 touch /workspace/x && ls /workspace; cat /proc/1/comm"),
+        )
         .await?;
     assert_eq!(
         result.stdout,
@@ -170,7 +183,8 @@ async fn the_same_request_is_the_same_session_and_another_is_refused() -> Result
     Ok(())
 }
 
-// proves: REQ-SANDBX-0110, REQ-SANDBX-0109, ISC-07
+// proves: REQ-SANDBX-0109
+// part of: REQ-SANDBX-0110, ISC-07, CYNAI.SANDBX.LongRunningSession
 #[tokio::test]
 async fn a_workspace_is_deleted_at_the_end_or_kept_for_the_same_task() -> Result<()> {
     let world = World::new()?;
@@ -244,7 +258,10 @@ async fn a_workspace_is_deleted_at_the_end_or_kept_for_the_same_task() -> Result
     world.assert_clean().await
 }
 
-// proves: CYNAI.SANDBX.LongRunningSession
+// proves: CYNAI.SANDBX.LongRunningSession with
+// a_workspace_is_deleted_at_the_end_or_kept_for_the_same_task and
+// a_shell_is_a_terminal_that_can_be_resized_and_ends_with_its_own_code and
+// every_runtime_gives_a_resizable_terminal
 #[tokio::test]
 async fn sessions_end_by_lifetime_and_by_idleness_but_not_while_something_runs() -> Result<()> {
     let world = World::new()?;
@@ -435,6 +452,7 @@ async fn a_sandbox_whose_process_one_dies_is_lost_and_can_be_resumed() -> Result
 }
 
 #[tokio::test]
+// invariant: fail-closed
 async fn limits_outside_their_bounds_are_refused_by_name() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;

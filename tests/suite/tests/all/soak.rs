@@ -1,5 +1,5 @@
-//! Long runs: `make soak`. What is done follows from a seed, which each run prints; `CYNODE_SEED` repeats one, and
-//! `CYNODE_SOAK_SECONDS` makes it longer or shorter.
+//! Long runs: `make soak`. Each run prints its seed; `CYNODE_SEED` repeats it, and
+//! `CYNODE_SOAK_SECONDS` changes the duration.
 
 mod bombs;
 mod mix;
@@ -7,7 +7,7 @@ mod tenants;
 
 use std::{collections::BTreeMap, time::Duration};
 
-/// How long a run lasts.
+/// The duration of a run.
 fn length(seconds: u64) -> Duration {
     Duration::from_secs(
         std::env::var("CYNODE_SOAK_SECONDS")
@@ -17,7 +17,7 @@ fn length(seconds: u64) -> Duration {
     )
 }
 
-/// What was done how often.
+/// The number of times that each step was done.
 #[derive(Debug, Default)]
 struct Tally(BTreeMap<&'static str, u64>);
 

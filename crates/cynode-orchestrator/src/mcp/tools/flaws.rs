@@ -1,20 +1,21 @@
-//! Names everything that is wrong with the arguments of a tool at once, so that an agent corrects them in one turn.
+//! Reports all errors in the arguments of a tool at once, so that an agent can fix them in one
+//! turn.
 
 use cynode_service::ApiError;
 use serde_json::{Map, Value};
 
-/// At most this many arguments of a kind are named.
+/// The number of arguments of one kind that an error names.
 const MAX_NAMED: usize = 16;
-/// Names are shortened to this many characters: a caller may choose any.
+/// Names are truncated to this many characters, because callers choose them freely.
 const MAX_NAME: usize = 32;
 
-/// Reads arguments and says what is wrong with them.
-pub(super) type Read = fn(&[u8]) -> Result<(), ApiError>;
+/// Parses arguments and returns the first error.
+pub(super) type Parse = fn(&[u8]) -> Result<(), ApiError>;
 
-/// All that is wrong with arguments which `read` refused with `first`.
+/// All errors in arguments that `parse` refused with `first`.
 pub(super) fn all(
     schema: &Map<String, Value>,
-    read: Read,
+    parse: Parse,
     arguments: &Map<String, Value>,
     first: ApiError,
 ) -> ApiError {
@@ -47,7 +48,7 @@ pub(super) fn all(
     let wrong: Vec<String> = arguments
         .iter()
         .filter(|(name, _)| known.contains(&name.as_str()))
-        .filter_map(|(name, value)| wrong(read, name, value))
+        .filter_map(|(name, value)| wrong(parse, name, value))
         .collect();
     let mut flaws = Vec::new();
     if !missing.is_empty() {
@@ -55,7 +56,7 @@ pub(super) fn all(
     }
     if !unknown.is_empty() {
         flaws.push(format!(
-            "unknown: {} (known are {})",
+            "unknown: {} (known: {})",
             listed(&unknown),
             known.join(", ")
         ));
@@ -68,15 +69,16 @@ pub(super) fn all(
     }
 }
 
-/// What is wrong with one argument by itself. Without the others the read fails in any case, and says that they are missing.
-fn wrong(read: Read, name: &str, value: &Value) -> Option<String> {
+/// The error in one argument, which is parsed alone: the other arguments are then reported as
+/// missing, which does not count.
+fn wrong(parse: Parse, name: &str, value: &Value) -> Option<String> {
     let alone = Map::from_iter([(name.to_owned(), value.clone())]);
-    let error = read(&serde_json::to_vec(&alone).ok()?).err()?;
-    let detail = error.0.detail;
+    let error = parse(&serde_json::to_vec(&alone).ok()?).err()?;
+    let detail = error.into_problem().detail;
     if detail.starts_with("missing field") {
         return None;
     }
-    // The place counts in bytes that the caller has never seen.
+    // The line and column refer to a serialization that the caller has never seen.
     Some(
         detail
             .rsplit_once(" at line ")
@@ -111,7 +113,7 @@ mod tests {
             .expect("a tool")
             .plan(&arguments)
             .expect_err("wrong arguments")
-            .0
+            .into_problem()
             .detail
     }
 
@@ -146,7 +148,7 @@ mod tests {
             json!({"task_id": "x", "argv": "ls", "timeout_ms": -1, "colour": 1, "cwd": "."}),
         );
         assert!(
-            detail.starts_with("missing: session_id, env; unknown: colour (known are "),
+            detail.starts_with("missing: session_id, env; unknown: colour (known: "),
             "{detail}"
         );
         for wrong in [
@@ -165,7 +167,8 @@ mod tests {
     #[test]
     fn a_place_inside_an_argument_is_named() {
         let arguments = json!({
-            "task_id": "01890000-0000-7000-8000-000000000001", "session_id": "new", "image_ref": "default", "workspace_ref": "new",
+            "task_id": "01890000-0000-7000-8000-000000000001", "session_id": "new",
+            "image_ref": "default", "workspace_ref": "new",
             "constraints": {"limits": {"memory_bytes": "much"}},
         });
         let detail = detail("sandbox.session.create", arguments);
@@ -176,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_named_is_bounded() {
+    fn named_arguments_are_bounded() {
         let many = |count: usize| -> Value {
             (0..count)
                 .map(|number| (format!("x{number}{}", "y".repeat(200)), json!(1)))

@@ -1,12 +1,12 @@
-//! Help, and tools whose services are not there yet: they say so, and what to do meanwhile.
+//! Help, and tools whose services do not exist yet: they answer with a remedy.
 #![expect(
     dead_code,
-    reason = "what is read strictly has its type, whether anybody uses it yet or not"
+    reason = "arguments are parsed strictly into fields that no service reads yet"
 )]
 
 use cynode_api::{ErrorCode, TaskId};
 use cynode_service::ApiError;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
@@ -19,20 +19,20 @@ pub(super) fn tools() -> Vec<Tool> {
             "help.list",
             ALL,
             Kind::Reads,
-            "What there is help on. Begin here.",
+            "List the help topics. Start here.",
         ),
-        Tool::new::<HelpGet, Topic>("help.get", ALL, Kind::Reads, "Help on a topic."),
-        Tool::new::<ApiCall, Empty>(
+        Tool::new::<HelpGet, HelpText>("help.get", ALL, Kind::Reads, "Show a help topic."),
+        Tool::new::<ExternalCall, Empty>(
             "api.call",
             ALL,
             Kind::Changes,
-            "Call an outside service whose credentials stay outside the sandbox.",
+            "Call an external service whose credentials stay outside the sandbox.",
         ),
         Tool::new::<WebFetch, Empty>(
             "web.fetch",
             ALL,
             Kind::Reads,
-            "Fetch a page of the web that policy allows.",
+            "Fetch a web page that policy allows.",
         ),
         Tool::new::<WebSearch, Empty>("web.search", ALL, Kind::Reads, "Search the web."),
         Tool::new::<Publish, Empty>(
@@ -42,7 +42,7 @@ pub(super) fn tools() -> Vec<Tool> {
             "Publish a sandbox as an image.",
         ),
     ];
-    for (name, for_whom, kind) in [
+    for (name, audience, kind) in [
         ("skills.list", ALL, Kind::Reads),
         ("skills.get", ALL, Kind::Reads),
         ("skills.create", MANAGERS, Kind::Adds),
@@ -51,48 +51,49 @@ pub(super) fn tools() -> Vec<Tool> {
     ] {
         tools.push(Tool::new::<Skills, Empty>(
             name,
-            for_whom,
+            audience,
             kind,
             "Skills: guidance that agents share.",
         ));
     }
-    for (name, about) in [
+    for (name, description) in [
         (
             "git.repo.validate",
-            "See whether a repository can be reached and written to.",
+            "Check that a repository is reachable and writable.",
         ),
         ("git.changeset.apply", "Apply a patch artifact to a branch."),
         ("git.branch.create", "Create a branch."),
         ("git.commit.create", "Make a commit."),
         ("git.push", "Push a branch."),
         ("git.pr.create", "Open a pull request."),
-        ("git.promote", "From a patch artifact to a pull request."),
+        ("git.promote", "Turn a patch artifact into a pull request."),
     ] {
         tools.push(Tool::new::<Git, Empty>(
             name,
             MANAGERS,
             Kind::Changes,
-            about,
+            description,
         ));
     }
     tools
 }
 
-/// What there is help on.
+/// The help topics.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Topics {
-    topics: Vec<Line>,
+    topics: Vec<TopicLine>,
 }
 
 /// A topic in one line.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Line {
+#[schema(as = Line)]
+pub(crate) struct TopicLine {
     topic: String,
     about: String,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Topic {
+pub(crate) struct HelpText {
     topic: String,
     text: String,
 }
@@ -103,7 +104,7 @@ arguments! {
     HelpGet {
         topic: String,
     }
-    ApiCall {
+    ExternalCall {
         task_id: TaskId,
         provider: String,
         operation: String,
@@ -126,28 +127,42 @@ arguments! {
     }
 }
 
-/// Tools of which it is not settled what they will take; only that they name a task.
-macro_rules! unsettled {
-    ($($name:ident: $remedy:expr;)*) => { $(
-        #[derive(Debug, serde::Deserialize, ToSchema)]
-        pub(crate) struct $name {
-            task_id: TaskId,
-            #[serde(flatten)]
-            #[schema(additional_properties)]
-            rest: Map<String, Value>,
-        }
-
-        impl Arguments for $name {
-            fn plan(self) -> Result<Plan, ApiError> {
-                Ok(Plan::Missing(self.task_id, $remedy))
-            }
-        }
-    )* };
+// The arguments of git tools are not designed yet, except that they name a task.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(crate) struct Git {
+    task_id: TaskId,
+    #[serde(flatten)]
+    #[schema(additional_properties)]
+    rest: Map<String, Value>,
 }
 
-unsettled! {
-    Git: "Export the change with sandbox.workspace.export_patch; a person can fetch the artifact and push it.";
-    Skills: "Keep guidance as an artifact of the task, or in the preference agents.sandbox_agent.additional_context.";
+// The arguments of skill tools are not designed yet, except that they name a task.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(crate) struct Skills {
+    task_id: TaskId,
+    #[serde(flatten)]
+    #[schema(additional_properties)]
+    rest: Map<String, Value>,
+}
+
+impl Arguments for Git {
+    fn plan(self) -> Result<Plan, ApiError> {
+        Ok(Plan::Unavailable(
+            self.task_id,
+            "Export the change with sandbox.workspace.export_patch; a person can fetch the \
+             artifact and push it.",
+        ))
+    }
+}
+
+impl Arguments for Skills {
+    fn plan(self) -> Result<Plan, ApiError> {
+        Ok(Plan::Unavailable(
+            self.task_id,
+            "Keep guidance as an artifact of the task, or in the preference \
+             agents.sandbox_agent.additional_context.",
+        ))
+    }
 }
 
 impl Arguments for HelpList {
@@ -162,18 +177,18 @@ impl Arguments for HelpList {
 
 impl Arguments for HelpGet {
     fn plan(self) -> Result<Plan, ApiError> {
-        let found = help::TOPICS.iter().find(|topic| topic.name == self.topic);
-        let known = || {
+        let topic = help::TOPICS.iter().find(|topic| topic.name == self.topic);
+        let topics = || {
             help::TOPICS
                 .iter()
                 .map(|topic| topic.name)
                 .collect::<Vec<_>>()
                 .join(", ")
         };
-        let topic = found.ok_or_else(|| {
+        let topic = topic.ok_or_else(|| {
             ApiError::new(
                 ErrorCode::NotFound,
-                format!("there is no help on that; there is on {}", known()),
+                format!("there is no such help topic; the topics are {}", topics()),
             )
         })?;
         Ok(Plan::Answer(
@@ -183,29 +198,29 @@ impl Arguments for HelpGet {
 }
 
 const NO_WEB: &str =
-    "Have a person bring what is needed as an artifact of the task, or use an image that has it.";
+    "Have a person provide what is needed as an artifact of the task, or use an image that has it.";
 
-impl Arguments for ApiCall {
+impl Arguments for ExternalCall {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Missing(self.task_id, NO_WEB))
+        Ok(Plan::Unavailable(self.task_id, NO_WEB))
     }
 }
 
 impl Arguments for WebFetch {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Missing(self.task_id, NO_WEB))
+        Ok(Plan::Unavailable(self.task_id, NO_WEB))
     }
 }
 
 impl Arguments for WebSearch {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Missing(self.task_id, NO_WEB))
+        Ok(Plan::Unavailable(self.task_id, NO_WEB))
     }
 }
 
 impl Arguments for Publish {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Missing(
+        Ok(Plan::Unavailable(
             self.task_id,
             "Have a person build the image and add it: 'cynode image add'.",
         ))

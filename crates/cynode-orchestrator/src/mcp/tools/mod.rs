@@ -1,8 +1,10 @@
-//! The tools: who may use each, what it takes, what it answers, and the call that it becomes.
+//! The tools: their audience, arguments, results, and the requests that they become.
 //!
-//! What must stay true: a tool that does something does it by a route of the user API, so that the gate decides and records it like
-//! everybody's call. What a tool takes is read strictly, before anything else happens.
+//! Invariants: a tool has effects only through routes of the user API, so that the gate authorizes
+//! and records them like any other call. Arguments are parsed strictly before anything else
+//! happens.
 
+mod artifacts;
 mod flaws;
 mod later;
 mod sandbox;
@@ -20,30 +22,30 @@ use utoipa::ToSchema;
 
 use super::{plan::Plan, schema};
 
-/// Which kinds of callers a tool is for. People may use what managers may.
+/// The kinds of callers that may use a tool. Users may use what project managers may.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct For {
+pub(crate) struct Audience {
     pub(crate) managers: bool,
     pub(crate) analysts: bool,
     pub(crate) sandboxes: bool,
 }
 
-pub(crate) const MANAGERS: For = For {
+pub(crate) const MANAGERS: Audience = Audience {
     managers: true,
     analysts: false,
     sandboxes: false,
 };
-pub(crate) const AGENTS: For = For {
+pub(crate) const AGENTS: Audience = Audience {
     analysts: true,
     ..MANAGERS
 };
-pub(crate) const ALL: For = For {
+pub(crate) const ALL: Audience = Audience {
     sandboxes: true,
     ..AGENTS
 };
 
-impl For {
-    pub(crate) const fn has(self, kind: TokenKind) -> bool {
+impl Audience {
+    pub(crate) const fn includes(self, kind: TokenKind) -> bool {
         match kind {
             TokenKind::User | TokenKind::ProjectManager => self.managers,
             TokenKind::ProjectAnalyst => self.analysts,
@@ -52,17 +54,17 @@ impl For {
     }
 }
 
-/// What is taken by a tool, and the plan that is made of it.
+/// The arguments of a tool, which become its plan.
 pub(crate) trait Arguments: DeserializeOwned + ToSchema {
     fn plan(self) -> Result<Plan, ApiError>;
 }
 
-/// What clients may think of a tool before they call it.
+/// The effect of a tool, as clients are told before they call it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Changes nothing.
     Reads,
-    /// Adds, and takes nothing away.
+    /// Only adds.
     Adds,
     /// May overwrite or end something.
     Changes,
@@ -70,15 +72,15 @@ pub(crate) enum Kind {
 
 pub(crate) struct Tool {
     pub(crate) name: &'static str,
-    pub(crate) about: &'static str,
-    pub(crate) for_whom: For,
+    pub(crate) description: &'static str,
+    pub(crate) audience: Audience,
     pub(crate) kind: Kind,
-    /// A system setting that must be true.
+    /// The system setting that must be true.
     pub(crate) enabled_by: Option<&'static str>,
     pub(crate) input: Arc<Map<String, Value>>,
     pub(crate) output: Arc<Map<String, Value>>,
     plan: fn(&[u8]) -> Result<Plan, ApiError>,
-    read: flaws::Read,
+    parse: flaws::Parse,
 }
 
 impl std::fmt::Debug for Tool {
@@ -92,47 +94,47 @@ impl std::fmt::Debug for Tool {
 impl Tool {
     fn new<A: Arguments, O: ToSchema>(
         name: &'static str,
-        for_whom: For,
+        audience: Audience,
         kind: Kind,
-        about: &'static str,
+        description: &'static str,
     ) -> Self {
         let plan = |arguments: &[u8]| edge::parse::<A>(arguments)?.plan();
-        let read = |arguments: &[u8]| edge::parse::<A>(arguments).map(drop);
+        let parse = |arguments: &[u8]| edge::parse::<A>(arguments).map(drop);
         Self {
             name,
-            about,
-            for_whom,
+            description,
+            audience,
             kind,
             enabled_by: None,
             input: Arc::new(schema::of::<A>()),
             output: Arc::new(schema::of::<O>()),
             plan,
-            read,
+            parse,
         }
     }
 
-    /// Only while a setting of the system is true.
-    fn while_enabled(self, setting: &'static str) -> Self {
+    /// Makes the tool depend on a system setting.
+    fn enabled_by(self, setting: &'static str) -> Self {
         Self {
             enabled_by: Some(setting),
             ..self
         }
     }
 
-    /// Reads what it is called with.
+    /// Parses the arguments.
     pub(crate) fn plan(&self, arguments: &Map<String, Value>) -> Result<Plan, ApiError> {
         let bytes =
             serde_json::to_vec(arguments).map_err(|error| ApiError::invalid(error.to_string()))?;
         (self.plan)(&bytes).map_err(|error| {
-            if (self.read)(&bytes).is_err() {
-                flaws::all(&self.input, self.read, arguments, error)
+            if (self.parse)(&bytes).is_err() {
+                flaws::all(&self.input, self.parse, arguments, error)
             } else {
                 error
             }
         })
     }
 
-    /// Its name for clients whose names have no dots.
+    /// The name for clients that do not support dots.
     pub(crate) fn underscored(&self) -> String {
         self.name.replace('.', "_")
     }
@@ -143,17 +145,17 @@ static TOOLS: LazyLock<Vec<Tool>> = LazyLock::new(|| {
     tools.extend(sessions::tools());
     tools.extend(workspace::tools());
     tools.extend(sandbox::tools());
+    tools.extend(artifacts::tools());
     tools.extend(work::tools());
     tools.extend(later::tools());
     tools
 });
 
-/// All tools, in the order in which they are listed.
+/// All tools in listing order.
 pub(crate) fn all() -> &'static [Tool] {
     &TOOLS
 }
 
-/// The tool of a name, as a caller says it.
 pub(crate) fn find(name: &str, underscored: bool) -> Option<&'static Tool> {
     all().iter().find(|tool| {
         if underscored {
@@ -164,11 +166,12 @@ pub(crate) fn find(name: &str, underscored: bool) -> Option<&'static Tool> {
     })
 }
 
+/// Defines argument structs that refuse unknown fields.
 macro_rules! arguments {
-    ($($(#[$about:meta])* $name:ident { $($(#[$detail:meta])* $field:ident: $type:ty,)* })*) => { $(
+    ($($(#[$doc:meta])* $name:ident { $($(#[$detail:meta])* $field:ident: $type:ty,)* })*) => { $(
         #[derive(Debug, serde::Deserialize, utoipa::ToSchema)]
         #[serde(deny_unknown_fields)]
-        $(#[$about])*
+        $(#[$doc])*
         pub(crate) struct $name { $($(#[$detail])* pub(crate) $field: $type,)* }
     )* };
 }
@@ -180,8 +183,8 @@ mod tests {
 
     use super::*;
 
-    /// Every place that a schema leads to, below it.
-    fn leads(value: &Value) -> Vec<&str> {
+    /// Every reference in a schema.
+    fn references(value: &Value) -> Vec<&str> {
         match value {
             Value::Object(members) => members
                 .iter()
@@ -189,24 +192,24 @@ mod tests {
                     member
                         .as_str()
                         .filter(|_| name == "$ref")
-                        .map_or_else(|| leads(member), |to| vec![to])
+                        .map_or_else(|| references(member), |to| vec![to])
                 })
                 .collect(),
-            Value::Array(items) => items.iter().flat_map(leads).collect(),
+            Value::Array(items) => items.iter().flat_map(references).collect(),
             _ => Vec::new(),
         }
     }
 
     #[test]
-    fn every_schema_is_whole() {
+    fn every_reference_in_a_schema_is_defined() {
         for tool in all() {
             for schema in [&tool.input, &tool.output] {
                 let schema = Value::Object((**schema).clone());
-                for to in leads(&schema) {
+                for to in references(&schema) {
                     let pointer = to.strip_prefix('#').expect("a place in the same schema");
                     assert!(
                         schema.pointer(pointer).is_some(),
-                        "{}: {to} leads nowhere",
+                        "{}: {to} is undefined",
                         tool.name
                     );
                 }
@@ -228,12 +231,13 @@ mod tests {
     }
 
     #[test]
+    // invariant: api-boundaries
     fn the_list_of_tools_changes_only_when_somebody_means_it() {
-        let who = |tool: &Tool| {
+        let audience = |tool: &Tool| {
             let named = [
-                (tool.for_whom.managers, "pm"),
-                (tool.for_whom.analysts, "pa"),
-                (tool.for_whom.sandboxes, "sandbox"),
+                (tool.audience.managers, "pm"),
+                (tool.audience.analysts, "pa"),
+                (tool.audience.sandboxes, "sandbox"),
             ];
             named
                 .into_iter()
@@ -268,7 +272,7 @@ mod tests {
         };
         let lines: Vec<String> = all()
             .iter()
-            .map(|tool| format!("{} {{{}}}: {}", tool.name, takes(tool), who(tool)))
+            .map(|tool| format!("{} {{{}}}: {}", tool.name, takes(tool), audience(tool)))
             .collect();
         insta::assert_snapshot!(lines.join("\n"));
     }

@@ -1,4 +1,5 @@
-//! `sandbox.create` and its kin, thin forms of the session calls in which a job's id is the session's; and which images there are.
+//! `sandbox.create` and related tools: shorthands for the session tools that use a job's id as the
+//! session id. Also the tools for allowed images.
 
 use std::collections::BTreeMap;
 
@@ -12,9 +13,9 @@ use http::Method;
 use super::{
     Arguments, Kind, MANAGERS, Tool, arguments,
     sessions::{self, Constraints, ExecAnswer},
-    workspace::{self, FileContent},
+    workspace::{self, FileContent, FileWrite},
 };
-use crate::mcp::plan::{Call, Plan};
+use crate::mcp::plan::{ApiRequest, Plan};
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
@@ -22,26 +23,53 @@ pub(super) fn tools() -> Vec<Tool> {
             "sandbox.create",
             MANAGERS,
             Kind::Adds,
-            "Create a sandbox whose session has the id of a job. The same as sandbox.session.create, with defaults.",
+            "Create a sandbox whose session has the id of a job. \
+             The same as sandbox.session.create, with defaults.",
         ),
-        Tool::new::<Exec, ExecAnswer>("sandbox.exec", MANAGERS, Kind::Changes, "Run a command in the sandbox of a job."),
-        Tool::new::<PutFile, FileWritten>("sandbox.put_file", MANAGERS, Kind::Changes, "Write a file into the sandbox of a job."),
-        Tool::new::<GetFile, FileContent>("sandbox.get_file", MANAGERS, Kind::Reads, "Read a file from the sandbox of a job."),
+        Tool::new::<Exec, ExecAnswer>(
+            "sandbox.exec",
+            MANAGERS,
+            Kind::Changes,
+            "Run a command in the sandbox of a job.",
+        ),
+        Tool::new::<PutFile, FileWritten>(
+            "sandbox.put_file",
+            MANAGERS,
+            Kind::Changes,
+            "Write a file into the sandbox of a job.",
+        ),
+        Tool::new::<GetFile, FileContent>(
+            "sandbox.get_file",
+            MANAGERS,
+            Kind::Reads,
+            "Read a file from the sandbox of a job.",
+        ),
         Tool::new::<StreamLogs, OutputPage>(
             "sandbox.stream_logs",
             MANAGERS,
             Kind::Reads,
-            "Read what the sandbox's last command, or the one that is named, has written; call again with next_seq as after_seq.",
+            "Read the output of a command in the sandbox, by default the most recent one. \
+             Pass next_seq back as after_seq.",
         ),
-        Tool::new::<Destroy, Session>("sandbox.destroy", MANAGERS, Kind::Changes, "End the sandbox of a job and delete its workspace."),
-        Tool::new::<ListImages, Page<Image>>("sandbox.allowed_images.list", MANAGERS, Kind::Reads, "List the images that sandboxes may be made of."),
+        Tool::new::<Destroy, Session>(
+            "sandbox.destroy",
+            MANAGERS,
+            Kind::Changes,
+            "End the sandbox of a job and delete its workspace.",
+        ),
+        Tool::new::<ListImages, Page<Image>>(
+            "sandbox.allowed_images.list",
+            MANAGERS,
+            Kind::Reads,
+            "List the images that sandboxes may use.",
+        ),
         Tool::new::<AddImage, Image>(
             "sandbox.allowed_images.add",
             MANAGERS,
             Kind::Adds,
-            "Allow another image. Only while an administrator lets agents do that (a system setting).",
+            "Allow another image. Works only while a system setting permits agents to do so.",
         )
-        .while_enabled(ALLOW_PM_IMAGES),
+        .enabled_by(ALLOW_PM_IMAGES),
     ]
 }
 
@@ -82,12 +110,12 @@ arguments! {
     StreamLogs {
         task_id: TaskId,
         job_id: JobId,
-        /// The last command's when absent.
+        /// The most recent command when absent.
         exec_id: Option<ExecId>,
         after_seq: Option<u64>,
         tail_bytes: Option<u64>,
         max_bytes: Option<u64>,
-        /// How long to wait for something new: at most 60,000.
+        /// How long to wait for new output: at most 60,000.
         wait_ms: Option<u64>,
     }
     Destroy {
@@ -101,14 +129,15 @@ arguments! {
     }
     AddImage {
         task_id: TaskId,
-        /// With registry and repository.
+        /// Including registry and repository.
         image_ref: String,
         image_digest: Option<String>,
     }
 }
 
-const TIMEOUT_MS: u64 = 600_000;
+const DEFAULT_TIMEOUT_MS: u64 = 600_000;
 
+/// The session that shares its id with a job.
 fn session(job: JobId) -> SessionId {
     SessionId::from_uuid(*job.as_uuid())
 }
@@ -142,13 +171,13 @@ impl Arguments for Exec {
             argv: self.argv,
             cwd: self.cwd,
             env: self.env.unwrap_or_default(),
-            timeout_ms: self.timeout_ms.unwrap_or(TIMEOUT_MS),
+            timeout_ms: self.timeout_ms.unwrap_or(DEFAULT_TIMEOUT_MS),
             stdin: self.stdin,
             background: self.background.unwrap_or_default(),
             ..ExecRequest::default()
         };
-        Ok(Plan::Call(
-            Call::new(
+        Ok(Plan::Request(
+            ApiRequest::new(
                 Method::POST,
                 format!("/v1/sessions/{}/exec", session(self.job_id)),
                 self.task_id,
@@ -160,15 +189,14 @@ impl Arguments for Exec {
 
 impl Arguments for PutFile {
     fn plan(self) -> Result<Plan, ApiError> {
-        let bytes = workspace::content(self.content, self.content_b64)?;
-        workspace::write(
-            self.task_id,
-            session(self.job_id),
-            &self.path,
-            bytes,
-            None,
-            self.mode.as_deref(),
-        )
+        workspace::write(FileWrite {
+            task_id: self.task_id,
+            session_id: session(self.job_id),
+            path: &self.path,
+            content: workspace::content(self.content, self.content_b64)?,
+            if_match: None,
+            mode: self.mode.as_deref(),
+        })
     }
 }
 
@@ -189,18 +217,18 @@ impl Arguments for StreamLogs {
         let path = self
             .exec_id
             .map_or_else(|| execs.clone(), |id| format!("{execs}/{id}/output"));
-        let call = Call::get(path, self.task_id);
-        let call = sessions::output(
-            call,
+        let request = ApiRequest::get(path, self.task_id);
+        let request = sessions::output(
+            request,
             self.after_seq,
             self.tail_bytes,
             self.max_bytes,
             self.wait_ms,
         )?;
         Ok(if self.exec_id.is_some() {
-            Plan::Call(call)
+            Plan::Request(request)
         } else {
-            Plan::LastOutput(call)
+            Plan::LastOutput(request)
         })
     }
 }
@@ -211,8 +239,8 @@ impl Arguments for Destroy {
             reason: self.reason,
             ..SessionEnd::default()
         };
-        Ok(Plan::Call(
-            Call::new(
+        Ok(Plan::Request(
+            ApiRequest::new(
                 Method::POST,
                 format!("/v1/sessions/{}/end", session(self.job_id)),
                 self.task_id,
@@ -224,16 +252,18 @@ impl Arguments for Destroy {
 
 impl Arguments for ListImages {
     fn plan(self) -> Result<Plan, ApiError> {
-        let call = Call::get("/v1/images", None).query("allowed", Some(true));
-        Ok(Plan::Call(
-            call.query("limit", self.limit).query("cursor", self.cursor),
+        let request = ApiRequest::get("/v1/images", None).query("allowed", Some(true));
+        Ok(Plan::Request(
+            request
+                .query("limit", self.limit)
+                .query("cursor", self.cursor),
         ))
     }
 }
 
 impl Arguments for AddImage {
     fn plan(self) -> Result<Plan, ApiError> {
-        // By no shorter name: that of an image that is there already would come to mean this one.
+        // The full reference as name: a shorter one could take over the name of another image.
         let body = ImageCreate {
             name: Some(self.image_ref.clone()),
             image_ref: self.image_ref,
@@ -243,8 +273,8 @@ impl Arguments for AddImage {
             version: None,
             capabilities: None,
         };
-        Ok(Plan::Call(
-            Call::new(Method::POST, "/v1/images", self.task_id).json(&body)?,
+        Ok(Plan::Request(
+            ApiRequest::new(Method::POST, "/v1/images", self.task_id).json(&body)?,
         ))
     }
 }

@@ -1,4 +1,4 @@
-//! `sandbox.session.*`: sandboxes that stay.
+//! `sandbox.session.*`: sandboxes that outlive a command.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use super::{
     Arguments, Kind, MANAGERS, Tool, arguments,
     workspace::{DEFAULT_READ, at_most},
 };
-use crate::mcp::plan::{Call, Plan};
+use crate::mcp::plan::{ApiRequest, Plan};
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
@@ -24,33 +24,36 @@ pub(super) fn tools() -> Vec<Tool> {
             "sandbox.session.create",
             MANAGERS,
             Kind::Adds,
-            "Create a sandbox that stays until it is ended: a container with a workspace at /workspace. Answers when it runs. \
-             'default' as image_ref, 'new' as session_id and workspace_ref and {} as constraints mean the defaults.",
+            "Create a sandbox that runs until it is ended: a container with a workspace at \
+             /workspace. Answers when it runs. For the defaults, pass 'default' as image_ref, \
+             'new' as session_id and workspace_ref, and {} as constraints.",
         ),
         Tool::new::<ExecArguments, ExecAnswer>(
             "sandbox.session.exec",
             MANAGERS,
             Kind::Changes,
-            "Run a command in a session and wait for its end. argv is run as it is, without a shell: use [\"sh\", \"-c\", \"…\"] for one. \
-             With background: true it goes on, and sandbox.session.output reads what it writes.",
+            "Run a command in a session and wait until it exits. argv is executed without a shell; \
+             use [\"sh\", \"-c\", \"…\"] for one. With background: true it keeps running, and \
+             sandbox.session.output reads its output.",
         ),
         Tool::new::<Output, OutputPage>(
             "sandbox.session.output",
             MANAGERS,
             Kind::Reads,
-            "Read what a command has written so far, or the end of it (tail_bytes). With wait_ms it waits for more. Pass next_seq back as after_seq.",
+            "Read the output of a command so far, or the end of it (tail_bytes). \
+             With wait_ms it waits for more. Pass next_seq back as after_seq.",
         ),
         Tool::new::<Signal, Empty>(
             "sandbox.session.signal",
             MANAGERS,
             Kind::Changes,
-            "Send a signal to one command (exec_id), or to everything that runs in the session.",
+            "Send a signal to one command (exec_id), or to every process in the session.",
         ),
-        Tool::new::<Of, Session>(
+        Tool::new::<ShowSession, Session>(
             "sandbox.session.get",
             MANAGERS,
             Kind::Reads,
-            "Show a session: its state, limits, image and when it ends.",
+            "Show a session: its state, limits, image and end.",
         ),
         Tool::new::<List, Page<Session>>(
             "sandbox.session.list",
@@ -62,28 +65,26 @@ pub(super) fn tools() -> Vec<Tool> {
             "sandbox.session.end",
             MANAGERS,
             Kind::Changes,
-            "End a session. Its workspace is deleted unless workspace is 'keep'; export what is to stay before.",
+            "End a session. Its workspace is deleted unless workspace is 'keep'; \
+             export files that you need first.",
         ),
     ]
 }
 
-/// What some calls answer: that it was done.
+/// The empty result of tools that only report success.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Empty {}
 
-/// How a command ended; or, when it runs in the background, only its id.
+/// The exit of a command, or its id if it runs in the background.
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(untagged)]
-#[expect(
-    dead_code,
-    reason = "the shape of an answer that is passed on as it is"
-)]
+#[expect(dead_code, reason = "describes an answer that is forwarded unchanged")]
 pub(crate) enum ExecAnswer {
     Ended(ExecResult),
     Accepted(ExecAccepted),
 }
 
-/// What a session may use and for how long; what is absent has a default.
+/// The limits of a session. Absent ones have defaults.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Constraints {
@@ -97,11 +98,12 @@ pub(crate) struct Constraints {
 arguments! {
     Create {
         task_id: TaskId,
-        /// A UUID of the caller's choice, by which the same call again is the same session; or `new`.
+        /// `new`, or a UUID that makes the call idempotent.
         session_id: String,
-        /// A reference of an allowed image, or `default`.
+        /// The reference of an allowed image, or `default`.
         image_ref: String,
-        /// `new`, `workspace:<uuid>` for one that an earlier session of the task kept, or `artifact:<uuid>`.
+        /// `new`, `workspace:<uuid>` for a workspace that an earlier session of the task kept, or
+        /// `artifact:<uuid>`.
         workspace_ref: String,
         constraints: Constraints,
     }
@@ -109,14 +111,14 @@ arguments! {
         task_id: TaskId,
         session_id: SessionId,
         argv: Vec<String>,
-        /// 1 to 10,800,000; with `background` also 0: until the session ends.
+        /// 1 to 10,800,000; with `background` also 0 for no timeout.
         timeout_ms: u64,
         /// Relative paths start at `/workspace`; `.` is the workspace.
         cwd: String,
         env: BTreeMap<String, String>,
         stdin: Option<String>,
         background: Option<bool>,
-        /// Of each stream: 262,144 by default, 1,048,576 at most.
+        /// Per stream: 262,144 by default, 1,048,576 at most.
         max_output_bytes: Option<u64>,
     }
     Output {
@@ -126,18 +128,18 @@ arguments! {
         after_seq: Option<u64>,
         tail_bytes: Option<u64>,
         max_bytes: Option<u64>,
-        /// How long to wait for something new: at most 60,000.
+        /// How long to wait for new output: at most 60,000.
         wait_ms: Option<u64>,
     }
     Signal {
         task_id: TaskId,
         session_id: SessionId,
         signal: SignalName,
-        /// Everything in the session when absent.
+        /// Every process in the session when absent.
         exec_id: Option<ExecId>,
         scope: Option<SignalScope>,
     }
-    Of {
+    ShowSession {
         task_id: TaskId,
         session_id: SessionId,
     }
@@ -155,7 +157,7 @@ arguments! {
     }
 }
 
-/// What a word that means the default leaves to the system.
+/// The argument, unless it stands for the default.
 fn chosen(text: &str) -> Option<&str> {
     (!matches!(text, "default" | "new")).then_some(text)
 }
@@ -193,8 +195,8 @@ pub(super) fn create(
         pty_allowed,
         ..UserSessionCreate::default()
     };
-    Ok(Plan::Call(
-        Call::new(Method::POST, "/v1/sessions", task_id).json(&body)?,
+    Ok(Plan::Request(
+        ApiRequest::new(Method::POST, "/v1/sessions", task_id).json(&body)?,
     ))
 }
 
@@ -225,8 +227,8 @@ impl Arguments for ExecArguments {
             max_output_bytes: self.max_output_bytes,
             ..ExecRequest::default()
         };
-        Ok(Plan::Call(
-            Call::new(
+        Ok(Plan::Request(
+            ApiRequest::new(
                 Method::POST,
                 format!("/v1/sessions/{}/exec", self.session_id),
                 self.task_id,
@@ -236,34 +238,34 @@ impl Arguments for ExecArguments {
     }
 }
 
-/// What is read of a command's output when nothing is said of it is no more than may be asked for.
+/// Adds the query of an output page, which is bounded even if the caller sets no limit.
 pub(super) fn output(
-    call: Call,
+    request: ApiRequest,
     after_seq: Option<u64>,
     tail_bytes: Option<u64>,
     max_bytes: Option<u64>,
     wait_ms: Option<u64>,
-) -> Result<Call, ApiError> {
+) -> Result<ApiRequest, ApiError> {
     at_most("tail_bytes", tail_bytes)?;
     at_most("max_bytes", max_bytes)?;
-    let call = call
+    let request = request
         .query("after_seq", after_seq)
         .query("tail_bytes", tail_bytes)
         .query("max_bytes", Some(max_bytes.unwrap_or(DEFAULT_READ)));
-    Ok(call.query("wait_ms", wait_ms))
+    Ok(request.query("wait_ms", wait_ms))
 }
 
 impl Arguments for Output {
     fn plan(self) -> Result<Plan, ApiError> {
-        let call = Call::get(
+        let request = ApiRequest::get(
             format!(
                 "/v1/sessions/{}/execs/{}/output",
                 self.session_id, self.exec_id
             ),
             self.task_id,
         );
-        Ok(Plan::Call(output(
-            call,
+        Ok(Plan::Request(output(
+            request,
             self.after_seq,
             self.tail_bytes,
             self.max_bytes,
@@ -275,14 +277,14 @@ impl Arguments for Output {
 impl Arguments for Signal {
     fn plan(self) -> Result<Plan, ApiError> {
         let session = format!("/v1/sessions/{}", self.session_id);
-        let call = match self.exec_id {
+        let request = match self.exec_id {
             Some(exec_id) => {
                 let body = SignalExec {
                     version: None,
                     signal: self.signal,
                     scope: self.scope.unwrap_or_default(),
                 };
-                Call::new(
+                ApiRequest::new(
                     Method::POST,
                     format!("{session}/execs/{exec_id}/signal"),
                     self.task_id,
@@ -291,23 +293,23 @@ impl Arguments for Signal {
             }
             None if self.scope.is_some() => {
                 return Err(ApiError::invalid(
-                    "scope: is for one command; name its exec_id",
+                    "scope: applies to one command; pass its exec_id",
                 ));
             }
-            None => Call::new(Method::POST, format!("{session}/signal"), self.task_id).json(
+            None => ApiRequest::new(Method::POST, format!("{session}/signal"), self.task_id).json(
                 &SignalSession {
                     version: None,
                     signal: self.signal,
                 },
             )?,
         };
-        Ok(Plan::Call(call))
+        Ok(Plan::Request(request))
     }
 }
 
-impl Arguments for Of {
+impl Arguments for ShowSession {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(
+        Ok(Plan::Request(ApiRequest::get(
             format!("/v1/sessions/{}", self.session_id),
             self.task_id,
         )))
@@ -316,11 +318,13 @@ impl Arguments for Of {
 
 impl Arguments for List {
     fn plan(self) -> Result<Plan, ApiError> {
-        let call = Call::get("/v1/sessions", self.task_id)
+        let request = ApiRequest::get("/v1/sessions", self.task_id)
             .query("task_id", Some(self.task_id))
             .query("state", self.state);
-        Ok(Plan::Call(
-            call.query("limit", self.limit).query("cursor", self.cursor),
+        Ok(Plan::Request(
+            request
+                .query("limit", self.limit)
+                .query("cursor", self.cursor),
         ))
     }
 }
@@ -332,8 +336,8 @@ impl Arguments for End {
             reason: Some(self.reason),
             workspace: self.workspace,
         };
-        Ok(Plan::Call(
-            Call::new(
+        Ok(Plan::Request(
+            ApiRequest::new(
                 Method::POST,
                 format!("/v1/sessions/{}/end", self.session_id),
                 self.task_id,

@@ -1,53 +1,27 @@
-//! Artifacts, events, and what a database of work holds: projects, tasks, jobs, preferences, settings, nodes.
+//! Projects, tasks, jobs, preferences, settings and nodes.
 
 use std::collections::BTreeMap;
 
 use cynode_api::{
-    Artifact, ArtifactId, Base64Bytes, EventPage, Job, JobCreate, JobId, JobState, LimitsRequest,
-    NetworkPolicy, Node, Page, Preference, PreferenceScope, Project, ProjectId, Retry, Setting,
-    Task, TaskCreate, TaskId, TaskPatch, TaskStatus, ValuePut, WorkspaceRef,
+    Job, JobCreate, JobId, JobState, LimitsRequest, NetworkPolicy, Node, Page, Preference,
+    PreferenceScope, Project, ProjectId, Retry, Setting, Task, TaskCreate, TaskId, TaskPatch,
+    TaskStatus, ValuePut, WorkspaceRef,
 };
 use cynode_service::ApiError;
 use http::Method;
 use serde_json::{Map, Value};
 use uuid::Uuid;
 
-use super::{
-    AGENTS, ALL, Arguments, Kind, MANAGERS, Tool, arguments, workspace, workspace::FileContent,
-};
-use crate::mcp::plan::{Call, Plan, Shape, word, words};
+use super::{AGENTS, Arguments, Kind, MANAGERS, Tool, arguments};
+use crate::mcp::plan::{ApiRequest, Plan, ResultShape, segment};
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
-        Tool::new::<ArtifactPut, Artifact>(
-            "artifact.put",
-            ALL,
-            Kind::Adds,
-            "Keep bytes as an artifact of the task. A path that is there gets a new version.",
-        ),
-        Tool::new::<ArtifactGet, FileContent>(
-            "artifact.get",
-            ALL,
-            Kind::Reads,
-            "Read an artifact of the task, by its path (the newest version) or its id.",
-        ),
-        Tool::new::<OfTask, Page<Artifact>>(
-            "artifact.list",
-            ALL,
-            Kind::Reads,
-            "List the artifacts of the task, every version.",
-        ),
-        Tool::new::<EventList, EventPage>(
-            "events.list",
-            AGENTS,
-            Kind::Reads,
-            "What happened to the jobs and sessions of the task. With wait_ms it waits for something new; pass next_cursor back as after.",
-        ),
         Tool::new::<ProjectGet, Project>(
             "db.project.get",
             AGENTS,
             Kind::Reads,
-            "Show a project: the task's own when no other is named.",
+            "Show a project, by default that of the task.",
         ),
         Tool::new::<ProjectList, Page<Project>>(
             "db.project.list",
@@ -67,19 +41,20 @@ pub(super) fn tools() -> Vec<Tool> {
             "db.task.update",
             MANAGERS,
             Kind::Changes,
-            "Change a task: what is absent stays.",
+            "Change a task. Absent fields stay unchanged.",
         ),
         Tool::new::<JobNew, Job>(
             "db.job.create",
             MANAGERS,
             Kind::Adds,
-            "Start a job: one command in a sandbox of its own, to its end. Answers at once; db.job.get or events.list tell when it has ended.",
+            "Start a job: one command in its own sandbox. Answers immediately; \
+             poll db.job.get or events.list for its end.",
         ),
-        Tool::new::<OfJob, Job>(
+        Tool::new::<JobGet, Job>(
             "db.job.get",
             AGENTS,
             Kind::Reads,
-            "Show a job: its state, and when it has ended its exit code and output.",
+            "Show a job: its state and, once it has ended, its exit code and output.",
         ),
         Tool::new::<JobList, Page<Job>>(
             "db.job.list",
@@ -98,72 +73,43 @@ pub(super) fn tools() -> Vec<Tool> {
             "db.preference.list",
             AGENTS,
             Kind::Reads,
-            "List the preferences of a scope: the task's own when none is named.",
+            "List the preferences of a scope, by default the task's.",
         ),
-        Tool::new::<Effective, Page<Preference>>(
+        Tool::new::<PreferenceEffective, Page<Preference>>(
             "db.preference.effective",
             AGENTS,
             Kind::Reads,
-            "Which preferences count for the task, each from the narrowest scope that has it.",
+            "List the preferences in effect for the task, each from its narrowest scope.",
         ),
         Tool::new::<PreferenceSet, Preference>(
             "db.preference.set",
             MANAGERS,
             Kind::Changes,
-            "Set a preference of the task or of its project.",
+            "Set a preference of the task or its project.",
         ),
         Tool::new::<SettingGet, Setting>(
             "db.system_setting.get",
             AGENTS,
             Kind::Reads,
-            "Show a setting of the system.",
+            "Show a system setting.",
         ),
-        Tool::new::<Nothing, Page<Setting>>(
+        Tool::new::<SettingList, Page<Setting>>(
             "db.system_setting.list",
             AGENTS,
             Kind::Reads,
-            "List the settings of the system.",
+            "List the system settings.",
         ),
-        Tool::new::<Nodes, Page<Node>>(
+        Tool::new::<NodeList, Page<Node>>(
             "node.list",
             AGENTS,
             Kind::Reads,
-            "List the nodes that sandboxes run on.",
+            "List the nodes on which sandboxes run.",
         ),
         Tool::new::<NodeGet, Node>("node.get", AGENTS, Kind::Reads, "Show a node."),
     ]
 }
 
 arguments! {
-    ArtifactPut {
-        task_id: TaskId,
-        /// Relative, without `.` and `..`.
-        path: String,
-        content: Option<String>,
-        content_b64: Option<Base64Bytes>,
-        /// `application/octet-stream` when absent.
-        media_type: Option<String>,
-    }
-    ArtifactGet {
-        task_id: TaskId,
-        path: Option<String>,
-        id: Option<ArtifactId>,
-        /// 262,144 by default, 1,048,576 at most.
-        max_bytes: Option<u64>,
-    }
-    OfTask {
-        task_id: TaskId,
-        limit: Option<u32>,
-        cursor: Option<String>,
-    }
-    EventList {
-        task_id: TaskId,
-        /// The cursor after which to begin.
-        after: Option<u64>,
-        /// At most 60,000.
-        wait_ms: Option<u64>,
-        limit: Option<u32>,
-    }
     ProjectList {
         task_id: TaskId,
         limit: Option<u32>,
@@ -203,7 +149,7 @@ arguments! {
     }
     JobNew {
         task_id: TaskId,
-        /// By which the same call again is the same job.
+        /// Makes the call idempotent.
         job_id: Option<JobId>,
         command: Vec<String>,
         image_ref: Option<String>,
@@ -216,7 +162,7 @@ arguments! {
         network_policy: Option<NetworkPolicy>,
         retry: Option<Retry>,
     }
-    OfJob {
+    JobGet {
         task_id: TaskId,
         job_id: JobId,
     }
@@ -251,18 +197,18 @@ arguments! {
         /// `task` when absent.
         scope: Option<PreferenceScope>,
         scope_id: Option<Uuid>,
-        /// Refused unless the value's revision is this one; 0 means that there is none yet.
+        /// The revision that the value must have; 0 if it must not exist yet.
         if_revision: Option<i64>,
     }
-    Effective {
+    PreferenceEffective {
         task_id: TaskId,
     }
     SettingGet {
         key: String,
     }
-    Nothing {
+    SettingList {
     }
-    Nodes {
+    NodeList {
         limit: Option<u32>,
         cursor: Option<String>,
     }
@@ -271,87 +217,15 @@ arguments! {
     }
 }
 
-impl Arguments for ArtifactPut {
-    fn plan(self) -> Result<Plan, ApiError> {
-        let call = Call::new(
-            Method::PUT,
-            format!(
-                "/v1/tasks/{}/artifacts/{}",
-                self.task_id,
-                words("path", &self.path)?
-            ),
-            self.task_id,
-        );
-        let media_type = self
-            .media_type
-            .as_deref()
-            .unwrap_or(if self.content.is_some() {
-                "text/plain; charset=utf-8"
-            } else {
-                "application/octet-stream"
-            });
-        let call = call.header("content-type", Some(media_type))?;
-        Ok(Plan::Call(call.bytes(workspace::content(
-            self.content,
-            self.content_b64,
-        )?)))
-    }
-}
-
-impl Arguments for ArtifactGet {
-    fn plan(self) -> Result<Plan, ApiError> {
-        let part = workspace::part(None, None, self.max_bytes)?;
-        let call = match (self.path, self.id) {
-            (Some(path), None) => Call::get(
-                format!(
-                    "/v1/tasks/{}/artifacts/{}",
-                    self.task_id,
-                    words("path", &path)?
-                ),
-                self.task_id,
-            ),
-            (None, Some(id)) => Call::get(format!("/v1/artifacts/{id}/content"), self.task_id),
-            _ => {
-                return Err(ApiError::invalid(
-                    "path: send either the path or the id of an artifact",
-                ));
-            }
-        };
-        Ok(Plan::Call(call.shaped(Shape::File(part))))
-    }
-}
-
-fn page(call: Call, limit: Option<u32>, cursor: Option<String>) -> Plan {
-    Plan::Call(call.query("limit", limit).query("cursor", cursor))
-}
-
-impl Arguments for OfTask {
-    fn plan(self) -> Result<Plan, ApiError> {
-        Ok(page(
-            Call::get("/v1/artifacts", self.task_id).query("task_id", Some(self.task_id)),
-            self.limit,
-            self.cursor,
-        ))
-    }
-}
-
-impl Arguments for EventList {
-    fn plan(self) -> Result<Plan, ApiError> {
-        let call = Call::get("/v1/events", self.task_id)
-            .query("task_id", Some(self.task_id))
-            .query("after", self.after);
-        Ok(Plan::Call(
-            call.query("wait_ms", self.wait_ms)
-                .query("limit", self.limit),
-        ))
-    }
+pub(super) fn page(request: ApiRequest, limit: Option<u32>, cursor: Option<String>) -> Plan {
+    Plan::Request(request.query("limit", limit).query("cursor", cursor))
 }
 
 impl Arguments for ProjectGet {
     fn plan(self) -> Result<Plan, ApiError> {
         Ok(match self.project_id {
-            Some(id) => Plan::Call(Call::get(format!("/v1/projects/{id}"), self.task_id)),
-            None => Plan::OwnProject(self.task_id),
+            Some(id) => Plan::Request(ApiRequest::get(format!("/v1/projects/{id}"), self.task_id)),
+            None => Plan::TaskProject(self.task_id),
         })
     }
 }
@@ -359,7 +233,7 @@ impl Arguments for ProjectGet {
 impl Arguments for ProjectList {
     fn plan(self) -> Result<Plan, ApiError> {
         Ok(page(
-            Call::get("/v1/projects", self.task_id),
+            ApiRequest::get("/v1/projects", self.task_id),
             self.limit,
             self.cursor,
         ))
@@ -385,7 +259,7 @@ impl Arguments for TaskNew {
 
 impl Arguments for TaskGet {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(
+        Ok(Plan::Request(ApiRequest::get(
             format!("/v1/tasks/{}", self.task_id),
             self.task_id,
         )))
@@ -395,7 +269,7 @@ impl Arguments for TaskGet {
 impl Arguments for TaskList {
     fn plan(self) -> Result<Plan, ApiError> {
         Ok(page(
-            Call::get("/v1/tasks", None).query("project_id", self.project_id),
+            ApiRequest::get("/v1/tasks", None).query("project_id", self.project_id),
             self.limit,
             self.cursor,
         ))
@@ -414,8 +288,8 @@ impl Arguments for TaskUpdate {
             profile: None,
             metadata: self.metadata,
         };
-        Ok(Plan::Call(
-            Call::new(
+        Ok(Plan::Request(
+            ApiRequest::new(
                 Method::PATCH,
                 format!("/v1/tasks/{}", self.task_id),
                 self.task_id,
@@ -427,12 +301,13 @@ impl Arguments for TaskUpdate {
 
 impl Arguments for JobNew {
     fn plan(self) -> Result<Plan, ApiError> {
-        let wrong = |error: serde_json::Error| ApiError::invalid(format!("workspace_ref: {error}"));
+        let invalid =
+            |error: serde_json::Error| ApiError::invalid(format!("workspace_ref: {error}"));
         let workspace_ref: Option<WorkspaceRef> = self
             .workspace_ref
             .map(|text| serde_json::from_value(text.into()))
             .transpose()
-            .map_err(wrong)?;
+            .map_err(invalid)?;
         let body = JobCreate {
             task_id: Some(self.task_id),
             job_id: self.job_id,
@@ -446,15 +321,15 @@ impl Arguments for JobNew {
             retry: self.retry,
             ..JobCreate::default()
         };
-        Ok(Plan::Call(
-            Call::new(Method::POST, "/v1/jobs", self.task_id).json(&body)?,
+        Ok(Plan::Request(
+            ApiRequest::new(Method::POST, "/v1/jobs", self.task_id).json(&body)?,
         ))
     }
 }
 
-impl Arguments for OfJob {
+impl Arguments for JobGet {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(
+        Ok(Plan::Request(ApiRequest::get(
             format!("/v1/jobs/{}", self.job_id),
             self.task_id,
         )))
@@ -463,7 +338,7 @@ impl Arguments for OfJob {
 
 impl Arguments for JobStop {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::new(
+        Ok(Plan::Request(ApiRequest::new(
             Method::POST,
             format!("/v1/jobs/{}/stop", self.job_id),
             self.task_id,
@@ -474,7 +349,7 @@ impl Arguments for JobStop {
 impl Arguments for JobList {
     fn plan(self) -> Result<Plan, ApiError> {
         Ok(page(
-            Call::get("/v1/jobs", self.task_id)
+            ApiRequest::get("/v1/jobs", self.task_id)
                 .query("task_id", Some(self.task_id))
                 .query("state", self.state),
             self.limit,
@@ -483,7 +358,7 @@ impl Arguments for JobList {
     }
 }
 
-/// Where preferences of a scope are. The task's own need no id; what the system's are, is the same for all.
+/// The path of a scope's preferences. The scopes `task` and `system` need no id.
 fn preferences(
     task: TaskId,
     scope: Option<PreferenceScope>,
@@ -496,7 +371,7 @@ fn preferences(
         (_, Some(id)) => id,
         (_, None) => {
             return Err(ApiError::invalid(format!(
-                "scope_id: is needed with the scope {}",
+                "scope_id: required with the scope {}",
                 scope.as_str()
             )));
         }
@@ -506,20 +381,21 @@ fn preferences(
 
 impl Arguments for PreferenceGet {
     fn plan(self) -> Result<Plan, ApiError> {
-        let call = Call::get(
+        let request = ApiRequest::get(
             preferences(self.task_id, self.scope, self.scope_id)?,
             self.task_id,
         );
-        Ok(Plan::Call(
-            call.query("key", Some(&self.key))
-                .shaped(Shape::Preference(self.key.clone())),
+        Ok(Plan::Request(
+            request
+                .query("key", Some(&self.key))
+                .with_shape(ResultShape::Preference(self.key.clone())),
         ))
     }
 }
 
 impl Arguments for PreferenceList {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(
+        Ok(Plan::Request(ApiRequest::get(
             preferences(self.task_id, self.scope, self.scope_id)?,
             self.task_id,
         )))
@@ -533,57 +409,61 @@ impl Arguments for PreferenceSet {
             None | Some(PreferenceScope::Task | PreferenceScope::Project)
         ) {
             return Err(ApiError::invalid(
-                "scope: only preferences of a task or a project can be set by a tool",
+                "scope: tools can set preferences of tasks and projects only",
             ));
         }
         let path = format!(
             "{}/{}",
             preferences(self.task_id, self.scope, self.scope_id)?,
-            word("key", &self.key)?
+            segment("key", &self.key)?
         );
         let body = ValuePut {
             version: None,
             value: self.value,
             if_revision: self.if_revision,
         };
-        Ok(Plan::Call(
-            Call::new(Method::PUT, path, self.task_id).json(&body)?,
+        Ok(Plan::Request(
+            ApiRequest::new(Method::PUT, path, self.task_id).json(&body)?,
         ))
     }
 }
 
-impl Arguments for Effective {
+impl Arguments for PreferenceEffective {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(
-            Call::get("/v1/preferences", self.task_id).query("task_id", Some(self.task_id)),
+        Ok(Plan::Request(
+            ApiRequest::get("/v1/preferences", self.task_id).query("task_id", Some(self.task_id)),
         ))
     }
 }
 
 impl Arguments for SettingGet {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(
-            format!("/v1/settings/{}", word("key", &self.key)?),
+        Ok(Plan::Request(ApiRequest::get(
+            format!("/v1/settings/{}", segment("key", &self.key)?),
             None,
         )))
     }
 }
 
-impl Arguments for Nothing {
+impl Arguments for SettingList {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get("/v1/settings", None)))
+        Ok(Plan::Request(ApiRequest::get("/v1/settings", None)))
     }
 }
 
-impl Arguments for Nodes {
+impl Arguments for NodeList {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(page(Call::get("/v1/nodes", None), self.limit, self.cursor))
+        Ok(page(
+            ApiRequest::get("/v1/nodes", None),
+            self.limit,
+            self.cursor,
+        ))
     }
 }
 
 impl Arguments for NodeGet {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(
+        Ok(Plan::Request(ApiRequest::get(
             format!("/v1/nodes/{}", self.node_id),
             None,
         )))

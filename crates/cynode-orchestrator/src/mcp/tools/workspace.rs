@@ -1,4 +1,4 @@
-//! `sandbox.workspace.*`: files of a session, below `/workspace` only.
+//! `sandbox.workspace.*`: the files of a session below `/workspace`.
 
 use bytes::Bytes;
 use cynode_api::{
@@ -12,10 +12,9 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::{Arguments, Kind, MANAGERS, Tool, arguments};
-use crate::mcp::plan::{Call, Part, Plan, Shape};
+use crate::mcp::plan::{ApiRequest, FilePart, Plan, ResultShape};
 
 const WORKSPACE: &str = "/workspace";
-/// What is read of a file when nothing is said, and at most.
 pub(super) const DEFAULT_READ: u64 = 262_144;
 pub(super) const MAX_READ: u64 = 1024 * 1024;
 
@@ -25,19 +24,22 @@ pub(super) fn tools() -> Vec<Tool> {
             "sandbox.workspace.read_file",
             MANAGERS,
             Kind::Reads,
-            "Read a file of the workspace, or some of its lines. sha256 and size are the whole file's; pass sha256 to write_file as if_match.",
+            "Read a file of the workspace, or some of its lines. sha256 and size are those of the \
+             whole file; pass sha256 to write_file as if_match.",
         ),
         Tool::new::<WriteFile, FileWritten>(
             "sandbox.workspace.write_file",
             MANAGERS,
             Kind::Changes,
-            "Write a whole file of the workspace, at once; directories above it are made. With if_match only when the file is still the one that was read.",
+            "Write a file of the workspace atomically; parent directories are created. \
+             With if_match, only if the file has not changed since it was read.",
         ),
         Tool::new::<ApplyPatch, PatchResult>(
             "sandbox.workspace.apply_patch",
             MANAGERS,
             Kind::Changes,
-            "Apply a unified diff to the workspace: all of it or nothing. What does not apply is named hunk by hunk.",
+            "Apply a unified diff to the workspace atomically. \
+             If it does not apply, the error lists the failed hunks.",
         ),
         Tool::new::<List, ListResult>(
             "sandbox.workspace.list",
@@ -55,23 +57,24 @@ pub(super) fn tools() -> Vec<Tool> {
             "sandbox.workspace.export_patch",
             MANAGERS,
             Kind::Adds,
-            "Keep what changed in the workspace's git repository, untracked files too, as a patch: an artifact of the task.",
+            "Store the changes in the workspace's git repository, including untracked files, \
+             as a patch artifact of the task.",
         ),
     ]
 }
 
-/// A file, or a part of it. `content` when it is text, `content_b64` when it is not.
+/// A file, or a part of it: `content` for text, `content_b64` for other bytes.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct FileContent {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) content: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) content_b64: Option<Base64Bytes>,
-    /// Of the whole file.
+    /// The hash of the whole file.
     pub(crate) sha256: String,
-    /// Of the whole file, in bytes.
+    /// The size of the whole file in bytes.
     pub(crate) size: u64,
-    /// Whether there is more of what was asked for.
+    /// Whether the requested part is incomplete.
     pub(crate) truncated: bool,
 }
 
@@ -80,9 +83,9 @@ arguments! {
         task_id: TaskId,
         session_id: SessionId,
         path: String,
-        /// From 1.
+        /// Counted from 1.
         start_line: Option<u64>,
-        /// The last one that is wanted.
+        /// Inclusive.
         end_line: Option<u64>,
         /// 262,144 by default, 1,048,576 at most.
         max_bytes: Option<u64>,
@@ -93,7 +96,7 @@ arguments! {
         path: String,
         content: Option<String>,
         content_b64: Option<Base64Bytes>,
-        /// The sha256 that the file must have; `none` when there must be none.
+        /// The sha256 that the file must have; `none` if it must not exist.
         if_match: Option<String>,
         /// In octal, such as `0755`.
         mode: Option<String>,
@@ -101,7 +104,8 @@ arguments! {
     ApplyPatch {
         task_id: TaskId,
         session_id: SessionId,
-        /// A unified diff, git's extensions included; paths from the workspace, with one leading part (`a/`, `b/`).
+        /// A unified diff, optionally with git's extensions. Paths are relative to the workspace,
+        /// with one leading component (`a/`, `b/`).
         diff: String,
     }
     List {
@@ -119,7 +123,7 @@ arguments! {
         session_id: SessionId,
         /// A regular expression.
         pattern: String,
-        /// Which files, such as `*.rs`.
+        /// The files to search, such as `*.rs`.
         glob: Option<String>,
         context_lines: Option<u32>,
         /// 1,000 by default.
@@ -128,12 +132,12 @@ arguments! {
     ExportPatch {
         task_id: TaskId,
         session_id: SessionId,
-        /// What the patch is made against; `HEAD` by default.
+        /// The base of the patch; `HEAD` by default.
         base: Option<String>,
     }
 }
 
-/// A path below the workspace, by its words.
+/// The normalized path, if it is below the workspace.
 fn inside(path: &str) -> Result<String, ApiError> {
     let full = within_workspace(path);
     if full == WORKSPACE
@@ -149,21 +153,21 @@ fn inside(path: &str) -> Result<String, ApiError> {
     )))
 }
 
-/// The bytes that one of two arguments has.
+/// The content from either of its two arguments.
 pub(super) fn content(text: Option<String>, bytes: Option<Base64Bytes>) -> Result<Bytes, ApiError> {
     match (text, bytes) {
         (Some(text), None) => Ok(text.into()),
         (None, Some(bytes)) => Ok(bytes.0.into()),
         (Some(_), Some(_)) => Err(ApiError::invalid(
-            "content: only one of content and content_b64 can be sent",
+            "content: send either content or content_b64, not both",
         )),
         (None, None) => Err(ApiError::invalid(
-            "content: missing; send content, or content_b64 for bytes",
+            "content: missing; send content, or content_b64 for binary data",
         )),
     }
 }
 
-/// How much of something may be asked for by a tool: its result is held whole.
+/// Bounds the size of a result, which is buffered.
 pub(super) fn at_most(name: &str, bytes: Option<u64>) -> Result<(), ApiError> {
     if bytes.is_none_or(|bytes| (1..=MAX_READ).contains(&bytes)) {
         Ok(())
@@ -174,12 +178,12 @@ pub(super) fn at_most(name: &str, bytes: Option<u64>) -> Result<(), ApiError> {
     }
 }
 
-/// Which part of a file is wanted.
+/// Checks and collects the requested part of a file.
 pub(super) fn part(
     start_line: Option<u64>,
     end_line: Option<u64>,
     max_bytes: Option<u64>,
-) -> Result<Part, ApiError> {
+) -> Result<FilePart, ApiError> {
     let start = start_line.unwrap_or(1);
     if start == 0 {
         return Err(ApiError::invalid("start_line: lines are counted from 1"));
@@ -187,32 +191,44 @@ pub(super) fn part(
     if end_line.is_some_and(|end| end < start) {
         return Err(ApiError::invalid("end_line: is before start_line"));
     }
-    let most = max_bytes.unwrap_or(DEFAULT_READ);
-    at_most("max_bytes", Some(most))?;
-    Ok(Part {
+    let max_bytes = max_bytes.unwrap_or(DEFAULT_READ);
+    at_most("max_bytes", Some(max_bytes))?;
+    Ok(FilePart {
         start_line: start,
         end_line,
-        max_bytes: usize::try_from(most).unwrap_or(usize::MAX),
+        max_bytes: usize::try_from(max_bytes).unwrap_or(usize::MAX),
     })
 }
 
-pub(super) fn read(task_id: TaskId, session_id: SessionId, path: &str, part: Part) -> Plan {
-    Plan::Call(
-        Call::get(format!("/v1/sessions/{session_id}/files"), task_id)
+pub(super) fn read(task_id: TaskId, session_id: SessionId, path: &str, part: FilePart) -> Plan {
+    Plan::Request(
+        ApiRequest::get(format!("/v1/sessions/{session_id}/files"), task_id)
             .query("path", Some(path))
-            .shaped(Shape::File(part)),
+            .with_shape(ResultShape::File(part)),
     )
 }
 
-pub(super) fn write(
-    task_id: TaskId,
-    session_id: SessionId,
-    path: &str,
-    bytes: Bytes,
-    if_match: Option<&str>,
-    mode: Option<&str>,
-) -> Result<Plan, ApiError> {
-    let (matches, none) = match if_match {
+/// A file to be written.
+#[derive(Debug)]
+pub(super) struct FileWrite<'a> {
+    pub(super) task_id: TaskId,
+    pub(super) session_id: SessionId,
+    pub(super) path: &'a str,
+    pub(super) content: Bytes,
+    pub(super) if_match: Option<&'a str>,
+    pub(super) mode: Option<&'a str>,
+}
+
+pub(super) fn write(file: FileWrite<'_>) -> Result<Plan, ApiError> {
+    let FileWrite {
+        task_id,
+        session_id,
+        path,
+        content,
+        if_match,
+        mode,
+    } = file;
+    let (if_match, if_none_match) = match if_match {
         Some("none") => (None, Some("*")),
         Some(hash) => (
             Some(format!("\"sha256:{}\"", hash.trim_start_matches("sha256:"))),
@@ -220,16 +236,17 @@ pub(super) fn write(
         ),
         None => (None, None),
     };
-    let call = Call::new(
+    let request = ApiRequest::new(
         Method::PUT,
         format!("/v1/sessions/{session_id}/files"),
         task_id,
     )
     .query("path", Some(path))
-    .bytes(bytes);
-    Ok(Plan::Call(
-        call.header("if-match", matches.as_deref())?
-            .header("if-none-match", none)?
+    .bytes(content);
+    Ok(Plan::Request(
+        request
+            .header("if-match", if_match.as_deref())?
+            .header("if-none-match", if_none_match)?
             .header("x-mode", mode)?,
     ))
 }
@@ -248,15 +265,15 @@ impl Arguments for ReadFile {
 
 impl Arguments for WriteFile {
     fn plan(self) -> Result<Plan, ApiError> {
-        let bytes = content(self.content, self.content_b64)?;
-        write(
-            self.task_id,
-            self.session_id,
-            &inside(&self.path)?,
-            bytes,
-            self.if_match.as_deref(),
-            self.mode.as_deref(),
-        )
+        let content = content(self.content, self.content_b64)?;
+        write(FileWrite {
+            task_id: self.task_id,
+            session_id: self.session_id,
+            path: &inside(&self.path)?,
+            content,
+            if_match: self.if_match.as_deref(),
+            mode: self.mode.as_deref(),
+        })
     }
 }
 
@@ -266,8 +283,8 @@ impl Arguments for ApplyPatch {
             diff: self.diff,
             ..PatchRequest::default()
         };
-        Ok(Plan::Call(
-            Call::new(
+        Ok(Plan::Request(
+            ApiRequest::new(
                 Method::POST,
                 format!("/v1/sessions/{}/files:patch", self.session_id),
                 self.task_id,
@@ -287,8 +304,8 @@ impl Arguments for List {
             hidden: Some(true),
             ..ListRequest::default()
         };
-        Ok(Plan::Call(
-            Call::new(
+        Ok(Plan::Request(
+            ApiRequest::new(
                 Method::POST,
                 format!("/v1/sessions/{}/files:list", self.session_id),
                 self.task_id,
@@ -307,8 +324,8 @@ impl Arguments for Search {
             max_results: self.max_results,
             ..SearchRequest::default()
         };
-        Ok(Plan::Call(
-            Call::new(
+        Ok(Plan::Request(
+            ApiRequest::new(
                 Method::POST,
                 format!("/v1/sessions/{}/files:search", self.session_id),
                 self.task_id,
@@ -326,8 +343,8 @@ impl Arguments for ExportPatch {
             base: self.base,
             path: None,
         };
-        Ok(Plan::Call(
-            Call::new(
+        Ok(Plan::Request(
+            ApiRequest::new(
                 Method::POST,
                 format!("/v1/sessions/{}/export", self.session_id),
                 self.task_id,
@@ -342,7 +359,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_paths_below_the_workspace_are_taken() {
+    fn only_paths_below_the_workspace_are_accepted() {
         for (path, full) in [
             ("a/b", "/workspace/a/b"),
             ("/workspace/./a", "/workspace/a"),

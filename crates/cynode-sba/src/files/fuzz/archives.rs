@@ -1,4 +1,4 @@
-//! Archives that want to write elsewhere.
+//! Archives that try to escape.
 
 use std::{
     ffi::OsStr,
@@ -12,52 +12,52 @@ use tar::Header;
 
 use super::{
     super::{archive::BLOCK, error::Failure},
-    Scratch, Tree,
+    FuzzWorkspace, Tree,
 };
 use crate::fuzz::split;
 
-/// An archive writes below its directory only, sets no special permissions, makes no device, and is read the same in
-/// whatever pieces it comes.
+/// An archive writes only below its directory, sets no special permissions, creates no devices, and
+/// its effect doesn't depend on how the input is split.
 pub fn archives(input: &[u8]) {
     let (knob, rest) = split(input);
     let mut archive = rest.to_vec();
-    // A checksum that is wrong would keep a fuzzer at the door.
+    // Wrong checksums would keep the fuzzer from getting further.
     if knob & 1 == 0 {
         correct_checksums(&mut archive);
     }
     let pieces = [(archive.len() + 1), usize::from(knob) * 4 + 1];
     let [(one, first), (other, second)] = pieces.map(|size| unpacked(&archive, size));
-    let named = named(&archive);
+    let named_paths = named_paths(&archive);
     let was_there = ["beside", "into", "into/file", "into/out"].map(Path::new);
     for path in first
         .keys()
         .filter(|path| !was_there.contains(&path.as_path()))
     {
         assert!(
-            named.iter().any(|name| name.starts_with(path)),
-            "{} was made and the archive does not name it",
+            named_paths.iter().any(|name| name.starts_with(path)),
+            "{} was created, but the archive does not name it",
             path.display()
         );
     }
-    assert_eq!(one, other, "how it ends does not depend on the pieces");
-    assert_eq!(first, second, "nor what it leaves");
+    assert_eq!(one, other, "the result does not depend on the pieces");
+    assert_eq!(first, second, "the files do not depend on the pieces");
 }
 
-/// The paths that the gate would ask rules about.
-fn named(archive: &[u8]) -> Vec<PathBuf> {
+/// The paths that the gate would check against rules.
+fn named_paths(archive: &[u8]) -> Vec<PathBuf> {
     let mut archive = Archive::new(Reader::new(archive));
-    let mut named = Vec::new();
+    let mut named_paths = Vec::new();
     while let Ok(Some(entry)) = archive.next_entry() {
         let parts = components(&entry.path).map(OsStr::from_bytes);
-        named.push(std::iter::once(OsStr::new("into")).chain(parts).collect());
+        named_paths.push(std::iter::once(OsStr::new("into")).chain(parts).collect());
     }
-    named
+    named_paths
 }
 
-/// How an import ended, and what it made.
+/// The result of an import, and the files that it created.
 fn unpacked(archive: &[u8], size: usize) -> (Option<String>, Tree) {
-    let scratch = Scratch::new();
-    // Something to replace, and a way out to refuse.
+    let scratch = FuzzWorkspace::new();
+    // A file to replace, and a link outside to refuse.
     scratch.put("into/file", "old\n");
     scratch.link("into/out", "../../outside");
     scratch.put("beside", "beside\n");
@@ -65,7 +65,7 @@ fn unpacked(archive: &[u8], size: usize) -> (Option<String>, Tree) {
     let ended = match scratch.files.import(b"into", &mut || Ok(pieces.next())) {
         Ok(_) => None,
         Err(Failure::Refused(error)) => Some(format!("{}: {}", error.code, error.message)),
-        Err(Failure::Connection(error)) => panic!("nothing broke the connection: {error}"),
+        Err(Failure::Connection(error)) => panic!("unexpected connection error: {error}"),
     };
     scratch.assert_outside_is_untouched();
     assert_eq!(
@@ -77,7 +77,7 @@ fn unpacked(archive: &[u8], size: usize) -> (Option<String>, Tree) {
     for (path, (mode, _)) in &made {
         assert!(
             path.starts_with("into") || path.as_os_str() == "beside",
-            "{} was made",
+            "{} was created",
             path.display()
         );
         assert_eq!(
@@ -90,8 +90,8 @@ fn unpacked(archive: &[u8], size: usize) -> (Option<String>, Tree) {
     (ended, made)
 }
 
-/// Lets what an archive closed be read and removed by whoever runs this.
-fn open_up(scratch: &Scratch) {
+/// Makes everything that an archive closed readable and removable again.
+fn open_up(scratch: &FuzzWorkspace) {
     use std::os::unix::fs::PermissionsExt as _;
     let mut open = vec![scratch.root().to_owned()];
     while let Some(directory) = open.pop() {
@@ -118,7 +118,7 @@ fn open_up(scratch: &Scratch) {
     }
 }
 
-/// Sets the checksum of every block that stands where a header is expected.
+/// Sets the checksum of every block where a header is expected.
 fn correct_checksums(archive: &mut [u8]) {
     let mut at = 0_usize;
     while let Some(block) = archive.get_mut(at..at.saturating_add(BLOCK)) {

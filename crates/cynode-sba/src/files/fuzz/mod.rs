@@ -19,19 +19,19 @@ pub use self::{archives::archives, patches::patches, paths::paths, searches::sea
 pub use super::patch::fuzz::diffs;
 use super::path::Files;
 
-/// A workspace with something beside it that must not change.
-struct Scratch {
+/// A workspace, with files outside of it that must not change.
+struct FuzzWorkspace {
     directory: tempfile::TempDir,
     files: Files,
 }
 
-/// What is at a path: type and permissions, then a file's content or a link's target.
+/// Files by path: type and permissions, then a file's content or a link's target.
 type Tree = BTreeMap<PathBuf, (u32, Vec<u8>)>;
 
-impl Scratch {
+impl FuzzWorkspace {
     fn new() -> Self {
         let directory = tempfile::tempdir().expect("temp dir");
-        // The system may have put it behind a link, and real paths are compared.
+        // The temporary directory may be behind a link, and the tests compare real paths.
         let place = fs::canonicalize(directory.path()).expect("a place");
         fs::create_dir(place.join("outside")).expect("made");
         fs::write(place.join("outside/secret"), "secret\n").expect("written");
@@ -57,12 +57,12 @@ impl Scratch {
         symlink(target, self.root().join(path)).expect("linked");
     }
 
-    /// All that is in the workspace.
+    /// The content of the workspace.
     fn inside(&self) -> Tree {
         tree(self.root(), None)
     }
 
-    /// Nothing has come to be beside the workspace, and nothing there has changed.
+    /// Asserts that nothing outside the workspace was created or changed.
     fn assert_outside_is_untouched(&self) {
         let names: Vec<PathBuf> = tree(self.directory.path(), Some(self.root()))
             .into_keys()
@@ -82,8 +82,9 @@ impl Scratch {
     }
 }
 
-/// Everything below a directory by its relative path, links not followed, without what is below `but`.
-fn tree(top: &Path, but: Option<&Path>) -> Tree {
+/// All files below a directory by relative path, without following links and without the content of
+/// `except`.
+fn tree(top: &Path, except: Option<&Path>) -> Tree {
     let mut found = Tree::new();
     let mut open = vec![top.to_owned()];
     while let Some(directory) = open.pop() {
@@ -107,7 +108,7 @@ fn tree(top: &Path, but: Option<&Path>) -> Tree {
             } else {
                 Vec::new()
             };
-            if kind.is_dir() && Some(path.as_path()) != but {
+            if kind.is_dir() && Some(path.as_path()) != except {
                 open.push(path.clone());
             }
             found.insert(

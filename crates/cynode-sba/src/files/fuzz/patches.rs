@@ -1,4 +1,4 @@
-//! Diffs as somebody sends them, applied to a workspace.
+//! Hostile diffs, applied to a workspace.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,11 +10,12 @@ use cynode_api::PatchResult;
 
 use super::{
     super::{digest, error::Failure},
-    Scratch, Tree,
+    FuzzWorkspace, Tree,
 };
 use crate::fuzz::split;
 
-/// A diff applies wholly or changes nothing, says truly what it did, and stays inside and out of `.git`.
+/// A diff applies completely or not at all, reports its changes correctly, and stays inside the
+/// workspace and outside of `.git`.
 pub fn patches(input: &[u8]) {
     let (knob, diff) = split(input);
     let strip = u32::from(knob & 3);
@@ -29,24 +30,23 @@ pub fn patches(input: &[u8]) {
     scratch.assert_outside_is_untouched();
     match (dry, real) {
         (Ok(dry), Ok(real)) => {
-            assert_eq!(dry, real, "a dry run tells what would be done");
-            assert_told(&scratch, &real, &before, &after);
+            assert_eq!(dry, real, "a dry run reports the same changes");
+            assert_reported(&scratch, &real, &before, &after);
             assert_named(diff, strip, &real);
         }
         (Err(Failure::Refused(dry)), Err(Failure::Refused(real))) => {
             assert_eq!((dry.code, dry.rejects), (real.code, real.rejects));
-            assert_eq!(after, before, "a diff that is refused changes nothing");
+            assert_eq!(after, before, "a refused diff changes nothing");
         }
-        // What can't be written shows only in writing.
-        (Ok(_), Err(Failure::Refused(error))) => assert_eq!(
-            after, before,
-            "a diff that fails changes nothing: {error:?}"
-        ),
+        // Write errors show only in a real run.
+        (Ok(_), Err(Failure::Refused(error))) => {
+            assert_eq!(after, before, "a failing diff changes nothing: {error:?}");
+        }
         (dry, real) => panic!("a dry run gave {dry:?}, the real one {real:?}"),
     }
 }
 
-/// Everything that was done is at a path that the gate would ask rules about.
+/// All changes are at paths that the gate would check against rules.
 fn assert_named(diff: &[u8], strip: u32, result: &PatchResult) {
     let patch = cynode_patch::Patch::parse(diff, strip).expect("it was applied");
     let named: BTreeSet<_> = patch
@@ -61,15 +61,15 @@ fn assert_named(diff: &[u8], strip: u32, result: &PatchResult) {
     {
         assert!(
             named.contains(path.as_str()),
-            "{path} was touched and the diff does not name it"
+            "{path} was touched, but the diff does not name it"
         );
     }
     cynode_patch::fuzz::Memory::default().patch(diff, strip);
 }
 
 /// Files of many kinds under short names, which a mutated diff has a chance to hit.
-fn workspace() -> Scratch {
-    let scratch = Scratch::new();
+fn workspace() -> FuzzWorkspace {
+    let scratch = FuzzWorkspace::new();
     let files = [
         ("file", "1\n2\n3\n4\n5\n6\n7\n8\n"),
         ("a", "A\n"),
@@ -95,10 +95,10 @@ fn workspace() -> Scratch {
     scratch
 }
 
-/// Where a name in an answer really is; `None` when the answer could not carry the name.
+/// The real path of a reported name; `None` if the report could not carry the name.
 ///
-/// A name below a path that the diff changed is taken literally: the directory may be a link by now.
-fn place(scratch: &Scratch, name: &str, result: &PatchResult) -> Option<PathBuf> {
+/// A name below a changed path is taken literally: the directory may be a link by now.
+fn real_path(scratch: &FuzzWorkspace, name: &str, result: &PatchResult) -> Option<PathBuf> {
     if name.contains(char::REPLACEMENT_CHARACTER) {
         return None;
     }
@@ -122,13 +122,16 @@ fn place(scratch: &Scratch, name: &str, result: &PatchResult) -> Option<PathBuf>
     )
 }
 
-/// Everything that changed was named, and what was named is as it was said.
-fn assert_told(scratch: &Scratch, result: &PatchResult, before: &Tree, after: &Tree) {
+/// All changes were reported, and the reports match the files.
+fn assert_reported(scratch: &FuzzWorkspace, result: &PatchResult, before: &Tree, after: &Tree) {
     let mut last: BTreeMap<PathBuf, Option<&Option<String>>> = BTreeMap::new();
     for file in &result.files {
-        let from = file.from.as_ref().map(|from| place(scratch, from, result));
+        let from = file
+            .from
+            .as_ref()
+            .map(|from| real_path(scratch, from, result));
         let (Some(path), Some(from)) = (
-            place(scratch, &file.path, result),
+            real_path(scratch, &file.path, result),
             from.map_or(Some(None), |from| from.map(Some)),
         ) else {
             return;
@@ -138,14 +141,14 @@ fn assert_told(scratch: &Scratch, result: &PatchResult, before: &Tree, after: &T
         }
         last.insert(path, Some(&file.sha256_after));
     }
-    for (path, told) in &last {
-        let Some(told) = told else { continue };
-        // A directory may take the place of what was deleted.
+    for (path, reported) in &last {
+        let Some(reported) = reported else { continue };
+        // A directory may replace a deleted file.
         let file = after
             .get(path)
             .filter(|(mode, _)| mode & 0o170_000 != 0o040_000);
-        let there = file.map(|(_, content)| digest::of(content));
-        assert_eq!(there, **told, "{} is what the answer says", path.display());
+        let there = file.map(|(_, content)| digest::of_bytes(content));
+        assert_eq!(there, **reported, "{} matches the report", path.display());
     }
     let changed: BTreeSet<&Path> = before
         .keys()
@@ -160,7 +163,7 @@ fn assert_told(scratch: &Scratch, result: &PatchResult, before: &Tree, after: &T
                 .any(|file| file != path && file.starts_with(path));
         assert!(
             last.contains_key(path) || made_for_a_file,
-            "{} changed without a word",
+            "{} changed without a report",
             path.display()
         );
         assert!(!path.starts_with(".git"), "{} changed", path.display());

@@ -1,4 +1,4 @@
-//! Names that want to get out.
+//! Paths that try to escape.
 
 use std::{
     ffi::OsStr,
@@ -20,25 +20,25 @@ use rustix::{
 
 use super::{
     super::{
-        confined::{self, Confined},
+        confined::{self, ConfinedRoot},
         error::{escaped, shown},
         path::{self, printed_prefix},
     },
-    Scratch,
+    FuzzWorkspace,
 };
 use crate::fuzz::{fields, split};
 
-/// Where links are put.
+/// Directories for links.
 const DIRECTORIES: [&str; 3] = ["", "a", "a/b"];
 
-/// No path resolves outside of its root, whatever links are there, with `openat2` or without; and what is said about a
-/// path is true.
+/// No path resolves outside its root, whatever links exist, with or without `openat2`; and all
+/// functions on paths are consistent.
 pub fn paths(input: &[u8]) {
     let (knob, rest) = split(input);
-    let scratch = Scratch::new();
+    let scratch = FuzzWorkspace::new();
     fs::create_dir_all(scratch.root().join("a/b")).expect("made");
     scratch.put("file", "");
-    let mut confined = Confined::open(scratch.root()).expect("opened");
+    let mut confined = ConfinedRoot::open(scratch.root()).expect("opened");
     for (index, field) in fields(rest).take(16).enumerate() {
         if let Some(link) = field.strip_prefix(b"\n") {
             put_link(
@@ -47,15 +47,15 @@ pub fn paths(input: &[u8]) {
                 link,
             );
         } else {
-            words(&scratch, field);
+            check_text(&scratch, field);
             lookup(&scratch, &mut confined, field);
         }
     }
     scratch.assert_outside_is_untouched();
 }
 
-/// `name target`, in a directory of ours that is no link.
-fn put_link(scratch: &Scratch, directory: &str, link: &[u8]) {
+/// Creates the link `name target` in a real directory.
+fn put_link(scratch: &FuzzWorkspace, directory: &str, link: &[u8]) {
     let Some(space) = link.iter().position(|byte| *byte == b' ') else {
         return;
     };
@@ -63,15 +63,15 @@ fn put_link(scratch: &Scratch, directory: &str, link: &[u8]) {
     if name.contains(&b'/') || name == b"a" || name == b"b" {
         return;
     }
-    // Names that the system does not take, or that are taken, are no loss.
+    // Invalid and existing names don't matter.
     let _made = symlink(
         OsStr::from_bytes(target),
         scratch.root().join(directory).join(OsStr::from_bytes(name)),
     );
 }
 
-/// What is worked out from the text of a path alone.
-fn words(scratch: &Scratch, name: &[u8]) {
+/// Checks the purely lexical functions.
+fn check_text(scratch: &FuzzWorkspace, name: &[u8]) {
     assert!(
         !shown(name).chars().any(char::is_control) && !escaped(name).chars().any(char::is_control)
     );
@@ -128,23 +128,27 @@ fn words(scratch: &Scratch, name: &[u8]) {
     }
 }
 
-/// Finds and makes the directory that a path names, in both ways.
-fn lookup(scratch: &Scratch, confined: &mut Confined, name: &[u8]) {
+/// Finds and creates the directory of a path, with and without `openat2`.
+fn lookup(scratch: &FuzzWorkspace, confined: &mut ConfinedRoot, name: &[u8]) {
     let Ok(parts) = confined::parts(name) else {
         return;
     };
     confined.without_openat2 = false;
     let found = confined.directory(&parts);
     confined.without_openat2 = true;
-    let by_steps = confined.directory(&parts);
+    let fallback = confined.directory(&parts);
     if let Ok(found) = &found {
         assert_inside(scratch, confined, found, name);
     }
-    match (&found, &by_steps) {
-        (Ok(found), Ok(by_steps)) => {
-            assert_eq!(inode(found), inode(by_steps), "both ways lead to one place")
+    match (&found, &fallback) {
+        (Ok(found), Ok(fallback)) => {
+            assert_eq!(
+                inode(found),
+                inode(fallback),
+                "both lookups find the same directory"
+            );
         }
-        // The simple way follows no links at all.
+        // The fallback follows no links at all.
         (
             Ok(_)
             | Err(
@@ -157,8 +161,8 @@ fn lookup(scratch: &Scratch, confined: &mut Confined, name: &[u8]) {
             ),
             Err(Errno::XDEV),
         ) => {}
-        (Err(found), Err(by_steps)) => assert_eq!(found, by_steps, "both ways fail alike"),
-        (found, by_steps) => panic!("{} gives {found:?} and by steps {by_steps:?}", shown(name)),
+        (Err(found), Err(fallback)) => assert_eq!(found, fallback, "both lookups fail alike"),
+        (found, fallback) => panic!("{} gives {found:?}, the fallback {fallback:?}", shown(name)),
     }
     for without_openat2 in [true, false] {
         confined.without_openat2 = without_openat2;
@@ -173,8 +177,13 @@ fn inode(directory: &OwnedFd) -> (u64, u64) {
     (stat.st_dev, stat.st_ino)
 }
 
-/// An open directory is where the system's own resolution of the name leads, and that is below the root.
-fn assert_inside(scratch: &Scratch, confined: &Confined, directory: &OwnedFd, name: &[u8]) {
+/// An open directory is the one that the system resolves the name to, and it is below the root.
+fn assert_inside(
+    scratch: &FuzzWorkspace,
+    confined: &ConfinedRoot,
+    directory: &OwnedFd,
+    name: &[u8],
+) {
     let real = fs::canonicalize(scratch.root().join(OsStr::from_bytes(name))).expect("there");
     assert!(
         real.starts_with(scratch.root()),

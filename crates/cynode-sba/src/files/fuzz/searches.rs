@@ -1,15 +1,15 @@
-//! Patterns and globs that want to take for ever, and texts to find them in.
+//! Patterns and globs that try to run forever, and texts to search.
 
 use cynode_api::{SearchMatch, SearchRequest, file_limits};
 use grep_matcher::Matcher as _;
 use grep_regex::RegexMatcherBuilder;
 
-use super::Scratch;
+use super::FuzzWorkspace;
 use crate::fuzz::{fields, split};
 
 const NAMES: [&str; 2] = ["a.rs", "src/b-1.txt"];
 
-/// What a search finds is there, in order, with the lines around it; what it does not find is not.
+/// A search finds exactly the matching lines, in order, with correct context.
 pub fn searches(input: &[u8]) {
     let (knob, rest) = split(input);
     let mut parts = fields(rest);
@@ -29,7 +29,7 @@ pub fn searches(input: &[u8]) {
         max_results: (knob & 0x10 != 0).then_some(u32::from(knob >> 5)),
         ..SearchRequest::default()
     };
-    let scratch = Scratch::new();
+    let scratch = FuzzWorkspace::new();
     for name in NAMES {
         scratch.put(name, content);
     }
@@ -39,7 +39,7 @@ pub fn searches(input: &[u8]) {
 
     let wanted: Vec<&str> = NAMES
         .into_iter()
-        .filter(|name| may_want(glob, name))
+        .filter(|name| may_match(glob, name))
         .collect();
     let limit = request.max_results.unwrap_or(file_limits::DEFAULT_RESULTS) as usize;
     let context = request.context_lines.unwrap_or(0) as usize;
@@ -56,10 +56,10 @@ pub fn searches(input: &[u8]) {
     for found in &result.matches {
         assert!(
             wanted.contains(&found.path.as_str()),
-            "{} was not asked for",
+            "{} was not requested",
             found.path
         );
-        assert!(!is_binary, "a binary file is left out");
+        assert!(!is_binary, "binary files are skipped");
         check(found, &lines, context, content);
         let line = lines[index(found)];
         assert!(
@@ -74,7 +74,7 @@ pub fn searches(input: &[u8]) {
             "sorted, each line once"
         );
     }
-    // A plain word can be looked for without an expression.
+    // A plain word can be searched without a regular expression.
     let is_word = !pattern.is_empty() && pattern.bytes().all(|byte| byte.is_ascii_alphanumeric());
     if is_word && request.case.unwrap_or(true) && !result.truncated && !is_binary && is_plain(glob)
     {
@@ -100,7 +100,7 @@ pub fn searches(input: &[u8]) {
     }
 }
 
-/// The lines of a text, without their ends.
+/// The lines of a text, without their newlines.
 fn lines(content: &[u8]) -> Vec<&[u8]> {
     let ends = |line: &'_ [u8]| {
         line.strip_suffix(b"\n").map_or(line.len(), |line| {
@@ -117,11 +117,11 @@ fn index(found: &SearchMatch) -> usize {
     usize::try_from(found.line).expect("small") - 1
 }
 
-/// A line and those around it are as the file has them.
+/// Asserts that a match and its context equal the lines of the file.
 fn check(found: &SearchMatch, lines: &[&[u8]], context: usize, content: &[u8]) {
     let at = index(found);
     assert!(at < lines.len(), "line {} of {}", found.line, lines.len());
-    // The last line may end in a carriage return alone; it is cut off too.
+    // The last line may end in a lone carriage return, which is stripped too.
     let text = |line: &[u8]| {
         String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(line)).into_owned()
     };
@@ -174,8 +174,8 @@ fn is_plain(glob: &str) -> bool {
         .all(|byte| byte.is_ascii_alphanumeric() || b"._-/".contains(&byte))
 }
 
-/// Whether a glob may let a file through: a plain one only the file that has its name.
-fn may_want(glob: &str, name: &str) -> bool {
+/// Whether a glob may match a file: a plain glob matches only a file of that name.
+fn may_match(glob: &str, name: &str) -> bool {
     let glob = glob.strip_prefix("./").unwrap_or(glob);
     let last = name.rsplit('/').next().unwrap_or(name);
     glob.is_empty() || !is_plain(glob) || glob == name || glob == last

@@ -6,7 +6,7 @@ use tar::{EntryType, Header};
 
 use super::{super::tests::*, *};
 
-/// A POSIX record with its length in front.
+/// A POSIX record with its length prefix.
 fn record(key: &str, value: &str) -> String {
     let rest = key.len() + value.len() + 3;
     let length = (rest..rest + 10)
@@ -15,11 +15,11 @@ fn record(key: &str, value: &str) -> String {
     format!("{length} {key}={value}\n")
 }
 
-/// An archive of entries as nobody should make them: names are not checked.
+/// Builds archives without validating the entries.
 #[derive(Default)]
-struct Maker(Vec<u8>);
+struct ArchiveBuilder(Vec<u8>);
 
-impl Maker {
+impl ArchiveBuilder {
     fn add(mut self, kind: EntryType, name: &[u8], link: &[u8], mode: u32, content: &[u8]) -> Self {
         let mut header = Header::new_gnu();
         header.set_entry_type(kind);
@@ -66,7 +66,7 @@ fn refusal(sandbox: &Sandbox, bytes: &[u8]) -> AgentError {
 #[test]
 fn an_archive_is_unpacked_with_modes_times_and_links() {
     let sandbox = Sandbox::new();
-    let archive = Maker::default()
+    let archive = ArchiveBuilder::default()
         .add(EntryType::Directory, b"./", b"", 0o700, b"")
         .add(EntryType::Directory, b"closed/", b"", 0o555, b"")
         .file("closed/file", "hello")
@@ -89,9 +89,9 @@ fn an_archive_is_unpacked_with_modes_times_and_links() {
 }
 
 #[test]
-fn what_an_archive_changes_is_told() {
+fn the_changes_of_an_archive_are_reported() {
     let sandbox = Sandbox::new();
-    let archive = Maker::default()
+    let archive = ArchiveBuilder::default()
         .add(EntryType::Directory, b"./", b"", 0o700, b"")
         .add(EntryType::Directory, b"dir/", b"", 0o755, b"")
         .file("dir/file", "hello")
@@ -99,7 +99,7 @@ fn what_an_archive_changes_is_told() {
         .add(EntryType::Link, b"hard", b"dir/file", 0o644, b"")
         .add(EntryType::Symlink, b"soft", b"/anywhere", 0o777, b"")
         .end();
-    let hash = |text: &str| Some(digest::of(text.as_bytes()));
+    let hash = |text: &str| Some(digest::of_bytes(text.as_bytes()));
     let named = |path: &str| FileChange::new(format!("into/{path}").as_bytes());
     let first = import(&sandbox, &archive).expect("unpacked");
     let expected = [
@@ -111,7 +111,7 @@ fn what_an_archive_changes_is_told() {
     ];
     assert_eq!((first.changes.as_slice(), first.more), (&expected[..], 0));
     sandbox.put("into/soft2", "old");
-    let over = Maker::default()
+    let over = ArchiveBuilder::default()
         .file("./dir//file", "new")
         .add(EntryType::Symlink, b"soft2", b"x", 0o777, b"")
         .end();
@@ -128,44 +128,47 @@ fn what_an_archive_changes_is_told() {
 }
 
 #[test]
-fn what_was_unpacked_before_a_fault_is_told_with_it() {
+fn entries_unpacked_before_an_error_are_reported_with_it() {
     let sandbox = Sandbox::new();
     let error = refusal(
         &sandbox,
-        &Maker::default()
+        &ArchiveBuilder::default()
             .file("good", "hello")
             .file("../evil", "x")
             .end(),
     );
-    let told = error.changed.expect("something was changed").changes;
+    let reported = error.changed.expect("something was changed").changes;
     assert_eq!(
-        told,
+        reported,
         [FileChange::new(b"into/good").after(Some(HELLO.to_owned()))]
     );
     assert_eq!(sandbox.names("into"), ["good"]);
-    let nothing = refusal(&sandbox, &Maker::default().file("../evil", "x").end());
+    let nothing = refusal(
+        &sandbox,
+        &ArchiveBuilder::default().file("../evil", "x").end(),
+    );
     assert_eq!(nothing.changed, None);
 }
 
 #[test]
-fn of_many_changes_the_first_are_told_and_the_others_counted() {
+fn of_many_changes_the_first_are_reported_and_the_others_counted() {
     let sandbox = Sandbox::new();
     let archive = (0..500)
-        .fold(Maker::default(), |archive, number| {
+        .fold(ArchiveBuilder::default(), |archive, number| {
             archive.file(&format!("file-{number}"), "hello")
         })
         .end();
-    let told = import(&sandbox, &archive).expect("unpacked");
+    let reported = import(&sandbox, &archive).expect("unpacked");
     assert!(
-        told.changes.len() > 40
-            && told
+        reported.changes.len() > 40
+            && reported
                 .changes
                 .iter()
                 .all(|change| change.sha256_after.as_deref() == Some(HELLO)),
         "{}",
-        told.changes.len()
+        reported.changes.len()
     );
-    assert_eq!(told.changes.len() as u64 + told.more, 500);
+    assert_eq!(reported.changes.len() as u64 + reported.more, 500);
 }
 
 #[test]
@@ -177,46 +180,55 @@ fn nothing_gets_out_of_the_directory() {
     std::fs::create_dir(sandbox.path("into")).expect("made");
     symlink("../..", sandbox.path("into/out")).expect("link");
     for (archive, expected) in [
-        (Maker::default().file("../evil", "x"), "'..'"),
-        (Maker::default().file("a/../../evil", "x"), "'..'"),
-        (Maker::default().file("/evil", "x"), "absolute"),
+        (ArchiveBuilder::default().file("../evil", "x"), "'..'"),
+        (ArchiveBuilder::default().file("a/../../evil", "x"), "'..'"),
+        (ArchiveBuilder::default().file("/evil", "x"), "absolute"),
         (
-            Maker::default()
+            ArchiveBuilder::default()
                 .add(EntryType::Symlink, b"up", b"../..", 0o777, b"")
                 .file("up/evil", "x"),
             "symbolic link of the same archive",
         ),
-        (Maker::default().file("out/evil", "x"), "leads outside"),
         (
-            Maker::default()
+            ArchiveBuilder::default().file("out/evil", "x"),
+            "leads outside",
+        ),
+        (
+            ArchiveBuilder::default()
                 .add(EntryType::Symlink, b"abs", b"/tmp", 0o777, b"")
                 .add(EntryType::Directory, b"abs/evil/", b"", 0o755, b""),
             "symbolic link of the same archive",
         ),
         (
-            Maker::default().add(EntryType::Link, b"steal", outside.as_bytes(), 0o644, b""),
+            ArchiveBuilder::default().add(
+                EntryType::Link,
+                b"steal",
+                outside.as_bytes(),
+                0o644,
+                b"",
+            ),
             "link target",
         ),
         (
-            Maker::default().add(EntryType::Link, b"steal", b"../../secret", 0o644, b""),
+            ArchiveBuilder::default().add(EntryType::Link, b"steal", b"../../secret", 0o644, b""),
             "link target",
         ),
         (
-            Maker::default()
+            ArchiveBuilder::default()
                 .add(EntryType::Symlink, b"s", b"../../secret", 0o777, b"")
                 .add(EntryType::Link, b"steal", b"s", 0o644, b""),
             "regular file",
         ),
         (
-            Maker::default().add(EntryType::Char, b"device", b"", 0o644, b""),
+            ArchiveBuilder::default().add(EntryType::Char, b"device", b"", 0o644, b""),
             "device",
         ),
         (
-            Maker::default().add(EntryType::Fifo, b"fifo", b"", 0o644, b""),
+            ArchiveBuilder::default().add(EntryType::Fifo, b"fifo", b"", 0o644, b""),
             "device",
         ),
         (
-            Maker::default().add(EntryType::new(b'Q'), b"odd", b"", 0o644, b""),
+            ArchiveBuilder::default().add(EntryType::new(b'Q'), b"odd", b"", 0o644, b""),
             "unknown",
         ),
     ] {
@@ -244,7 +256,11 @@ fn a_file_replaces_a_link_instead_of_writing_through_it() {
     std::fs::write(sandbox.outside("secret"), "secret").expect("written");
     std::fs::create_dir(sandbox.path("into")).expect("made");
     symlink(sandbox.outside("secret"), sandbox.path("into/file")).expect("link");
-    import(&sandbox, &Maker::default().file("file", "new").end()).expect("unpacked");
+    import(
+        &sandbox,
+        &ArchiveBuilder::default().file("file", "new").end(),
+    )
+    .expect("unpacked");
     assert_eq!(
         std::fs::read(sandbox.outside("secret")).expect("read"),
         b"secret"
@@ -252,7 +268,10 @@ fn a_file_replaces_a_link_instead_of_writing_through_it() {
     assert_eq!(sandbox.get("into/file"), b"new");
     sandbox.put("into/dir/x", "");
     assert_eq!(
-        code(import(&sandbox, &Maker::default().file("dir", "new").end())),
+        code(import(
+            &sandbox,
+            &ArchiveBuilder::default().file("dir", "new").end()
+        )),
         ErrorCode::AlreadyExists
     );
 }
@@ -262,7 +281,7 @@ fn extension_headers_name_the_next_entry() {
     let sandbox = Sandbox::new();
     let name = "n".repeat(150);
     let records = record("path", &name) + &record("mtime", "12345.678") + &record("comment", "x");
-    let archive = Maker::default()
+    let archive = ArchiveBuilder::default()
         .add(EntryType::XGlobalHeader, b"g", b"", 0, b"12 comment=\n")
         .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
         .file("short", "hello")
@@ -278,7 +297,7 @@ fn extension_headers_name_the_next_entry() {
     for records in ["nonsense", "99 path=x\n", "5 x\n"] {
         refusal(
             &sandbox,
-            &Maker::default()
+            &ArchiveBuilder::default()
                 .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
                 .end(),
         );
@@ -291,22 +310,22 @@ fn no_record_is_hidden_by_a_newline_in_another() {
     let records = record("comment", "x\n14 path=fine") + &record("path", "other");
     import(
         &sandbox,
-        &Maker::default()
+        &ArchiveBuilder::default()
             .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
             .file("fine", "hello")
             .end(),
     )
     .expect("unpacked");
     assert_eq!(sandbox.names("into"), ["other"]);
-    let smuggled = Maker::default().file("smuggled", "x").0;
+    let smuggled = ArchiveBuilder::default().file("smuggled", "x").0;
     let records = record("comment", "x\n13 size=1024") + &record("size", "0");
-    let archive = Maker::default()
+    let archive = ArchiveBuilder::default()
         .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
         .add(EntryType::Regular, b"fine", b"", 0o644, &smuggled);
     assert!(
         refusal(&sandbox, &archive.end())
             .message
-            .contains("two sizes")
+            .contains("different sizes")
     );
     assert_eq!(sandbox.names("into"), ["other"]);
 }
@@ -314,7 +333,7 @@ fn no_record_is_hidden_by_a_newline_in_another() {
 #[test]
 fn an_archive_of_nothing_makes_an_empty_directory() {
     let sandbox = Sandbox::new();
-    import(&sandbox, &Maker::default().end()).expect("unpacked");
+    import(&sandbox, &ArchiveBuilder::default().end()).expect("unpacked");
     assert!(sandbox.names("into").is_empty());
 }
 
@@ -325,7 +344,9 @@ fn a_broken_archive_is_refused() {
     refusal(&sandbox, b"short");
     refusal(&sandbox, &[b'x'; 2_048]);
     assert!(!sandbox.path("into").exists());
-    let archive = Maker::default().file("file", &"x".repeat(2_000)).end();
+    let archive = ArchiveBuilder::default()
+        .file("file", &"x".repeat(2_000))
+        .end();
     sandbox.put("into/file", "old");
     assert!(
         refusal(&sandbox, &archive[..1_000])
@@ -337,27 +358,36 @@ fn a_broken_archive_is_refused() {
         (b"old".to_vec(), vec!["file".to_owned()])
     );
     let mut pieces = vec![archive[..1_000].to_vec()].into_iter();
-    let lost = sandbox.files.import(b"into", &mut || {
+    let interrupted = sandbox.files.import(b"into", &mut || {
         pieces
             .next()
             .map(Some)
             .ok_or_else(|| std::io::ErrorKind::UnexpectedEof.into())
     });
-    assert!(matches!(lost, Err(Failure::Connection(_))));
+    assert!(matches!(interrupted, Err(Failure::Connection(_))));
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
     #[test]
-    fn damaged_archives_never_panic_nor_leave(position in 0_usize..2_000, byte in any::<u8>(), fix in any::<bool>()) {
+    fn damaged_archives_never_panic_nor_leave(
+        position in 0_usize..2_000,
+        byte in any::<u8>(),
+        fix in any::<bool>(),
+    ) {
         let sandbox = Sandbox::new();
-        let mut archive = Maker::default().add(EntryType::Symlink, b"link", b"..", 0o777, b"").file("link/file", "hello").end();
+        let mut archive = ArchiveBuilder::default()
+            .add(EntryType::Symlink, b"link", b"..", 0o777, b"")
+            .file("link/file", "hello")
+            .end();
         let position = position % archive.len();
         archive[position] = byte;
         if fix {
             let block = position / BLOCK * BLOCK;
             let mut header = Header::new_old();
-            header.as_mut_bytes().copy_from_slice(&archive[block..block + BLOCK]);
+            header
+                .as_mut_bytes()
+                .copy_from_slice(&archive[block..block + BLOCK]);
             header.set_cksum();
             archive[block..block + BLOCK].copy_from_slice(header.as_bytes());
         }

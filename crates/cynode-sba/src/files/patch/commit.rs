@@ -1,16 +1,18 @@
-//! Writing what a plan worked out.
+//! Writes the changes of a plan.
 //!
-//! First every new content is written under a hidden name beside its place, so that a full disk shows before anything
-//! changes. Then the files are swapped in one by one; the old ones keep hidden names until all is done. A failure on the
-//! way is undone in reverse. Only the end of the process between two swaps leaves a part of the diff applied.
+//! First writes every new content under a hidden name next to its destination, so that a full disk
+//! shows before anything changes. Then swaps the files in one by one; the old ones keep hidden
+//! names until the end. A failure rolls back in reverse order. Only the death of the process
+//! between two swaps leaves the diff partially applied.
 //!
-//! Swaps go in the order of locations, so a file that becomes a directory is out of the way before what comes below it, and a
-//! directory that becomes a file is moved aside with everything that the diff deletes below it.
+//! Swaps are ordered by location, so a file that becomes a directory is moved away before its new
+//! entries come, and a directory that becomes a file is moved aside with everything that the diff
+//! deletes below it.
 
 use std::{collections::BTreeMap, ffi::OsStr, io::Write as _, os::fd::OwnedFd, path::Path};
 
 use cynode_api::ErrorCode;
-use cynode_patch::{Before, Entry, File, Kind, Location};
+use cynode_patch::{Entry, File, Kind, Location, PriorState};
 use cynode_sba_proto::AgentError;
 use rustix::{
     fs::{
@@ -22,10 +24,10 @@ use rustix::{
 
 use super::{
     super::{
-        confined::Confined,
+        confined::ConfinedRoot,
         error::{Failure, Outcome, shown},
-        read::same,
-        staged::{Staged, rename_to_free_name, with_hidden_name},
+        read::same_version,
+        staged::{StagedFile, rename_to_free_name, with_hidden_name},
         tree::remove_tree,
     },
     disk::files_below,
@@ -36,22 +38,22 @@ type Entries = BTreeMap<Location, Entry<Stat>>;
 /// One file to change.
 struct Swap<'a> {
     location: &'a Location,
-    before: &'a Before<Stat>,
-    /// Whether there is a new content.
+    before: &'a PriorState<Stat>,
+    /// Whether there is new content.
     writes: bool,
-    /// The hidden name: of the new content before the swap, of the old file after it.
+    /// The hidden name of the new content before the swap, of the old file after it.
     hidden: Option<String>,
-    /// Leading parts of the location whose directory has the hidden name: fewer than its parents while one of them is still a
-    /// file or a link.
+    /// The number of leading parts of the directory with the hidden name: fewer than the parents
+    /// while one of them is still a file or a link.
     staged_at: usize,
-    /// Directories that the swap made, by their number of leading parts.
+    /// Directories that the swap created, by their number of leading parts.
     made: Vec<usize>,
     /// The hidden name of the directory that the file replaces.
     aside: Option<String>,
 }
 
 impl Swap<'_> {
-    fn directory(&self, root: &Confined) -> Result<OwnedFd, Errno> {
+    fn directory(&self, root: &ConfinedRoot) -> Result<OwnedFd, Errno> {
         let parts = self.location.parts();
         root.real_directory(&parts[..parts.len() - 1])
     }
@@ -60,12 +62,12 @@ impl Swap<'_> {
         self.location.parts().last().copied().unwrap_or_default()
     }
 
-    /// Puts the new state in place. The old one then has a hidden name, if there was one.
-    fn swap(&mut self, root: &Confined, entries: &Entries) -> Result<(), Errno> {
+    /// Publishes the new state. The old file, if any, then has the hidden name.
+    fn swap(&mut self, root: &ConfinedRoot, entries: &Entries) -> Result<(), Errno> {
         match self.before {
-            Before::File(before) => {
+            PriorState::File(before) => {
                 let directory = self.directory(root)?;
-                if !same(
+                if !same_version(
                     before,
                     &statat(&directory, self.name(), AtFlags::SYMLINK_NOFOLLOW)?,
                 ) {
@@ -80,8 +82,8 @@ impl Swap<'_> {
                 self.hidden = Some(hidden);
                 Ok(())
             }
-            Before::Directory(before) => self.replace_directory(root, before, entries),
-            Before::Nothing => {
+            PriorState::Directory(before) => self.replace_directory(root, before, entries),
+            PriorState::Nothing => {
                 let Some(hidden) = self.hidden.clone() else {
                     return Ok(());
                 };
@@ -107,7 +109,7 @@ impl Swap<'_> {
 
     fn replace_directory(
         &mut self,
-        root: &Confined,
+        root: &ConfinedRoot,
         before: &Stat,
         entries: &Entries,
     ) -> Result<(), Errno> {
@@ -122,7 +124,7 @@ impl Swap<'_> {
         let (aside, ()) = with_hidden_name(|aside| {
             rename_free(&directory, self.name(), &directory, aside.as_bytes())
         })?;
-        // Out of sight nobody adds to it by name any more: what is in it now is all that goes.
+        // Once hidden, nobody adds to it by name, so its content is final.
         let is_deleted = |location: &Location| {
             entries
                 .get(location)
@@ -146,19 +148,19 @@ impl Swap<'_> {
         replaced
     }
 
-    /// Takes a finished swap back. What was new then has the hidden name, or is gone.
-    fn undo(&mut self, root: &Confined) -> Result<(), Errno> {
+    /// Rolls back a finished swap. The new file then has the hidden name, or is deleted.
+    fn undo(&mut self, root: &ConfinedRoot) -> Result<(), Errno> {
         let directory = self.directory(root)?;
         match (self.before, &self.hidden) {
-            (Before::File(_), Some(hidden)) if self.writes => {
+            (PriorState::File(_), Some(hidden)) if self.writes => {
                 exchange(&directory, hidden.as_bytes(), self.name())
             }
-            (Before::File(_), Some(hidden)) => {
+            (PriorState::File(_), Some(hidden)) => {
                 rename_free(&directory, hidden.as_bytes(), &directory, self.name())?;
                 self.hidden = None;
                 Ok(())
             }
-            (Before::Directory(_), _) => {
+            (PriorState::Directory(_), _) => {
                 let Some(aside) = self.aside.take() else {
                     return Ok(());
                 };
@@ -173,15 +175,15 @@ impl Swap<'_> {
         }
     }
 
-    fn remove_made(&mut self, root: &Confined) {
+    fn remove_made(&mut self, root: &ConfinedRoot) {
         for count in std::mem::take(&mut self.made).into_iter().rev() {
             remove_directory(root, self.location, count);
         }
     }
 
-    fn discard_hidden(&mut self, root: &Confined) {
+    fn discard_hidden(&mut self, root: &ConfinedRoot) {
         let parts = self.location.parts();
-        // A hidden file that stays is untidy, no more.
+        // A leftover hidden file is harmless.
         if let Some(hidden) = self.hidden.take()
             && let Ok(directory) = root.real_directory(&parts[..self.staged_at])
         {
@@ -210,7 +212,7 @@ fn rename_free(
     )
 }
 
-/// Lets two files change names.
+/// Exchanges the names of two files.
 fn exchange(directory: &OwnedFd, one: &[u8], other: &[u8]) -> Result<(), Errno> {
     match renameat_with(directory, one, directory, other, RenameFlags::EXCHANGE) {
         Err(Errno::INVAL | Errno::NOSYS) => {
@@ -224,17 +226,17 @@ fn exchange(directory: &OwnedFd, one: &[u8], other: &[u8]) -> Result<(), Errno> 
     }
 }
 
-pub(super) fn commit(root: &Confined, entries: &Entries) -> Outcome<()> {
+pub(super) fn commit(root: &ConfinedRoot, entries: &Entries) -> Outcome<()> {
     let mut made = Vec::new();
     let mut swaps: Vec<Swap<'_>> = Vec::new();
     let mut replaced: Option<&Location> = None;
     for (location, entry) in entries.iter().filter(|(_, entry)| entry.changed) {
         if replaced.is_some_and(|directory| directory.is_above(location))
-            || (matches!(entry.before, Before::Nothing) && entry.now.is_none())
+            || (matches!(entry.before, PriorState::Nothing) && entry.now.is_none())
         {
             continue;
         }
-        if matches!(entry.before, Before::Directory(_)) {
+        if matches!(entry.before, PriorState::Directory(_)) {
             replaced = Some(location);
         }
         let mut swap = Swap {
@@ -249,8 +251,8 @@ pub(super) fn commit(root: &Confined, entries: &Entries) -> Outcome<()> {
         if let Some(file) = &entry.now
             && let Err(errno) = stage(root, &mut swap, file, &mut made)
         {
-            let failure = failed(errno, "writing", location);
-            clear(root, &mut swaps, &made);
+            let failure = unchanged_failure(errno, "writing", location);
+            clean_up(root, &mut swaps, &made);
             return Err(failure);
         }
         swaps.push(swap);
@@ -265,13 +267,13 @@ pub(super) fn commit(root: &Confined, entries: &Entries) -> Outcome<()> {
                         shown(swaps[index].location.as_bytes())
                     ),
                 ),
-                errno => failed(errno, "replacing", swaps[index].location),
+                errno => unchanged_failure(errno, "replacing", swaps[index].location),
             };
             swaps[index].remove_made(root);
             let mut stuck = Vec::new();
             for swap in swaps[..index].iter_mut().rev() {
                 if swap.undo(root).is_err() {
-                    // The hidden name has the only copy of the old content.
+                    // The hidden file is the only copy of the old content.
                     let kept = swap.hidden.take().or_else(|| swap.aside.take());
                     stuck.push(format!(
                         "{} (kept as {})",
@@ -280,11 +282,11 @@ pub(super) fn commit(root: &Confined, entries: &Entries) -> Outcome<()> {
                     ));
                 }
             }
-            clear(root, &mut swaps, &made);
+            clean_up(root, &mut swaps, &made);
             return Err(if stuck.is_empty() {
                 failure
             } else {
-                half_done(failure, &stuck)
+                partial_failure(failure, &stuck)
             });
         }
     }
@@ -294,9 +296,10 @@ pub(super) fn commit(root: &Confined, entries: &Entries) -> Outcome<()> {
     Ok(())
 }
 
-/// Writes a new content under a hidden name: in its directory, or, while that can't be made, in one above it.
+/// Writes new content under a hidden name in its directory, or in an ancestor while that directory
+/// can't be created.
 fn stage<'a>(
-    root: &Confined,
+    root: &ConfinedRoot,
     swap: &mut Swap<'a>,
     file: &File,
     made: &mut Vec<(&'a Location, usize)>,
@@ -321,7 +324,7 @@ fn stage<'a>(
             swap.hidden = Some(hidden);
         }
         Kind::Regular(mode) => {
-            let mut staged = Staged::named(directory)?;
+            let mut staged = StagedFile::named(directory)?;
             staged
                 .file()
                 .write_all(&file.bytes)
@@ -333,8 +336,8 @@ fn stage<'a>(
     Ok(())
 }
 
-/// Deletes hidden files, and directories that were made for nothing.
-fn clear(root: &Confined, swaps: &mut [Swap<'_>], made: &[(&Location, usize)]) {
+/// Deletes hidden files and unused new directories.
+fn clean_up(root: &ConfinedRoot, swaps: &mut [Swap<'_>], made: &[(&Location, usize)]) {
     for swap in swaps {
         swap.discard_hidden(root);
     }
@@ -343,17 +346,17 @@ fn clear(root: &Confined, swaps: &mut [Swap<'_>], made: &[(&Location, usize)]) {
     }
 }
 
-fn remove_directory(root: &Confined, location: &Location, count: usize) {
+fn remove_directory(root: &ConfinedRoot, location: &Location, count: usize) {
     let parts = location.parts();
     if let Some((name, parents)) = parts[..count].split_last()
         && let Ok(directory) = root.real_directory(parents)
     {
-        // Somebody may have put something into it meanwhile; then it stays.
+        // It stays if another process added a file meanwhile.
         let _gone = unlinkat(directory, *name, AtFlags::REMOVEDIR);
     }
 }
 
-fn failed(errno: Errno, doing: &str, location: &Location) -> Failure {
+fn unchanged_failure(errno: Errno, doing: &str, location: &Location) -> Failure {
     match Failure::system(errno, doing, location.as_bytes()) {
         Failure::Refused(error) => Failure::Refused(AgentError {
             message: format!("{}; nothing was changed", error.message),
@@ -363,7 +366,7 @@ fn failed(errno: Errno, doing: &str, location: &Location) -> Failure {
     }
 }
 
-fn half_done(failure: Failure, stuck: &[String]) -> Failure {
+fn partial_failure(failure: Failure, stuck: &[String]) -> Failure {
     let reason = match failure {
         Failure::Refused(error) => error.message,
         Failure::Connection(error) => error.to_string(),
@@ -371,7 +374,7 @@ fn half_done(failure: Failure, stuck: &[String]) -> Failure {
     Failure::new(
         ErrorCode::Internal,
         format!(
-            "{reason}; but what was already written can't be taken back in {}",
+            "{reason}; the changes to {} could not be rolled back",
             stuck.join(", ")
         ),
     )

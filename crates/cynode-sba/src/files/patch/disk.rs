@@ -2,7 +2,7 @@
 
 use std::{io::Read as _, os::fd::OwnedFd};
 
-use cynode_patch::{File, Found, Kind, Location, MAX_FILE_BYTES, Problem, Tree};
+use cynode_patch::{File, Kind, Location, MAX_FILE_BYTES, Problem, Tree, TreeNode};
 use rustix::{
     fs::{
         Access, AtFlags, FileType, Mode, OFlags, Stat, accessat, fstat, openat, readlinkat, statat,
@@ -11,7 +11,7 @@ use rustix::{
 };
 
 use super::super::{
-    confined::Confined,
+    confined::ConfinedRoot,
     digest,
     error::Failure,
     path,
@@ -19,12 +19,12 @@ use super::super::{
 };
 
 pub(super) struct Disk<'a> {
-    pub(super) root: &'a Confined,
+    pub(super) root: &'a ConfinedRoot,
 }
 
-type Answer<T> = Result<T, Problem<Failure>>;
+type TreeResult<T> = Result<T, Problem<Failure>>;
 
-fn reject<T>(reason: impl Into<String>) -> Answer<T> {
+fn reject<T>(reason: impl Into<String>) -> TreeResult<T> {
     Err(Problem::Reject(reason.into()))
 }
 
@@ -32,7 +32,7 @@ impl Tree for Disk<'_> {
     type Stamp = Stat;
     type Failure = Failure;
 
-    fn locate(&self, location: &Location) -> Answer<Location> {
+    fn locate(&self, location: &Location) -> TreeResult<Location> {
         let parts = location.parts();
         for depth in (0..parts.len()).rev() {
             let directory = match self.root.directory(&parts[..depth]) {
@@ -40,7 +40,8 @@ impl Tree for Disk<'_> {
                 Err(Errno::NOENT) if depth > 0 => continue,
                 Err(Errno::XDEV) => {
                     return reject(
-                        "the path passes through a symbolic link that leads outside of the workspace",
+                        "the path passes through a symbolic link that leads outside of the \
+                         workspace",
                     );
                 }
                 Err(Errno::NOTDIR) => return reject("a part of the path is not a directory"),
@@ -65,7 +66,7 @@ impl Tree for Disk<'_> {
                 .real_parts(&directory)
                 .unwrap_or_else(|| parts[..depth].iter().map(|part| part.to_vec()).collect());
             if real.iter().any(|part| part.eq_ignore_ascii_case(b".git")) {
-                return reject("the path lies in a .git directory");
+                return reject("the path is in a .git directory");
             }
             return Ok(Location::from_parts(
                 real.iter()
@@ -76,21 +77,21 @@ impl Tree for Disk<'_> {
         reject("the path is empty")
     }
 
-    fn load(&self, location: &Location) -> Answer<Found<Stat>> {
+    fn load(&self, location: &Location) -> TreeResult<TreeNode<Stat>> {
         let failure =
             |errno| Problem::Failure(Failure::system(errno, "reading", location.as_bytes()));
         let parts = location.parts();
         let Some((last, parents)) = parts.split_last() else {
-            return Ok(Found::Nothing);
+            return Ok(TreeNode::Nothing);
         };
         let directory = match self.root.real_directory(parents) {
             Ok(directory) => directory,
-            Err(Errno::NOENT | Errno::NOTDIR | Errno::XDEV) => return Ok(Found::Nothing),
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::XDEV) => return Ok(TreeNode::Nothing),
             Err(errno) => return Err(failure(errno)),
         };
         let stat = match statat(&directory, *last, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => stat,
-            Err(Errno::NOENT) => return Ok(Found::Nothing),
+            Err(Errno::NOENT) => return Ok(TreeNode::Nothing),
             Err(Errno::NAMETOOLONG) => return reject("a part of the path is too long"),
             Err(errno) => return Err(failure(errno)),
         };
@@ -98,7 +99,7 @@ impl Tree for Disk<'_> {
             FileType::RegularFile => self::read(&directory, last, location, &stat),
             FileType::Symlink => {
                 let target = readlinkat(&directory, *last, Vec::new()).map_err(failure)?;
-                Ok(Found::File(
+                Ok(TreeNode::File(
                     stat,
                     File {
                         kind: Kind::Symlink,
@@ -106,12 +107,12 @@ impl Tree for Disk<'_> {
                     },
                 ))
             }
-            FileType::Directory => Ok(Found::Directory(stat)),
-            _ => reject("it is not a regular file"),
+            FileType::Directory => Ok(TreeNode::Directory(stat)),
+            _ => reject("the path is not a regular file"),
         }
     }
 
-    fn files_below(&self, directory: &Location, limit: usize) -> Answer<Vec<Location>> {
+    fn files_below(&self, directory: &Location, limit: usize) -> TreeResult<Vec<Location>> {
         let failure =
             |errno| Problem::Failure(Failure::system(errno, "reading", directory.as_bytes()));
         let opened = self
@@ -129,11 +130,11 @@ impl Tree for Disk<'_> {
     }
 
     fn digest(&self, bytes: &[u8]) -> String {
-        digest::of(bytes)
+        digest::of_bytes(bytes)
     }
 }
 
-/// The files below an open directory, named as if it was at `location`.
+/// The files below an open directory, named as if it were at `location`.
 pub(super) fn files_below(
     directory: OwnedFd,
     location: &Location,
@@ -157,7 +158,12 @@ pub(super) fn files_below(
     Ok(found)
 }
 
-fn read(directory: &OwnedFd, last: &[u8], location: &Location, stat: &Stat) -> Answer<Found<Stat>> {
+fn read(
+    directory: &OwnedFd,
+    last: &[u8],
+    location: &Location,
+    stat: &Stat,
+) -> TreeResult<TreeNode<Stat>> {
     let failure = |errno| Problem::Failure(Failure::system(errno, "reading", location.as_bytes()));
     if path::size(stat) > MAX_FILE_BYTES {
         return reject(format!("the file has more than {MAX_FILE_BYTES} bytes"));
@@ -184,7 +190,7 @@ fn read(directory: &OwnedFd, last: &[u8], location: &Location, stat: &Stat) -> A
     if bytes.len() as u64 > MAX_FILE_BYTES {
         return reject(format!("the file has more than {MAX_FILE_BYTES} bytes"));
     }
-    Ok(Found::File(
+    Ok(TreeNode::File(
         stat,
         File {
             kind: Kind::Regular(path::permissions(&stat) & 0o1777),

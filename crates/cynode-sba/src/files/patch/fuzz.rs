@@ -5,7 +5,7 @@ use cynode_patch::fuzz::{anywhere, there_and_back};
 
 use crate::fuzz::{fields, split};
 
-/// The diff of two contents leads from the one to the other, and turned around, back.
+/// The diff of two contents turns the first into the second, and its reverse undoes that.
 pub fn diffs(input: &[u8]) {
     let (knob, rest) = split(input);
     let mut contents = fields(rest);
@@ -15,7 +15,7 @@ pub fn diffs(input: &[u8]) {
     );
     there_and_back(old, new, usize::from(knob & 7));
     if let Some(third) = contents.next() {
-        // With the same lines in front of both, hunks stand further down.
+        // The same lines before both move the hunks down.
         there_and_back(
             &[third, old].concat(),
             &[third, new].concat(),

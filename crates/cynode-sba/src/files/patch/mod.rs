@@ -1,10 +1,10 @@
-//! Applying a diff to the workspace: all of it, or nothing.
+//! Applies a diff to the workspace atomically.
 //!
-//! Three steps: the diff is parsed, every new content is worked out in memory (both in `cynode-patch`, which reads the files
-//! through [`disk`]), and only then is anything written ([`commit`]).
+//! Three steps: parse the diff, compute all new contents in memory (both in `cynode-patch`, which
+//! reads the files through [`disk`]), and only then write ([`commit`]).
 //!
-//! What must stay true: a diff that fails anywhere changes nothing and names every place that failed; no path leaves the
-//! workspace or enters a `.git` directory, and no link is ever written through.
+//! Invariants: a failing diff changes nothing and reports every failing place; no path leaves the
+//! workspace or enters a `.git` directory, and no link is written through.
 
 mod commit;
 mod disk;
@@ -12,20 +12,20 @@ mod disk;
 pub(super) mod fuzz;
 
 use cynode_api::{Base64Bytes, ErrorCode, PatchOperation, PatchReject, PatchResult, PatchedFile};
-use cynode_patch::{Operation, Patch, PlanError, Reject, Touched};
+use cynode_patch::{FileEffect, Operation, Patch, PlanError, Reject};
 
 use self::disk::Disk;
 use super::{
-    confined::Confined,
-    error::{Doing, Failure, Outcome},
+    confined::ConfinedRoot,
+    error::{Failure, FailureContext, Outcome},
     path::{self, Files},
 };
 
 impl Files {
     pub(super) fn patch(&self, diff: &[u8], strip: u32, dry_run: bool) -> Outcome<PatchResult> {
         let patch = Patch::parse(diff, strip)
-            .map_err(|error| Failure::invalid(format!("the diff can't be read: {error}")))?;
-        let root = Confined::open(&self.root).doing("opening", path::bytes(&self.root))?;
+            .map_err(|error| Failure::invalid(format!("the diff is invalid: {error}")))?;
+        let root = ConfinedRoot::open(&self.root).doing("opening", path::bytes(&self.root))?;
         let plan =
             cynode_patch::plan(&Disk { root: &root }, &patch).map_err(|error| match error {
                 PlanError::TooLarge(message) => Failure::new(ErrorCode::TooLarge, message),
@@ -45,7 +45,7 @@ impl Files {
             commit::commit(&root, &plan.entries)?;
         }
         Ok(PatchResult {
-            files: plan.touched.into_iter().map(patched_file).collect(),
+            files: plan.effects.into_iter().map(patched_file).collect(),
             ..PatchResult::default()
         })
     }
@@ -64,26 +64,26 @@ fn reject(reject: Reject) -> PatchReject {
     }
 }
 
-fn patched_file(touched: Touched) -> PatchedFile {
+fn patched_file(effect: FileEffect) -> PatchedFile {
     let bytes = |path: &[u8]| {
         std::str::from_utf8(path)
             .is_err()
             .then(|| Base64Bytes(path.to_vec()))
     };
     PatchedFile {
-        path: text(&touched.path),
-        path_b64: bytes(&touched.path),
-        operation: match touched.operation {
+        path: text(&effect.path),
+        path_b64: bytes(&effect.path),
+        operation: match effect.operation {
             Operation::Create => PatchOperation::Create,
             Operation::Modify => PatchOperation::Modify,
             Operation::Delete => PatchOperation::Delete,
             Operation::Rename => PatchOperation::Rename,
             Operation::Copy => PatchOperation::Copy,
         },
-        sha256_before: touched.digest_before,
-        sha256_after: touched.digest_after,
-        from: touched.from.as_deref().map(text),
-        from_b64: touched.from.as_deref().and_then(bytes),
+        sha256_before: effect.digest_before,
+        sha256_after: effect.digest_after,
+        from: effect.from.as_deref().map(text),
+        from_b64: effect.from.as_deref().and_then(bytes),
     }
 }
 

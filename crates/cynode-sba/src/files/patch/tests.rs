@@ -102,8 +102,8 @@ fn a_git_diff_of_every_kind_applies() {
     assert_eq!(
         (renamed.sha256_before.clone(), renamed.sha256_after.clone()),
         (
-            Some(digest::of(b"same\nhere\n")),
-            Some(digest::of(b"same\nthere\n"))
+            Some(digest::of_bytes(b"same\nhere\n")),
+            Some(digest::of_bytes(b"same\nthere\n"))
         )
     );
 }
@@ -378,10 +378,10 @@ fn a_failure_in_the_middle_is_undone() {
     assert_eq!((inode("a"), inode("b")), before);
 }
 
-/// Plans a diff, lets somebody change the workspace, and gives the refusal to write it.
+/// Plans a diff, calls `meanwhile` to change the workspace, and returns the refusal to write.
 fn overtaken(sandbox: &Sandbox, diff: &str, meanwhile: impl FnOnce()) -> AgentError {
     let patch = cynode_patch::Patch::parse(diff.as_bytes(), 1).expect("parsed");
-    let root = super::Confined::open(&sandbox.files.root).expect("opened");
+    let root = super::ConfinedRoot::open(&sandbox.files.root).expect("opened");
     let plan = cynode_patch::plan(&super::Disk { root: &root }, &patch)
         .unwrap_or_else(|error| panic!("{error:?}"));
     assert!(plan.rejects.is_empty(), "{:?}", plan.rejects);
@@ -431,7 +431,10 @@ fn a_link_is_created_changed_renamed_and_deleted_and_never_followed() {
         (summary(&result), target(&sandbox, "l")),
         (vec![("l", Create)], "../secret".to_owned())
     );
-    assert_eq!(result.files[0].sha256_after, Some(digest::of(b"../secret")));
+    assert_eq!(
+        result.files[0].sha256_after,
+        Some(digest::of_bytes(b"../secret"))
+    );
     let change = "diff --git a/l b/l\nindex 1..2 120000\n--- a/l\n+++ b/l\n@@ -1 +1 @@\n-../secret\n\\ No newline at end of file\n+file\n\\ No newline at end of file\n";
     assert_eq!(summary(&patch(&sandbox, change)), [("l", Modify)]);
     assert_eq!(target(&sandbox, "l"), "file");
@@ -461,7 +464,7 @@ fn files_links_and_directories_take_each_others_place() {
     // A file becomes a link, and a link a file.
     patch(&sandbox, &(delete("f") + &create_link("f", "kept")));
     assert_eq!(target(&sandbox, "f"), "kept");
-    // A link becomes a directory: what it led to stays.
+    // A link becomes a directory: its target stays.
     patch(
         &sandbox,
         &(delete_link("f", "kept") + &create("f/x") + &create("f/deep/y")),
@@ -485,12 +488,12 @@ fn files_links_and_directories_take_each_others_place() {
     );
     patch(&sandbox, &(delete_link("f", "kept") + &create("f")));
     assert_eq!(sandbox.get("f"), b"x\n");
-    // One with more in it stays.
+    // A directory with other content stays.
     sandbox.put("d/x", "x\n");
     sandbox.put("d/untracked", "");
     assert!(
         reason(&sandbox, &(create_link("d", "kept") + &delete("d/x")))
-            .contains("'d/untracked' in it is not deleted")
+            .contains("does not delete 'd/untracked' in it")
     );
     assert_eq!(sandbox.names("d"), ["untracked", "x"]);
 }
@@ -543,7 +546,7 @@ fn a_change_of_types_that_is_overtaken_is_undone() {
         (b"x\n".to_vec(), "d".to_owned())
     );
     let error = overtaken(&sandbox, &(create_link("d", "t") + &delete("d/x")), || {
-        sandbox.put("d/theirs", "")
+        sandbox.put("d/theirs", "");
     });
     assert!(error.message.contains("changed while"), "{error:?}");
     assert_eq!(
@@ -603,12 +606,22 @@ fn a_diff_over_the_connection_is_answered_with_its_files() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn diffs_with_wild_names_never_leave_the_workspace(names in proptest::collection::vec("[a-c./\\\\\"]{0,8}", 1..5), strip in 0_u32..3) {
+    fn diffs_with_wild_names_never_leave_the_workspace(
+        names in proptest::collection::vec("[a-c./\\\\\"]{0,8}", 1..5),
+        strip in 0_u32..3,
+    ) {
         let sandbox = Sandbox::new();
         symlink("..", sandbox.path("a")).expect("link");
-        let diff = names.iter().map(|name| format!("--- /dev/null\n+++ {name}\n@@ -0,0 +1 @@\n+x\n")).collect::<Vec<_>>().concat();
+        let diff = names
+            .iter()
+            .map(|name| format!("--- /dev/null\n+++ {name}\n@@ -0,0 +1 @@\n+x\n"))
+            .collect::<Vec<_>>()
+            .concat();
         let _result = sandbox.files.patch(diff.as_bytes(), strip, false);
-        let outside: Vec<_> = std::fs::read_dir(sandbox.outside(".")).expect("listed").map(|entry| entry.expect("entry").file_name()).collect();
+        let outside: Vec<_> = std::fs::read_dir(sandbox.outside("."))
+            .expect("listed")
+            .map(|entry| entry.expect("entry").file_name())
+            .collect();
         prop_assert_eq!(outside, vec![std::ffi::OsString::from("workspace")]);
     }
 }

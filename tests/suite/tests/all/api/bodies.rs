@@ -1,4 +1,4 @@
-//! Bodies, queries and ids that are not as they should be: refused by name, and nothing happens.
+//! Malformed bodies, queries and ids: refused by name, without any effect.
 
 use std::{
     io::{Read as _, Write as _},
@@ -14,12 +14,13 @@ use serde_json::{Value, json};
 
 use super::{SOME_ID, code_of};
 
-/// The smallest body of a session, with more members written after it.
+/// The smallest body of a session, with more members appended.
 fn body(more: &str) -> Vec<u8> {
     format!(r#"{{"version":1,"task_id":"{SOME_ID}","session_id":"{SOME_ID}","image_ref":"{IMAGE}"{more}}}"#).into_bytes()
 }
 
 #[tokio::test]
+// invariant: fail-closed
 async fn bodies_that_are_not_as_described_make_no_session() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
@@ -122,7 +123,8 @@ async fn bodies_that_are_not_as_described_make_no_session() -> Result<()> {
     );
     assert!(world.containers()?.is_empty());
 
-    // The same body as it should be makes one, with a parameter in its type or without any type.
+    // The valid body creates one session, with parameters in its content type or without a content
+    // type.
     for kind in ["application/json; charset=utf-8", "application/vnd.x+json"] {
         let answer = Answer::of(
             http.request(Method::POST, "/v1/worker/sessions")
@@ -347,7 +349,7 @@ async fn calls_on_a_session_that_are_not_as_described_do_nothing_to_it() -> Resu
     Ok(())
 }
 
-/// Sends a head and then so many bytes without looking, as simple clients do; returns what comes back.
+/// Sends a head and then `bytes` bytes without reading, as simple clients do; returns the response.
 fn send_all_then_read(worker: &RunningWorker, head: &str, bytes: usize) -> Result<String> {
     let mut socket = std::net::TcpStream::connect(worker.url()?.trim_start_matches("http://"))?;
     socket.set_read_timeout(Some(Duration::from_secs(20)))?;
@@ -413,7 +415,7 @@ async fn a_refusal_reaches_a_caller_that_sends_its_whole_body_first() -> Result<
             "{target} with {bytes} bytes: {answer}"
         );
     }
-    // Who asks first is not asked to send what is refused anyway.
+    // A client that sends `Expect: 100-continue` is refused before it sends the body.
     let asked = send_all_then_read(
         &worker,
         &format!("POST {sessions} HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 1000"),
@@ -437,7 +439,7 @@ async fn an_id_is_a_uuid_in_either_case_and_anything_else_names_nothing() -> Res
     assert_eq!(
         serde_json::from_slice::<Value>(&shown.body)?["session_id"],
         id.to_string(),
-        "answers write it in small letters"
+        "responses use lower case"
     );
     let mut request = session();
     request.session_id = SessionId::generate();
@@ -462,7 +464,7 @@ async fn an_id_is_a_uuid_in_either_case_and_anything_else_names_nothing() -> Res
         .await?
         .status,
         200,
-        "it is the same request"
+        "the requests are identical"
     );
 
     for odd in [

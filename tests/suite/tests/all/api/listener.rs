@@ -1,4 +1,4 @@
-//! Where a worker listens, what it refuses to start with, and that a state directory has one worker.
+//! Where a worker listens, what keeps it from starting, and the lock on its state directory.
 
 use std::{
     path::{Path, PathBuf},
@@ -11,7 +11,7 @@ use cynode_client::SessionFilter;
 use cynode_tests::{Answer, Http, Options, World, eventually};
 use http::Method;
 
-/// Runs `cynode worker` to its end, which must come by itself.
+/// Runs `cynode worker` until it exits by itself.
 fn worker(world: &World, config: &Path, arguments: &[&str]) -> Result<Output> {
     let mut command = Command::new("timeout");
     command
@@ -105,6 +105,7 @@ pub(crate) fn certificates(directory: &Path) -> Result<(PathBuf, PathBuf, PathBu
 }
 
 #[tokio::test]
+// invariant: fail-closed
 async fn a_configuration_that_is_not_right_ends_with_64_and_says_why() -> Result<()> {
     let world = World::new()?;
     let (_, certificate, key) = certificates(world.directory())?;
@@ -189,13 +190,14 @@ async fn a_configuration_that_is_not_right_ends_with_64_and_says_why() -> Result
     );
     assert!(
         !world.state_dir().join("worker/url").exists(),
-        "none of them has listened"
+        "none of them listened"
     );
     Ok(())
 }
 
 #[tokio::test]
-async fn beyond_loopback_a_worker_speaks_tls_or_was_told_not_to() -> Result<()> {
+// invariant: fail-closed
+async fn beyond_loopback_a_worker_requires_tls_unless_plain_text_is_allowed() -> Result<()> {
     let world = World::new()?;
     let (authority, certificate, key) = certificates(world.directory())?;
     let options = Options::default()
@@ -203,7 +205,7 @@ async fn beyond_loopback_a_worker_speaks_tls_or_was_told_not_to() -> Result<()> 
         .set("tls.cert", &quoted(&certificate))
         .set("tls.key", &quoted(&key));
     let mut running = world.start_worker(&options)?;
-    // Installed once per process; a second time changes nothing.
+    // Installed once per process; a second call has no effect.
     drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
     let trusting = reqwest::Client::builder()
         .no_proxy()
@@ -233,7 +235,7 @@ async fn beyond_loopback_a_worker_speaks_tls_or_was_told_not_to() -> Result<()> 
             .status,
         200
     );
-    // Who does not trust the authority gets nothing, and plain text is not understood.
+    // A client that doesn't trust the authority fails, and so does plain text.
     assert!(
         reqwest::Client::builder()
             .no_proxy()
@@ -253,7 +255,7 @@ async fn beyond_loopback_a_worker_speaks_tls_or_was_told_not_to() -> Result<()> 
             .await
             .is_err()
     );
-    // A connection that never shakes hands holds nobody up.
+    // A connection that never completes its handshake blocks nobody.
     let address = base.trim_start_matches("https://").to_owned();
     let silent: Vec<_> = (0..20)
         .map(|_| std::net::TcpStream::connect(&address))
@@ -272,7 +274,7 @@ async fn beyond_loopback_a_worker_speaks_tls_or_was_told_not_to() -> Result<()> 
     );
     drop(silent);
 
-    // The command line trusts whom it is told to.
+    // The command line trusts the authority in its settings.
     let cynode = |authority: Option<&Path>| {
         let mut command = Command::new(World::cynode()?);
         command
@@ -312,6 +314,7 @@ async fn beyond_loopback_a_worker_speaks_tls_or_was_told_not_to() -> Result<()> 
 }
 
 #[tokio::test]
+// invariant: truth-in-the-database
 async fn a_state_directory_has_one_worker() -> Result<()> {
     let world = World::new()?;
     let first = world.worker(&Options::default()).await?;
@@ -330,10 +333,10 @@ async fn a_state_directory_has_one_worker() -> Result<()> {
             .list_sessions(&SessionFilter::default())
             .await?
             .is_empty(),
-        "the first one goes on"
+        "the first worker continues"
     );
 
-    // Nor do two share an address: the second of another directory says which one is taken.
+    // Two workers can't share an address: the second names the address that is taken.
     let other = World::new()?;
     let address = first.url()?.trim_start_matches("http://").to_owned();
     let second = worker(

@@ -1,16 +1,16 @@
-//! Terminals over WebSocket, with programs and clients that do not keep to their part.
+//! Terminals over WebSocket, with misbehaving programs and clients.
 
 use std::{io::Write as _, time::Duration};
 
 use anyhow::{Context as _, Result};
 use cynode_api::{SessionCreate, SessionId};
-use cynode_client::{Pty, PtyMessage, PtyOpen, WorkerClient};
+use cynode_client::{Pty, PtyMessage, PtyOpen, SessionClient};
 use cynode_tests::{Options, RunningWorker, World, eventually, session, sh};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
 struct Terminals {
-    client: WorkerClient,
+    client: SessionClient,
     id: SessionId,
     worker: RunningWorker,
     _world: World,
@@ -75,8 +75,8 @@ impl Terminals {
     }
 }
 
-/// Reads until a text was shown, or to the end without one; gives all that was shown.
-async fn shown(pty: &mut Pty, text: Option<&str>) -> Result<String> {
+/// Reads until a text appears, or to the end if none is given; returns the whole output.
+async fn read_until(pty: &mut Pty, text: Option<&str>) -> Result<String> {
     let mut seen = String::new();
     let reading = async {
         while text.is_none_or(|text| !seen.contains(text)) {
@@ -100,11 +100,11 @@ async fn a_terminal_has_its_size_before_its_program_looks() -> Result<()> {
     let terminals = Terminals::new().await?;
     for _ in 0..5 {
         assert_eq!(
-            shown(&mut terminals.open(&["stty", "size"]).await?, None).await?,
+            read_until(&mut terminals.open(&["stty", "size"]).await?, None).await?,
             "33 101\r\n"
         );
     }
-    // A size that is said at once reaches the program too.
+    // An initial size reaches the program too.
     let mut pty = terminals
         .open(&[
             "sh",
@@ -113,12 +113,12 @@ async fn a_terminal_has_its_size_before_its_program_looks() -> Result<()> {
         ])
         .await?;
     pty.resize(120, 40).await?;
-    shown(&mut pty, Some("resized")).await?;
+    read_until(&mut pty, Some("resized")).await?;
     Ok(())
 }
 
 #[tokio::test]
-async fn who_vanishes_while_a_terminal_opens_leaves_nothing_running() -> Result<()> {
+async fn a_caller_that_disconnects_while_a_terminal_opens_leaves_nothing_running() -> Result<()> {
     let terminals = Terminals::new().await?;
     let address = terminals
         .worker
@@ -134,40 +134,42 @@ async fn who_vanishes_while_a_terminal_opens_leaves_nothing_running() -> Result<
     for answers in (0..1_000).step_by(50) {
         let mut stream = std::net::TcpStream::connect(&address)?;
         stream.write_all(request.as_bytes())?;
-        // Each of them a little later than the one before: at every step of the way one goes.
+        // Each waits a little longer than the one before, so that the disconnects hit every step.
         for _ in 0..answers {
             terminals.client.get_session(terminals.id).await?;
         }
-        // Gone without a goodbye.
+        // Disconnected without a close frame.
         rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO))?;
         drop(stream);
     }
-    // Begun after them and through, so theirs have been opened too, if at all.
+    // This terminal was opened after them, so theirs have been opened too, if at all.
     assert_eq!(
-        shown(&mut terminals.open(&["echo", "through"]).await?, None).await?,
+        read_until(&mut terminals.open(&["echo", "through"]).await?, None).await?,
         "through\r\n"
     );
     terminals.ends("sleep 7777").await
 }
 
-/// Reads nothing of what is typed.
+/// A program that never reads its input.
 const DEAF: &str = "stty raw -echo; echo begun; while :; do sleep 0.1; done";
 
 #[tokio::test]
+// invariant: deadlines
 async fn a_terminal_whose_program_does_not_read_can_be_left_at_once() -> Result<()> {
     let terminals = Terminals::new().await?;
-    // More than buffers on the way take, with a goodbye behind it.
+    // More than the buffers on the way hold, followed by a close frame.
     let mut pty = terminals.open(&["sh", "-c", DEAF]).await?;
-    shown(&mut pty, Some("begun")).await?;
+    read_until(&mut pty, Some("begun")).await?;
     for _ in 0..16 {
         pty.write(vec![b'x'; 60_000]).await?;
     }
     pty.close().await?;
     terminals.ends(&format!("sh -c {DEAF}")).await?;
 
-    // More than anybody keeps ahead: the client has to wait, says nothing, and is missed all the same.
+    // More than the flow control admits: the client blocks without a close frame, and its absence
+    // is still noticed.
     let mut pty = terminals.open(&["sh", "-c", DEAF]).await?;
-    shown(&mut pty, Some("begun")).await?;
+    read_until(&mut pty, Some("begun")).await?;
     let writing = async {
         loop {
             pty.write(vec![b'x'; 60_000]).await?;
@@ -184,7 +186,7 @@ async fn a_terminal_whose_program_does_not_read_can_be_left_at_once() -> Result<
 async fn a_client_that_stops_answering_is_missed_and_a_quiet_one_is_not() -> Result<()> {
     let terminals = Terminals::with(&Options::default().set("pty_timeout_seconds", "2")).await?;
     let mut quiet = terminals.open(&["sh"]).await?;
-    // Its connection stays open, and nobody reads from it: so it is when a machine vanishes.
+    // The connection stays open but nobody reads from it, as when a machine vanishes.
     let silent = terminals.open(&["sleep", "7778"]).await?;
     let missed = async {
         eventually("the terminal runs", LIMIT, async || {
@@ -195,10 +197,10 @@ async fn a_client_that_stops_answering_is_missed_and_a_quiet_one_is_not() -> Res
     };
     tokio::select! {
         missed = missed => missed?,
-        ended = shown(&mut quiet, Some("nothing says this")) => anyhow::bail!("the quiet one ended: {ended:?}"),
+        ended = read_until(&mut quiet, Some("nothing says this")) => anyhow::bail!("the quiet one ended: {ended:?}"),
     }
     quiet.write("echo al''ive\n").await?;
-    shown(&mut quiet, Some("alive")).await?;
+    read_until(&mut quiet, Some("alive")).await?;
     drop(silent);
     Ok(())
 }

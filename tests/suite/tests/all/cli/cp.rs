@@ -1,4 +1,4 @@
-//! `session cp`: files and trees both ways, with the manners of `cp`.
+//! `session cp`: files and trees in both directions, with the semantics of `cp`.
 
 use std::{
     os::unix::fs::{PermissionsExt as _, symlink},
@@ -13,9 +13,9 @@ use tokio::{
     net::TcpListener,
 };
 
-use super::{Cli, Ran, cynode, run};
+use super::{Cli, CommandResult, cynode, run};
 
-/// Every entry below a directory: its type or mode, and its content or target.
+/// Every entry below a directory, with its type or mode and its content or target.
 fn tree(root: &Path) -> Result<Vec<String>> {
     let mut found = Vec::new();
     let mut pending = vec![root.to_path_buf()];
@@ -52,7 +52,7 @@ fn write(path: &Path, content: &str, mode: u32) -> Result<()> {
 }
 
 impl Cli {
-    fn cp(&self, arguments: &[&str]) -> Result<Ran> {
+    fn cp(&self, arguments: &[&str]) -> Result<CommandResult> {
         self.run(&[&["session", "cp"], arguments].concat())
     }
 }
@@ -72,22 +72,26 @@ async fn files_go_both_ways_with_mode_and_name() -> Result<()> {
         cli.sh(&id, "stat -c '%a %u' 'new dir/named'; cat 'new dir/named'")?,
         "751 1000\ncontent\n"
     );
-    cli.cp(&[&local("a file"), &there("new dir")])?.good()?;
+    cli.cp(&[&local("a file"), &there("new dir")])?.success()?;
     cli.cp(&[&local("a file"), &there("new dir/other/")])?
-        .good()?;
-    cli.cp(&[&local("a file"), &there("")])?.good()?;
+        .success()?;
+    cli.cp(&[&local("a file"), &there("")])?.success()?;
     assert_eq!(
         cli.sh(&id, "find . -type f | sort")?,
         "./a file\n./new dir/a file\n./new dir/named\n./new dir/other/a file\n"
     );
 
-    cli.sh(&id, "printf 'from \\0 inside' > 'out file'; chmod 640 'out file'; ln -s 'out file' link; chmod 4755 'new dir/named'")?;
-    cli.cp(&[&there("out file"), &local("back")])?.good()?;
+    cli.sh(
+        &id,
+        "printf 'from \\0 inside' > 'out file'; chmod 640 'out file'; ln -s 'out file' \
+         link; chmod 4755 'new dir/named'",
+    )?;
+    cli.cp(&[&there("out file"), &local("back")])?.success()?;
     cli.cp(&[&there("/workspace/out file"), &local("")])?
-        .good()?;
-    cli.cp(&[&there("link"), &local("followed")])?.good()?;
+        .success()?;
+    cli.cp(&[&there("link"), &local("followed")])?.success()?;
     cli.cp(&[&there("new dir/named"), &local("plain")])?
-        .good()?;
+        .success()?;
     assert_eq!(
         tree(&here)?,
         [
@@ -100,7 +104,7 @@ async fn files_go_both_ways_with_mode_and_name() -> Result<()> {
     );
     // Through standard input and output.
     assert_eq!(
-        cli.cp(&[&there("out file"), "-"])?.good()?,
+        cli.cp(&[&there("out file"), "-"])?.success()?,
         "from \0 inside"
     );
     assert_eq!(
@@ -153,24 +157,30 @@ async fn trees_go_both_ways_with_links_and_modes() -> Result<()> {
     let local = |name: &str| here.join(name).display().to_string();
     let there = |path: &str| format!("{id}:{path}");
 
-    cli.cp(&["-r", &local("my tree"), &there("copy")])?.good()?;
+    cli.cp(&["-r", &local("my tree"), &there("copy")])?
+        .success()?;
     assert_eq!(
-        cli.sh(&id, "cat 'copy/link' 'copy/sub dir/up'; readlink copy/link; stat -c '%a %u' copy/private; find copy | wc -l")?
-            .split_whitespace()
-            .collect::<Vec<_>>()
-            .join(" "),
+        cli.sh(
+            &id,
+            "cat 'copy/link' 'copy/sub dir/up'; readlink copy/link; stat -c '%a %u' \
+             copy/private; find copy | wc -l"
+        )?
+        .split_whitespace()
+        .collect::<Vec<_>>()
+        .join(" "),
         "#!/bin/sh two sub dir/run 600 1000 11"
     );
-    cli.cp(&["-r", &there("copy"), &local("back")])?.good()?;
+    cli.cp(&["-r", &there("copy"), &local("back")])?.success()?;
     assert_eq!(tree(&here.join("back"))?, before);
-    // Into a directory that is there, both ways; and again over what is there.
+    // Into an existing directory, in both directions, and again over existing files.
     fs_err::create_dir(here.join("into"))?;
     for _ in 0..2 {
-        cli.cp(&["-r", &there("copy"), &local("into")])?.good()?;
+        cli.cp(&["-r", &there("copy"), &local("into")])?.success()?;
     }
     assert_eq!(tree(&here.join("into/copy"))?, before);
     for _ in 0..2 {
-        cli.cp(&["-r", &local("my tree"), &there("copy")])?.good()?;
+        cli.cp(&["-r", &local("my tree"), &there("copy")])?
+            .success()?;
     }
     assert_eq!(
         cli.sh(&id, "ls copy | wc -l; cat 'copy/my tree/private'")?
@@ -178,9 +188,9 @@ async fn trees_go_both_ways_with_links_and_modes() -> Result<()> {
             .collect::<Vec<_>>(),
         ["7", "two"]
     );
-    // What is in a directory, instead of the directory.
+    // The contents of a directory instead of the directory itself.
     cli.cp(&["-r", &local("my tree/."), &there("flat")])?
-        .good()?;
+        .success()?;
     assert_eq!(cli.sh(&id, "ls flat | wc -l")?.trim(), "6");
     let special = here.join("with-pipe");
     fs_err::create_dir(&special)?;
@@ -193,7 +203,7 @@ async fn trees_go_both_ways_with_links_and_modes() -> Result<()> {
     let partly = cli.cp(&["-r", &local("with-pipe"), &there("with-pipe")])?;
     assert_eq!(partly.failure(), (70, "partial_copy".to_owned()));
     assert!(
-        partly.stderr.contains("left out: ") && partly.stderr.contains("pipe"),
+        partly.stderr.contains("skipped: ") && partly.stderr.contains("pipe"),
         "{partly:?}"
     );
     Ok(())
@@ -211,13 +221,13 @@ async fn a_file_larger_than_one_call_takes_goes_both_ways() -> Result<()> {
     file.set_len((100 << 20) + 7)?;
     std::os::unix::fs::FileExt::write_all_at(file.file(), b"the end", 100 << 20)?;
     cli.cp(&[&large.display().to_string(), &format!("{id}:deep/er/large")])?
-        .good()?;
+        .success()?;
     assert_eq!(
         cli.sh(&id, "stat -c %s deep/er/large; tail -c 7 deep/er/large")?,
         format!("{}\nthe end", (100 << 20) + 7)
     );
     cli.cp(&[&format!("{id}:deep/er/large"), &back.display().to_string()])?
-        .good()?;
+        .success()?;
     assert!(
         std::process::Command::new("cmp")
             .arg(&large)
@@ -228,7 +238,7 @@ async fn a_file_larger_than_one_call_takes_goes_both_ways() -> Result<()> {
     Ok(())
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// part of: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn nothing_that_a_sandbox_makes_is_written_outside_of_the_target() -> Result<()> {
     let cli = Cli::new().await?;
@@ -251,7 +261,7 @@ async fn nothing_that_a_sandbox_makes_is_written_outside_of_the_target() -> Resu
     assert_eq!(copied.failure(), (70, "partial_copy".to_owned()));
     for name in ["out", "up", "mixed", "passwd"] {
         assert!(
-            copied.stderr.contains(&format!("left out: {name}: ")),
+            copied.stderr.contains(&format!("skipped: {name}: ")),
             "{name}: {}",
             copied.stderr
         );
@@ -271,7 +281,7 @@ async fn nothing_that_a_sandbox_makes_is_written_outside_of_the_target() -> Resu
         ]
     );
 
-    // A link that came first is no way for what comes second.
+    // A link in an archive doesn't redirect later entries.
     cli.sh(
         &id,
         "cd tree; rm inside; mkdir inside; echo evil > inside/evil",
@@ -282,7 +292,7 @@ async fn nothing_that_a_sandbox_makes_is_written_outside_of_the_target() -> Resu
         (70, "unsafe_archive".to_owned()),
         "{refused:?}"
     );
-    // Nor is one that the person has there.
+    // Neither does a link that the user has in the target.
     let mine = here.join("mine");
     fs_err::create_dir(&mine)?;
     symlink(&outside, mine.join("out"))?;
@@ -301,7 +311,7 @@ async fn nothing_that_a_sandbox_makes_is_written_outside_of_the_target() -> Resu
     Ok(())
 }
 
-/// A worker that is not what it should be: it names a directory and sends this archive for it.
+/// A malicious worker: it announces a directory and sends this archive.
 async fn hostile_worker(archive: Vec<u8>) -> Result<String> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let url = format!("http://{}", listener.local_addr()?);
@@ -332,7 +342,7 @@ async fn hostile_worker(archive: Vec<u8>) -> Result<String> {
     Ok(url)
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// part of: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test(flavor = "multi_thread")]
 async fn an_archive_that_was_forged_is_refused() -> Result<()> {
     let world = World::new()?;

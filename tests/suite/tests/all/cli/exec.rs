@@ -1,4 +1,4 @@
-//! `session exec`: a command's output, input and end as if it ran here.
+//! `session exec`: output, input and exit as if the command ran locally.
 
 use std::{
     io::Read as _,
@@ -7,15 +7,15 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use cynode_tests::{eventually, hex};
+use cynode_tests::eventually;
 use rustix::process::{Pid, Signal, kill_process};
 use sha2::{Digest as _, Sha256};
 
 use super::{Cli, begin_exec, run};
 
-// proves: CYNAI.SANDBX.RuntimeContractBaseline
+// part of: CYNAI.SANDBX.RuntimeContractBaseline
 #[tokio::test]
-async fn a_command_ends_here_as_it_ended_there() -> Result<()> {
+async fn exec_exits_like_the_command_in_the_sandbox() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
     let exec =
@@ -65,12 +65,12 @@ async fn a_command_ends_here_as_it_ended_there() -> Result<()> {
             "-c",
             "pwd; echo $A"
         ])?
-        .good()?,
+        .success()?,
         "/tmp\nb c\n"
     );
-    // What follows the command belongs to it.
+    // Arguments after the command belong to the command.
     assert_eq!(
-        exec(&["echo", "--output", "json", "-i"])?.good()?,
+        exec(&["echo", "--output", "json", "-i"])?.success()?,
         "--output json -i\n"
     );
 
@@ -82,7 +82,7 @@ async fn a_command_ends_here_as_it_ended_there() -> Result<()> {
         (&4.into(), &"out\n".into())
     );
 
-    // Raw to a pipe: every byte, and much of it.
+    // Raw to a pipe: every byte value, and a large volume.
     let bytes =
         sh("i=0; while [ $i -lt 256 ]; do printf \"\\\\$(printf %o $i)\"; i=$((i+1)); done")?;
     assert_eq!(bytes.stdout, (0..=255).collect::<Vec<u8>>());
@@ -100,14 +100,14 @@ async fn a_command_ends_here_as_it_ended_there() -> Result<()> {
         (expected.len(), true)
     );
 
-    // In the background it runs on, and its id is printed.
-    let begun = exec(&["--detach", "--", "sh", "-c", "echo x > made; sleep 300"])?.good()?;
+    // A background command keeps running, and its id is printed.
+    let begun = exec(&["--detach", "--", "sh", "-c", "echo x > made; sleep 300"])?.success()?;
     assert!(
         begun.trim_end().parse::<cynode_api::ExecId>().is_ok(),
         "{begun:?}"
     );
     eventually(
-        "the background command has begun",
+        "the background command has started",
         Duration::from_secs(10),
         async || Ok(exec(&["cat", "made"])?.code == Some(0)),
     )
@@ -116,10 +116,10 @@ async fn a_command_ends_here_as_it_ended_there() -> Result<()> {
 
 // proves: ISC-24
 #[tokio::test]
-async fn a_command_that_waits_for_an_answer_is_ended_by_its_deadline() -> Result<()> {
+async fn a_command_that_blocks_on_a_prompt_is_ended_by_its_deadline() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
-    // Somebody holds the other end of its input and says nothing.
+    // The test keeps the input open and writes nothing.
     let mut child = cli
         .command()?
         .args([
@@ -150,10 +150,10 @@ async fn a_command_that_waits_for_an_answer_is_ended_by_its_deadline() -> Result
         (Some(124), "Password: ")
     );
     assert!(
-        String::from_utf8_lossy(&output.stderr).contains("deadline")
+        String::from_utf8_lossy(&output.stderr).contains("timed out")
             && begun.elapsed() < Duration::from_secs(20)
     );
-    // Without -i there is nobody to ask, and it learns so at once.
+    // Without -i the command reads end-of-file at once.
     assert_eq!(
         cli.run_with(
             &[
@@ -167,10 +167,10 @@ async fn a_command_that_waits_for_an_answer_is_ended_by_its_deadline() -> Result
             ],
             b"here\n"
         )?
-        .good()?,
+        .success()?,
         "nobody\n"
     );
-    // All that it started is gone with it.
+    // All processes that it started are gone too.
     assert_eq!(
         cli.run(&[
             "session",
@@ -186,16 +186,12 @@ async fn a_command_that_waits_for_an_answer_is_ended_by_its_deadline() -> Result
         .code,
         Some(124)
     );
-    eventually(
-        "nothing of it is left",
-        Duration::from_secs(10),
-        async || {
-            Ok(!cli
-                .sh(&id, "ps -o args")?
-                .lines()
-                .any(|line| line == "sleep 4242"))
-        },
-    )
+    eventually("no process is left", Duration::from_secs(10), async || {
+        Ok(!cli
+            .sh(&id, "ps -o args")?
+            .lines()
+            .any(|line| line == "sleep 4242"))
+    })
     .await
 }
 
@@ -206,10 +202,10 @@ async fn input_is_forwarded_to_its_end() -> Result<()> {
     let input: Vec<u8> = (0..3_000_000_u32)
         .flat_map(|number| [number.to_le_bytes()[0], number.to_le_bytes()[1] ^ 0x5a])
         .collect();
-    let expected = hex(&Sha256::digest(&input));
+    let expected = hex::encode(Sha256::digest(&input));
     assert_eq!(
         cli.run_with(&["session", "exec", &id, "-i", "sha256sum"], &input)?
-            .good()?,
+            .success()?,
         format!("{expected}  -\n")
     );
     let echoed = cli.run_with(&["session", "exec", &id, "-i", "cat"], &input)?;
@@ -225,13 +221,13 @@ async fn input_is_forwarded_to_its_end() -> Result<()> {
         )?
         .json()?;
     assert_eq!(json["stdout"].as_str().map(str::trim), Some("1000000"));
-    // A command that stops reading ends all the same.
+    // A command that stops reading its input ends normally.
     assert_eq!(
         cli.run_with(
             &["session", "exec", &id, "-i", "head", "-c", "3"],
             b"abcdef"
         )?
-        .good()?,
+        .success()?,
         "abc"
     );
     assert_eq!(
@@ -254,7 +250,7 @@ async fn a_signal_or_a_reader_that_leaves_reaches_the_command() -> Result<()> {
         )?)
     };
 
-    // Ctrl-C interrupts it once; it may have its own way of ending.
+    // Ctrl-C interrupts the command once and leaves it to end by itself.
     let (mut child, mut stdout) =
         begin("trap 'echo interrupted; exit 42' INT; echo begun; while :; do sleep 0.05; done")?;
     signal(&child, Signal::INT)?;
@@ -262,16 +258,16 @@ async fn a_signal_or_a_reader_that_leaves_reaches_the_command() -> Result<()> {
     let mut rest = String::new();
     stdout.read_to_string(&mut rest)?;
     assert_eq!(rest, "interrupted\n");
-    // TERM ends all of it.
+    // TERM kills the whole command.
     let (mut child, _stdout) = begin("echo begun; sleep 4343 & sleep 4343")?;
     signal(&child, Signal::TERM)?;
     assert_eq!(child.wait()?.code(), Some(143));
-    // A reader that has seen enough, as `head` has.
+    // A reader that closes the pipe early, like `head`.
     let (mut child, stdout) = begin("echo begun; while :; do echo more; done")?;
     drop(stdout);
     assert_eq!(child.wait()?.code(), Some(141));
     eventually(
-        "what was signalled is gone",
+        "the signalled processes are gone",
         Duration::from_secs(20),
         async || {
             let left = run(
@@ -279,7 +275,7 @@ async fn a_signal_or_a_reader_that_leaves_reaches_the_command() -> Result<()> {
                     .args(["session", "exec", &id, "--", "ps", "-o", "args"]),
                 b"",
             )?
-            .good()?;
+            .success()?;
             Ok(!left.contains("sleep 4343") && !left.contains("echo more"))
         },
     )

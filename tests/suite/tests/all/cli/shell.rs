@@ -8,8 +8,9 @@ use serde_json::{Value, json};
 
 use super::{Cli, run};
 
-/// Runs a program on a terminal of its own and plays its person. The arguments: the steps as JSON, then the program.
-/// A step is what to wait for, what to type, or a new size; at the end it says what was seen and how the program ended.
+/// Runs a program on a pseudo-terminal and plays its user. Arguments: the steps as JSON, then the
+/// program. A step waits for a text, types one, or changes the size; finally the script prints what
+/// it saw and how the program ended.
 const PERSON: &str = r#"
 import fcntl, json, os, pty, select, struct, sys, termios, time
 steps, program = json.loads(sys.argv[1]), sys.argv[2:]
@@ -58,7 +59,7 @@ print(json.dumps({"code": code, "seen": seen.decode("utf-8", "replace"), "restor
 "#;
 
 impl Cli {
-    /// What a person at a terminal sees of `session shell`.
+    /// Runs `session shell` on a terminal and returns what its user saw.
     fn at_terminal(&self, id: &str, steps: &Value) -> Result<Value> {
         let mut command = self.command()?;
         let program = command.get_program().to_owned();
@@ -84,7 +85,8 @@ impl Cli {
     }
 }
 
-// proves: CYNAI.SANDBX.LongRunningSession, ISC-04, REQ-SANDBX-0102, REQ-SANDBX-0103
+// proves: ISC-04, REQ-SANDBX-0102, REQ-SANDBX-0103
+// part of: CYNAI.SANDBX.LongRunningSession
 #[tokio::test]
 async fn a_shell_is_a_terminal_that_can_be_resized_and_ends_with_its_own_code() -> Result<()> {
     let cli = Cli::new().await?;
@@ -93,20 +95,34 @@ async fn a_shell_is_a_terminal_that_can_be_resized_and_ends_with_its_own_code() 
         &id,
         &json!([
             ["expect", "$ "],
-            ["type", "tty | cut -c1-9; stty size; pwd; id -u; echo $TERM\r"],
-            ["expect", "/dev/pts/\r\n33 101\r\n/workspace\r\n1000\r\nxterm-256color\r\n"],
+            [
+                "type",
+                "tty | cut -c1-9; stty size; pwd; id -u; echo $TERM\r"
+            ],
+            [
+                "expect",
+                "/dev/pts/\r\n33 101\r\n/workspace\r\n1000\r\nxterm-256color\r\n"
+            ],
             ["resize", 40, 120],
-            ["type", "while [ \"$(stty size)\" != '40 120' ]; do :; done; echo re''sized\r"],
+            [
+                "type",
+                "while [ \"$(stty size)\" != '40 120' ]; do :; done; echo re''sized\r"
+            ],
             ["expect", "resized\r\n"],
-            // The program itself says that it has begun: only then is it sure to be the one that the key interrupts.
+            // The program itself prints `begun`: only then does the key surely interrupt that
+            // program.
             ["type", "sh -c 'echo be\\gun; exec sleep 1000'\r"],
             ["expect", "begun\r\n"],
             ["type", "\u{3}"],
             ["expect", "$ "],
             ["type", "echo interrupted $?\r"],
             ["expect", "interrupted 130\r\n"],
-            // No way in from a network: nothing but loopback, and nobody listens.
-            ["type", "ls /sys/class/net | xargs echo net; cat /proc/net/tcp /proc/net/tcp6 | grep -c ' 0A '\r"],
+            // No inbound network: only loopback, and no listening socket.
+            [
+                "type",
+                "ls /sys/class/net | xargs echo net; cat /proc/net/tcp /proc/net/tcp6 | grep \
+                 -c ' 0A '\r"
+            ],
             ["expect", "net lo\r\n0\r\n"],
             ["type", "exit 7\r"]
         ]),
@@ -117,7 +133,7 @@ async fn a_shell_is_a_terminal_that_can_be_resized_and_ends_with_its_own_code() 
         "{seen}"
     );
 
-    // The next one is a terminal again, and can be left by its keys.
+    // The next shell is a terminal again, and Ctrl-D leaves it.
     let seen = cli.at_terminal(&id, &json!([["expect", "$ "], ["type", "\u{4}"]]))?;
     assert_eq!(
         (&seen["code"], &seen["restored"]),
@@ -128,7 +144,7 @@ async fn a_shell_is_a_terminal_that_can_be_resized_and_ends_with_its_own_code() 
 }
 
 #[tokio::test]
-async fn a_shell_without_a_terminal_here_takes_its_input_as_it_comes() -> Result<()> {
+async fn a_shell_without_a_local_terminal_reads_plain_input() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&["--pty"])?;
     let ran = cli.run_with(&["session", "shell", &id], b"echo ha''llo\nexit 3\n")?;
@@ -182,7 +198,7 @@ async fn a_session_has_no_terminal_unless_it_was_asked_for() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_runs_in_a_terminal_ends_when_its_person_goes_away() -> Result<()> {
+async fn processes_in_a_terminal_end_when_its_user_disconnects() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&["--pty"])?;
     let seen = cli.at_terminal(
@@ -202,7 +218,7 @@ async fn what_runs_in_a_terminal_ends_when_its_person_goes_away() -> Result<()> 
     )
     .await?;
 
-    // As does a shell whose cynode was asked to end.
+    // So does a shell whose cynode receives SIGTERM.
     let mut child = cli
         .command()?
         .args([

@@ -10,9 +10,9 @@ use cynode_tests::{Options, World, eventually};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use super::{Ran, begin_exec, cynode, run};
+use super::{CommandResult, begin_exec, cynode, run};
 
-/// `cynode` on a machine on which no worker was started by hand.
+/// A machine without a running worker.
 struct Machine {
     world: World,
 }
@@ -30,15 +30,15 @@ impl Machine {
         Ok(command)
     }
 
-    fn run(&self, arguments: &[&str]) -> Result<Ran> {
+    fn run(&self, arguments: &[&str]) -> Result<CommandResult> {
         run(self.command()?.args(arguments), b"")
     }
 
-    /// Starts in the background; the processes are ended with the test, however that ends.
+    /// Starts in the background; the processes are killed with the test in any case.
     fn up(&self) -> Result<String> {
-        let printed = self.run(&["up", "--worker-only", "--detach"])?.good()?;
-        self.world.remember(self.up_pid()?)?;
-        self.world.remember(self.worker_pid()?)?;
+        let printed = self.run(&["up", "--worker-only", "--detach"])?.success()?;
+        self.world.kill_on_cleanup(self.up_pid()?)?;
+        self.world.kill_on_cleanup(self.worker_pid()?)?;
         Ok(printed.trim_end().to_owned())
     }
 
@@ -67,14 +67,14 @@ impl Machine {
     fn create(&self) -> Result<String> {
         Ok(self
             .run(&["session", "create", "--memory", "256m"])?
-            .good()?
+            .success()?
             .trim_end()
             .to_owned())
     }
 
     fn sh(&self, id: &str, script: &str) -> Result<String> {
         self.run(&["session", "exec", id, "--", "sh", "-c", script])?
-            .good()
+            .success()
     }
 }
 
@@ -86,7 +86,7 @@ fn kill(pid: u32, signal: Signal) -> Result<()> {
 }
 
 fn is_gone(pid: u32) -> bool {
-    // Who has ended and was not waited for yet has no program any more.
+    // A zombie has an empty command line.
     fs_err::read(format!("/proc/{pid}/cmdline")).map_or(true, |line| line.is_empty())
 }
 
@@ -117,7 +117,7 @@ async fn up_runs_in_the_background_and_down_leaves_nothing() -> Result<()> {
         );
         assert_eq!(fs_err::read_to_string(&path)?.lines().count(), 1, "{name}");
     }
-    // The files of the state directory are all that a command needs.
+    // Commands need nothing but the files of the state directory.
     let id = machine.create()?;
     assert_eq!(
         machine.sh(&id, "echo precious > file; echo works")?,
@@ -138,7 +138,7 @@ async fn up_runs_in_the_background_and_down_leaves_nothing() -> Result<()> {
             &url.as_str().into()
         )
     );
-    let status = machine.run(&["status"])?.good()?;
+    let status = machine.run(&["status"])?.success()?;
     assert!(
         status.contains(": ready\n") && status.contains(&url) && status.contains("1 running"),
         "{status}"
@@ -179,14 +179,14 @@ async fn up_runs_in_the_background_and_down_leaves_nothing() -> Result<()> {
         false
     );
 
-    // The files of the session were kept, and a new container finds them.
+    // The session's files were kept, and a new container finds them.
     machine.up()?;
     assert_eq!(
-        machine.run(&["session", "resume", &id])?.good()?,
+        machine.run(&["session", "resume", &id])?.success()?,
         format!("{id}\n")
     );
     assert_eq!(machine.sh(&id, "cat file")?, "precious\n");
-    machine.run(&["down"])?.good()?;
+    machine.run(&["down"])?.success()?;
     machine.world.assert_clean().await
 }
 
@@ -206,9 +206,9 @@ async fn sandboxes_outlive_an_up_that_was_killed() -> Result<()> {
             "-c",
             "echo $$ > pid; exec sleep 4646",
         ])?
-        .good()?;
+        .success()?;
     eventually(
-        "the background command has begun",
+        "the background command has started",
         Duration::from_secs(10),
         async || Ok(machine.sh(&id, "cat pid").is_ok()),
     )
@@ -226,7 +226,7 @@ async fn sandboxes_outlive_an_up_that_was_killed() -> Result<()> {
     assert_eq!(
         machine.run(&["status"])?.code,
         Some(69),
-        "what is left of its files says nothing"
+        "stale files have no effect"
     );
     assert_eq!(
         machine.run(&["session", "list"])?.failure(),
@@ -241,7 +241,7 @@ async fn sandboxes_outlive_an_up_that_was_killed() -> Result<()> {
         machine.sh(&id, "tr '\\0' ' ' < /proc/$(cat pid)/cmdline")?,
         "sleep 4646 "
     );
-    // Nor does being told to stop end them: only `down` does.
+    // SIGTERM doesn't end sandboxes either: only `down` does.
     kill(machine.up_pid()?, Signal::TERM)?;
     eventually("up has stopped", Duration::from_secs(30), async || {
         Ok(!machine.world.state_dir().join("endpoints.json").exists())
@@ -274,7 +274,7 @@ async fn sandboxes_can_be_kept_over_a_down() -> Result<()> {
     machine.up()?;
     assert_eq!(machine.sh(&id, "echo still here")?, "still here\n");
     assert_eq!(machine.world.containers()?, containers);
-    machine.run(&["down"])?.good()?;
+    machine.run(&["down"])?.success()?;
     machine.world.assert_clean().await
 }
 
@@ -292,8 +292,8 @@ async fn a_worker_that_dies_is_started_again_and_a_running_exec_goes_on() -> Res
         Ok(machine.worker_pid().is_ok_and(|pid| pid != worker))
     })
     .await?;
-    machine.world.remember(machine.worker_pid()?)?;
-    eventually("it is ready", Duration::from_secs(30), async || {
+    machine.world.kill_on_cleanup(machine.worker_pid()?)?;
+    eventually("the worker is ready", Duration::from_secs(30), async || {
         Ok(machine.run(&["status"])?.code == Some(0))
     })
     .await?;
@@ -308,7 +308,7 @@ async fn a_worker_that_dies_is_started_again_and_a_running_exec_goes_on() -> Res
         (child.wait()?.code(), rest),
         (Some(5), vec!["done".to_owned()])
     );
-    machine.run(&["down"])?.good()?;
+    machine.run(&["down"])?.success()?;
     machine.world.assert_clean().await
 }
 
@@ -349,7 +349,7 @@ async fn an_up_that_can_not_start_says_why() -> Result<()> {
 }
 
 #[tokio::test]
-async fn doctor_says_what_is_well_what_was_adapted_and_what_is_wrong() -> Result<()> {
+async fn doctor_reports_passed_adapted_and_failed_checks() -> Result<()> {
     let machine = Machine::new()?;
     let report = machine.run(&["doctor"])?;
     assert!(

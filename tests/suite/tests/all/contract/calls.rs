@@ -1,24 +1,24 @@
-//! What a worker says of calls to whoever has to account for them.
+//! The call records from which an orchestrator reconstructs lost responses.
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{
     CALL_HEADER, Call, CallId, CallState, ExecId, ExecRequest, RESULT_HEADER, SessionEnd,
     SessionId, SignalName, StreamHashes,
 };
-use cynode_client::{ExecEvent, WorkerClient};
-use cynode_tests::{eventually, exec, hex, session, sh};
+use cynode_client::{ExecEvent, SessionClient};
+use cynode_tests::{eventually, exec, session, sh};
 use http::{Method, StatusCode};
 use reqwest::RequestBuilder;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
 
-use super::{PATIENCE, SESSIONS, refused};
+use super::{SESSIONS, TIMEOUT, refusal_of};
 
 const CALLS: &str = "/v1/worker/calls";
 
 fn sha256(bytes: impl AsRef<[u8]>) -> String {
-    hex(&Sha256::digest(bytes))
+    hex::encode(Sha256::digest(bytes))
 }
 
 fn hashes(stdout: impl AsRef<[u8]>, stderr: impl AsRef<[u8]>) -> StreamHashes {
@@ -28,8 +28,8 @@ fn hashes(stdout: impl AsRef<[u8]>, stderr: impl AsRef<[u8]>) -> StreamHashes {
     }
 }
 
-/// The status of an answer and what its header says was done.
-async fn told(request: RequestBuilder) -> Result<(StatusCode, Value)> {
+/// The status of a response and the outcome in its header.
+async fn call_outcome(request: RequestBuilder) -> Result<(StatusCode, Value)> {
     let answer = request.send().await?;
     let result = answer
         .headers()
@@ -40,7 +40,7 @@ async fn told(request: RequestBuilder) -> Result<(StatusCode, Value)> {
     Ok((answer.status(), serde_json::from_str(&result)?))
 }
 
-pub(super) async fn the_hash_of_output_is_of_all_of_it(client: &WorkerClient) -> Result<()> {
+pub(super) async fn the_hash_of_output_is_of_all_of_it(client: &SessionClient) -> Result<()> {
     let id = client.create_session(&session()).await?.session_id;
     assert_eq!(
         client
@@ -88,7 +88,7 @@ pub(super) async fn the_hash_of_output_is_of_all_of_it(client: &WorkerClient) ->
         )
         .await?
         .exec_id;
-    eventually("it ends", PATIENCE, async || {
+    eventually("the command ends", TIMEOUT, async || {
         Ok(client.get_exec(id, behind).await?.exit.is_some())
     })
     .await?;
@@ -112,11 +112,12 @@ pub(super) async fn the_hash_of_output_is_of_all_of_it(client: &WorkerClient) ->
     Ok(())
 }
 
-pub(super) async fn what_a_call_did_is_in_its_header(client: &WorkerClient) -> Result<()> {
+pub(super) async fn what_a_call_did_is_in_its_header(client: &SessionClient) -> Result<()> {
     let request = session();
     let id = request.session_id;
     let of = |method: Method, rest: &str| client.request(method, &format!("{SESSIONS}/{id}{rest}"));
-    let (status, made) = told(client.request(Method::POST, SESSIONS).json(&request)).await?;
+    let (status, made) =
+        call_outcome(client.request(Method::POST, SESSIONS).json(&request)).await?;
     assert_eq!(
         (status.as_u16(), &made["session_id"], &made["state"]),
         (201, &json!(id), &json!("running"))
@@ -127,7 +128,7 @@ pub(super) async fn what_a_call_did_is_in_its_header(client: &WorkerClient) -> R
         exec_id: Some(ExecId::generate()),
         ..sh("echo out; exit 3")
     };
-    let (status, ended) = told(of(Method::POST, "/exec").json(&run)).await?;
+    let (status, ended) = call_outcome(of(Method::POST, "/exec").json(&run)).await?;
     assert_eq!(
         (
             status.as_u16(),
@@ -158,7 +159,7 @@ pub(super) async fn what_a_call_did_is_in_its_header(client: &WorkerClient) -> R
         exec_id: Some(ExecId::generate()),
         ..sh("sleep 600")
     };
-    let (status, accepted) = told(of(Method::POST, "/exec").json(&behind)).await?;
+    let (status, accepted) = call_outcome(of(Method::POST, "/exec").json(&behind)).await?;
     assert_eq!(
         (status.as_u16(), accepted),
         (202, json!({ "exec_id": behind.exec_id }))
@@ -167,7 +168,7 @@ pub(super) async fn what_a_call_did_is_in_its_header(client: &WorkerClient) -> R
         exec_id: Some(ExecId::generate()),
         ..exec(["true"])
     };
-    let (status, begun) = told(
+    let (status, begun) = call_outcome(
         of(Method::POST, "/exec")
             .header("accept", "text/event-stream")
             .json(&streamed),
@@ -176,17 +177,17 @@ pub(super) async fn what_a_call_did_is_in_its_header(client: &WorkerClient) -> R
     assert_eq!(
         (status.as_u16(), begun),
         (200, json!({ "exec_id": streamed.exec_id })),
-        "how it ended is in its last event"
+        "the last event has the outcome"
     );
     let (status, refusal) =
-        told(of(Method::POST, "/exec").json(&exec(["no-such-program"]))).await?;
+        call_outcome(of(Method::POST, "/exec").json(&exec(["no-such-program"]))).await?;
     assert_eq!(
         (status.as_u16(), refusal),
         (422, json!({ "code": "exec_failed", "errno": "ENOENT" }))
     );
 
-    let exec_id = behind.exec_id.expect("it has one");
-    let (status, signalled) = told(
+    let exec_id = behind.exec_id.expect("the request has an id");
+    let (status, signalled) = call_outcome(
         of(Method::POST, &format!("/execs/{exec_id}/signal"))
             .json(&json!({ "signal": "TERM", "scope": "tree" })),
     )
@@ -199,7 +200,7 @@ pub(super) async fn what_a_call_did_is_in_its_header(client: &WorkerClient) -> R
         )
     );
     assert_eq!(
-        told(of(Method::POST, "/signal").json(&json!({ "signal": "KILL" })))
+        call_outcome(of(Method::POST, "/signal").json(&json!({ "signal": "KILL" })))
             .await?
             .1,
         json!({ "signal": "KILL" })
@@ -216,26 +217,27 @@ pub(super) async fn what_a_call_did_is_in_its_header(client: &WorkerClient) -> R
         json!({ "changes": [change], "more": 0 })
     };
     assert_eq!(
-        told(file(Method::PUT).body("one")).await?,
+        call_outcome(file(Method::PUT).body("one")).await?,
         (StatusCode::CREATED, change(None, Some("one")))
     );
     assert_eq!(
-        told(file(Method::PUT).body("two")).await?,
+        call_outcome(file(Method::PUT).body("two")).await?,
         (StatusCode::OK, change(Some("one"), Some("two")))
     );
     let (status, refusal) =
-        told(file(Method::PUT).header("if-none-match", "*").body("three")).await?;
+        call_outcome(file(Method::PUT).header("if-none-match", "*").body("three")).await?;
     assert_eq!(
         (status.as_u16(), refusal),
         (412, json!({ "code": "precondition_failed" }))
     );
     assert_eq!(
-        told(file(Method::DELETE)).await?,
+        call_outcome(file(Method::DELETE)).await?,
         (StatusCode::NO_CONTENT, change(Some("two"), None))
     );
-    told(file(Method::PUT).body("again")).await?;
+    call_outcome(file(Method::PUT).body("again")).await?;
     let (status, tree) =
-        told(of(Method::DELETE, "/files").query(&[("path", "dir"), ("recursive", "true")])).await?;
+        call_outcome(of(Method::DELETE, "/files").query(&[("path", "dir"), ("recursive", "true")]))
+            .await?;
     assert_eq!(
         (status.as_u16(), tree),
         (
@@ -249,13 +251,13 @@ pub(super) async fn what_a_call_did_is_in_its_header(client: &WorkerClient) -> R
         .await?;
     assert!(
         !read.headers().contains_key(RESULT_HEADER),
-        "nothing was to be changed"
+        "nothing was changed"
     );
 
     let (status, ended) =
-        told(of(Method::POST, "/end").json(&json!({ "workspace": "keep" }))).await?;
+        call_outcome(of(Method::POST, "/end").json(&json!({ "workspace": "keep" }))).await?;
     assert_eq!((status.as_u16(), &ended["state"]), (200, &json!("ended")));
-    let (status, resumed) = told(of(Method::POST, "/resume").json(&json!({}))).await?;
+    let (status, resumed) = call_outcome(of(Method::POST, "/resume").json(&json!({}))).await?;
     assert_eq!(
         (status.as_u16(), &resumed["state"], &resumed["workspace_id"]),
         (201, &json!("running"), &made["workspace_id"])
@@ -270,7 +272,8 @@ fn exec_of(call: &Call) -> Option<ExecId> {
         .and_then(|result| serde_json::from_value(result["exec_id"].clone()).ok())
 }
 
-pub(super) async fn a_call_is_remembered_by_its_id(client: &WorkerClient) -> Result<()> {
+// invariant: calls
+pub(super) async fn a_call_is_remembered_by_its_id(client: &SessionClient) -> Result<()> {
     let id = client.create_session(&session()).await?.session_id;
     let run = |call: CallId, request: &ExecRequest| {
         client
@@ -293,15 +296,15 @@ pub(super) async fn a_call_is_remembered_by_its_id(client: &WorkerClient) -> Res
         "{before:?}"
     );
 
-    let (_, result) = told(run(call, &sh("echo once >> count; exit 3"))).await?;
+    let (_, result) = call_outcome(run(call, &sh("echo once >> count; exit 3"))).await?;
     let after = client.call_state(call).await?;
     assert_eq!(
         (after.state, after.status, &after.result),
         (CallState::Answered, Some(200), &Some(result))
     );
     assert_eq!((after.remembered_since, after.now), (None, None));
-    // Another under the same id is done as ever; what is known stays what came first.
-    let (_, other) = told(run(call, &sh("echo twice >> count"))).await?;
+    // Another call with the same id is executed, but the record of the first stays.
+    let (_, other) = call_outcome(run(call, &sh("echo twice >> count"))).await?;
     assert_eq!(
         (&other["exit_code"], client.call_state(call).await?),
         (&json!(0), after)
@@ -312,7 +315,7 @@ pub(super) async fn a_call_is_remembered_by_its_id(client: &WorkerClient) -> Res
     );
 
     let call = CallId::generate();
-    told(run(call, &exec(["no-such-program"]))).await?;
+    call_outcome(run(call, &exec(["no-such-program"]))).await?;
     let refusal = client.call_state(call).await?;
     assert_eq!(
         (
@@ -340,7 +343,7 @@ pub(super) async fn a_call_is_remembered_by_its_id(client: &WorkerClient) -> Res
             .await?;
         assert_eq!(answer.status().as_u16(), 400, "{bad:?}");
     }
-    let stranger = WorkerClient::new(client.base(), "somebody-elses")?;
+    let stranger = SessionClient::new(client.base(), "somebody-elses")?;
     let unheard = CallId::generate();
     assert_eq!(
         stranger
@@ -358,7 +361,7 @@ pub(super) async fn a_call_is_remembered_by_its_id(client: &WorkerClient) -> Res
         "nothing of strangers is remembered"
     );
     assert_eq!(
-        refused(
+        refusal_of(
             &stranger,
             Method::GET,
             &format!("{CALLS}/{unheard}"),
@@ -369,7 +372,7 @@ pub(super) async fn a_call_is_remembered_by_its_id(client: &WorkerClient) -> Res
         401
     );
     assert_eq!(
-        refused(
+        refusal_of(
             client,
             Method::GET,
             &format!("{CALLS}/nonsense"),
@@ -379,7 +382,7 @@ pub(super) async fn a_call_is_remembered_by_its_id(client: &WorkerClient) -> Res
         (404, "not_found".to_owned())
     );
 
-    // Who was told that a call did not come can rely on it.
+    // A caller that was told that its call did not arrive can rely on it.
     let late = CallId::generate();
     assert_eq!(client.bar_call(late).await?.state, CallState::NotFound);
     let answer = run(late, &sh("echo thrice >> count")).send().await?;
@@ -397,10 +400,10 @@ pub(super) async fn a_call_is_remembered_by_its_id(client: &WorkerClient) -> Res
         "once\ntwice\n"
     );
 
-    // The caller goes away; the command goes on.
+    // The caller disconnects; the command continues.
     let call = CallId::generate();
     let waiting = tokio::spawn(run(call, &sh("sleep 600")).send());
-    eventually("it runs", PATIENCE, async || {
+    eventually("the call is running", TIMEOUT, async || {
         Ok(exec_of(&client.call_state(call).await?).is_some())
     })
     .await?;
@@ -408,7 +411,7 @@ pub(super) async fn a_call_is_remembered_by_its_id(client: &WorkerClient) -> Res
     let exec_id = exec_of(&running).context("its command")?;
     assert_eq!((running.state, running.status), (CallState::Running, None));
     waiting.abort();
-    eventually("it is abandoned", PATIENCE, async || {
+    eventually("the call is abandoned", TIMEOUT, async || {
         Ok(client.call_state(call).await?.state == CallState::Abandoned)
     })
     .await?;

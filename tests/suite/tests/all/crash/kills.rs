@@ -1,4 +1,4 @@
-//! The worker killed again and again in the middle of its work.
+//! The worker is killed repeatedly in the middle of its work.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -13,10 +13,10 @@ use anyhow::{Context as _, Result, ensure};
 use cynode_api::{
     ExecId, ExecRequest, ExecState, SessionCreate, SessionEnd, SessionId, SessionState, TaskId,
 };
-use cynode_client::WorkerClient;
+use cynode_client::SessionClient;
 use cynode_tests::{Options, Random, RunningWorker, World, eventually, session, sh};
 
-/// What the worker is doing at a moment, as far as it can be told from outside.
+/// The worker's current activity, as far as it is visible from outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     ColdCreate,
@@ -35,39 +35,39 @@ const PHASES: [Phase; 5] = [
 ];
 
 #[derive(Clone, Debug)]
-struct Known {
+struct SessionHistory {
     request: SessionCreate,
-    /// The command that wrote its file, once that was answered.
+    /// The command that wrote the file, once its response arrived.
     marked: Option<ExecId>,
     ending: bool,
     ended: bool,
 }
 
-/// What was asked for, and what was answered.
+/// The requests sent and the responses received.
 #[derive(Debug, Default)]
-struct Book {
-    sessions: Mutex<HashMap<SessionId, Known>>,
+struct Ledger {
+    sessions: Mutex<HashMap<SessionId, SessionHistory>>,
     open: [AtomicUsize; 4],
 }
 
-struct Open<'a>(&'a AtomicUsize);
+struct InFlightGuard<'a>(&'a AtomicUsize);
 
-impl Drop for Open<'_> {
+impl Drop for InFlightGuard<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-impl Book {
-    fn open(&self, phase: Phase) -> Open<'_> {
+impl Ledger {
+    fn open(&self, phase: Phase) -> InFlightGuard<'_> {
         let counter = &self.open[phase as usize];
         counter.fetch_add(1, Ordering::SeqCst);
-        Open(counter)
+        InFlightGuard(counter)
     }
 
-    fn change(&self, id: SessionId, change: impl FnOnce(&mut Known)) {
-        if let Some(known) = self.sessions.lock().expect("not poisoned").get_mut(&id) {
-            change(known);
+    fn change(&self, id: SessionId, change: impl FnOnce(&mut SessionHistory)) {
+        if let Some(history) = self.sessions.lock().expect("not poisoned").get_mut(&id) {
+            change(history);
         }
     }
 }
@@ -79,8 +79,9 @@ fn mark(id: SessionId) -> ExecRequest {
     }
 }
 
-/// One after the other: a session is made, marked, and every second one ended. Until the worker is gone.
-async fn traffic(client: WorkerClient, book: Arc<Book>, warm: bool) {
+/// Creates sessions one after the other, marks each, and ends every second one, until the worker is
+/// gone.
+async fn traffic(client: SessionClient, ledger: Arc<Ledger>, warm: bool) {
     for round in 0_u64.. {
         let request = if warm {
             SessionCreate::new(TaskId::generate(), SessionId::generate(), "default")
@@ -88,9 +89,9 @@ async fn traffic(client: WorkerClient, book: Arc<Book>, warm: bool) {
             session()
         };
         let id = request.session_id;
-        book.sessions.lock().expect("not poisoned").insert(
+        ledger.sessions.lock().expect("not poisoned").insert(
             id,
-            Known {
+            SessionHistory {
                 request: request.clone(),
                 marked: None,
                 ending: false,
@@ -98,7 +99,7 @@ async fn traffic(client: WorkerClient, book: Arc<Book>, warm: bool) {
             },
         );
         {
-            let _open = book.open(if warm {
+            let _open = ledger.open(if warm {
                 Phase::WarmCreate
             } else {
                 Phase::ColdCreate
@@ -108,16 +109,16 @@ async fn traffic(client: WorkerClient, book: Arc<Book>, warm: bool) {
             }
         }
         {
-            let _open = book.open(Phase::Exec);
+            let _open = ledger.open(Phase::Exec);
             let exec = mark(id);
             if client.exec(id, &exec).await.is_err() {
                 return;
             }
-            book.change(id, |known| known.marked = exec.exec_id);
+            ledger.change(id, |history| history.marked = exec.exec_id);
         }
         if round.is_multiple_of(2) {
-            let _open = book.open(Phase::End);
-            book.change(id, |known| known.ending = true);
+            let _open = ledger.open(Phase::End);
+            ledger.change(id, |history| history.ending = true);
             if client
                 .end_session(id, &SessionEnd::default())
                 .await
@@ -125,24 +126,24 @@ async fn traffic(client: WorkerClient, book: Arc<Book>, warm: bool) {
             {
                 return;
             }
-            book.change(id, |known| known.ended = true);
+            ledger.change(id, |history| history.ended = true);
         }
     }
 }
 
-/// Spares that were begun and are not there yet, by the worker's log from `from` on.
+/// The number of spares that the worker has begun but not finished, by its log from `from` on.
 fn refilling(worker: &RunningWorker, from: usize) -> Result<bool> {
     let log = fs_err::read(worker.log())?;
     let log = String::from_utf8_lossy(&log[from.min(log.len())..]);
-    Ok(log.matches("Making a spare sandbox.").count()
+    Ok(log.matches("Starting a spare sandbox.").count()
         > log.matches("A spare sandbox is ready.").count())
 }
 
-fn under_way(worker: &RunningWorker, book: &Book, from: usize) -> Result<Vec<Phase>> {
+fn under_way(worker: &RunningWorker, ledger: &Ledger, from: usize) -> Result<Vec<Phase>> {
     let mut phases: Vec<Phase> = PHASES[..4]
         .iter()
         .copied()
-        .filter(|phase| book.open[*phase as usize].load(Ordering::SeqCst) > 0)
+        .filter(|phase| ledger.open[*phase as usize].load(Ordering::SeqCst) > 0)
         .collect();
     if refilling(worker, from)? {
         phases.push(Phase::Refill);
@@ -150,7 +151,8 @@ fn under_way(worker: &RunningWorker, book: &Book, from: usize) -> Result<Vec<Pha
     Ok(phases)
 }
 
-/// Kills the worker so many times and looks at everything after each. Says which phases were hit.
+/// Kills the worker in each round and checks all state after each kill. Prints the phases that
+/// were hit.
 pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
     let mut random = Random::seeded();
     let world = World::new()?;
@@ -171,34 +173,38 @@ pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
         .exec_background(witness, &running)
         .await?
         .exec_id;
-    let book = Arc::new(Book::default());
+    let ledger = Arc::new(Ledger::default());
     let mut hits: BTreeMap<Phase, usize> = BTreeMap::new();
-    // Where the log of this worker begins: a spare that it began at its start is told before it takes calls.
+    // The start of this worker's log: a spare begun at startup is logged before the worker takes
+    // calls.
     let mut from = 0;
     for round in 0..rounds {
         let client = worker.client()?;
         let mut calls = tokio::task::JoinSet::new();
         for warm in [true, false] {
-            calls.spawn(traffic(client.clone(), Arc::clone(&book), warm));
+            calls.spawn(traffic(client.clone(), Arc::clone(&ledger), warm));
         }
         let wanted = PHASES[round % PHASES.len()];
         eventually(
-            "the worker does what it is to be killed in",
+            "the worker enters the phase to be killed in",
             Duration::from_secs(60),
-            async || Ok(under_way(&worker, &book, from)?.contains(&wanted)),
+            async || Ok(under_way(&worker, &ledger, from)?.contains(&wanted)),
         )
         .await?;
-        // A random moment within it: some phases last for less than a thread's turn, so each try comes sooner than the last.
+        // A random moment within the phase. Some phases are shorter than a scheduling quantum, so
+        // each attempt comes earlier than the last.
         let mut phases = Vec::new();
         for narrower in 0..15 {
             tokio::time::sleep(Duration::from_micros(random.below(20_000 >> narrower))).await;
-            phases = under_way(&worker, &book, from)?;
+            phases = under_way(&worker, &ledger, from)?;
             if phases.contains(&wanted) {
                 break;
             }
-            eventually("it does so again", Duration::from_secs(60), async || {
-                Ok(under_way(&worker, &book, from)?.contains(&wanted))
-            })
+            eventually(
+                "the worker enters the phase again",
+                Duration::from_secs(60),
+                async || Ok(under_way(&worker, &ledger, from)?.contains(&wanted)),
+            )
             .await?;
         }
         worker.kill()?;
@@ -212,7 +218,7 @@ pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
         calls.join_all().await;
         from = fs_err::metadata(worker.log())?.len().try_into()?;
         worker = world.worker(&options).await?;
-        check(&worker, &book)
+        check(&worker, &ledger)
             .await
             .with_context(|| format!("after kill {}", round + 1))?;
         let witness = worker.client()?.get_exec(witness, running).await?;
@@ -227,19 +233,21 @@ pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
     #[expect(clippy::print_stdout, reason = "the report of the run")]
     {
         println!(
-            "soak: kills: {rounds}, phases hit {hits:?}, no session lost or mixed up; CYNODE_SEED={}",
+            "soak: kills: {rounds}, phases hit {hits:?}, no session lost or mixed up; \
+             CYNODE_SEED={}",
             random.seed()
         );
     }
     Ok(())
 }
 
-/// Every session that was answered is there and is itself; those that were not answered can be had by asking again.
-async fn check(worker: &RunningWorker, book: &Book) -> Result<()> {
+/// Every session whose creation was answered exists unchanged; the others appear when their request
+/// is repeated.
+async fn check(worker: &RunningWorker, ledger: &Ledger) -> Result<()> {
     let client = worker.client()?;
-    let sessions = std::mem::take(&mut *book.sessions.lock().expect("not poisoned"));
-    for (id, known) in sessions {
-        if known.ended {
+    let sessions = std::mem::take(&mut *ledger.sessions.lock().expect("not poisoned"));
+    for (id, history) in sessions {
+        if history.ended {
             let found = client.get_session(id).await?;
             ensure!(
                 found.state == SessionState::Ended,
@@ -247,14 +255,14 @@ async fn check(worker: &RunningWorker, book: &Book) -> Result<()> {
             );
             continue;
         }
-        let made = client.create_session(&known.request).await?;
+        let made = client.create_session(&history.request).await?;
         ensure!(
-            made.session_id == id && made.task_id == known.request.task_id,
+            made.session_id == id && made.task_id == history.request.task_id,
             "{made:?} for {:?}",
-            known.request
+            history.request
         );
         if made.state == SessionState::Running {
-            if let Some(exec_id) = known.marked {
+            if let Some(exec_id) = history.marked {
                 let found = client.get_exec(id, exec_id).await?;
                 ensure!(
                     found.state == ExecState::Exited,
@@ -264,7 +272,7 @@ async fn check(worker: &RunningWorker, book: &Book) -> Result<()> {
             let holds = client
                 .exec(
                     id,
-                    &if known.marked.is_some() {
+                    &if history.marked.is_some() {
                         sh("cat mark")
                     } else {
                         mark(id)
@@ -275,7 +283,7 @@ async fn check(worker: &RunningWorker, book: &Book) -> Result<()> {
             client.end_session(id, &SessionEnd::default()).await?;
         } else {
             ensure!(
-                known.ending && matches!(made.state, SessionState::Ended | SessionState::Ending),
+                history.ending && matches!(made.state, SessionState::Ended | SessionState::Ending),
                 "{made:?}"
             );
         }

@@ -1,4 +1,4 @@
-//! A worker on one runtime with two sandboxes: one attacks, the other must not notice.
+//! A worker on one runtime with two sandboxes: one attacks, the other must stay unaffected.
 
 use std::{
     fmt::Write as _,
@@ -10,35 +10,35 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use cynode_api::{ExecId, ExecRequest, SessionCreate, SessionId, Unenforced};
-use cynode_client::{OutputQuery, PutOptions, WorkerClient};
-use cynode_tests::{Engine, Options, RunningWorker, World, exec, hex, repository, session, sh};
+use cynode_client::{OutputQuery, PutOptions, SessionClient};
+use cynode_tests::{Engine, Options, RunningWorker, World, exec, repository, session, sh};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Notify;
 
-/// Longer than this no call of the neighbour may take: it would be a hang.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// A call of the neighbour that takes longer counts as a hang.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Between two questions to the neighbour.
+/// The interval between two probes of the neighbour.
 const PACE: Duration = Duration::from_millis(50);
 
 pub(crate) struct Arena {
     pub(crate) world: World,
     pub(crate) worker: RunningWorker,
-    pub(crate) client: WorkerClient,
+    pub(crate) client: SessionClient,
     http: reqwest::Client,
     pub(crate) attacker: SessionId,
     pub(crate) neighbour: SessionId,
-    /// What this host does not enforce on the attacker, by the worker's own word.
+    /// Limits that this host does not enforce on the attacker, as the worker reports them.
     unenforced: Vec<Unenforced>,
-    /// The lines of the table: what was tried, and how it ended.
+    /// Rows of the table: the attempt and its outcome.
     attempts: Vec<(String, String)>,
-    /// What differs between two runs, and the words that stand for it in the table.
+    /// Values that differ between runs, and their placeholders in the table.
     named: Vec<(String, String)>,
     table: PathBuf,
 }
 
-/// One line of `attempts.c`.
+/// One line of output of `attempts.c`.
 #[derive(Debug, Deserialize)]
 struct Line {
     name: String,
@@ -53,14 +53,14 @@ impl Arena {
         Self::with(world, topic, session(), &[]).await
     }
 
-    /// With an attacker as it is asked for, and settings of the worker on top of the runtime's.
+    /// Creates an arena with a custom attacker and additional worker settings.
     pub(crate) async fn with(
         world: World,
         topic: &str,
         mut attacker: SessionCreate,
         settings: &[(&str, &str)],
     ) -> Result<Self> {
-        // As `cargo xtask escape` knows them.
+        // The names that `cargo xtask escape` expects.
         let runtime = match world.engine() {
             Engine::Podman => "podman-root",
             Engine::Rootless => "podman-rootless",
@@ -68,7 +68,7 @@ impl Arena {
             other => bail!("{other:?} has no column in the table"),
         };
         let table = repository().join("target/escape").join(runtime).join(topic);
-        // What an earlier run wrote must not pass for this one's.
+        // Results of an earlier run must not count for this one.
         drop(fs_err::remove_file(&table));
         world.load(&attacker.image_ref).await?;
         let options = settings
@@ -78,7 +78,7 @@ impl Arena {
             });
         let worker = world.worker(&options).await?;
         let client = worker.client()?;
-        let http = reqwest::Client::builder().timeout(PATIENCE).build()?;
+        let http = reqwest::Client::builder().timeout(TIMEOUT).build()?;
         attacker.pty_allowed = Some(true);
         let neighbour = SessionCreate {
             pty_allowed: Some(true),
@@ -107,9 +107,10 @@ impl Arena {
         })
     }
 
-    /// Whether an attempt can be run at all: one that nothing would stop but a limit that this host does not enforce is only noted.
-    /// That such a host refuses sandboxes unless its operator allows each of these limits by name is shown by
-    /// `each_limit_that_nobody_enforces_is_refused_by_name` and `ids_that_sandboxes_share_must_be_allowed_by_name`.
+    /// Reports whether an attempt can run: if only an unenforced limit would stop it, the attempt
+    /// is recorded but not made. `each_limit_that_nobody_enforces_is_refused_by_name` and
+    /// `ids_that_sandboxes_share_must_be_allowed_by_name` show that such a host refuses sandboxes
+    /// unless its operator allows each of these limits by name.
     pub(crate) fn bounded_by(&mut self, limit: Unenforced, attempt: &str) -> bool {
         let enforced = !self.unenforced.contains(&limit);
         if !enforced {
@@ -121,12 +122,12 @@ impl Arena {
         enforced
     }
 
-    /// Gives something that is different in each run a name for the table.
+    /// Replaces a value that differs between runs by a placeholder in the table.
     pub(crate) fn name(&mut self, text: impl Into<String>, name: &str) {
         self.named.push((text.into(), name.to_owned()));
     }
 
-    /// Puts the program of attempts into a sandbox.
+    /// Copies the `attempts` program into a sandbox.
     pub(crate) async fn equip(&self, id: SessionId) -> Result<()> {
         let program = fs_err::read(attempts_program()?)?;
         self.client
@@ -143,10 +144,10 @@ impl Arena {
         Ok(())
     }
 
-    /// That the neighbour's sandbox and the worker answer.
+    /// Checks that the neighbour's sandbox and the worker respond.
     pub(crate) async fn others_answer(&self) -> Result<()> {
         let answer = tokio::time::timeout(
-            PATIENCE,
+            TIMEOUT,
             self.client
                 .exec(self.neighbour, &exec(["echo", "unharmed"])),
         )
@@ -156,23 +157,23 @@ impl Arena {
             .context("the neighbour fails")?;
         ensure!(
             answer.stdout == "unharmed\n",
-            "the neighbour answers {answer:?}"
+            "the neighbour responds {answer:?}"
         );
         let health = self
             .http
             .get(format!("{}/healthz", self.worker.url()?))
             .send()
             .await
-            .context("the worker does not answer")?;
+            .context("the worker does not respond")?;
         ensure!(
             health.status().is_success(),
-            "the worker says {}",
+            "the worker responds with {}",
             health.status()
         );
         Ok(())
     }
 
-    /// Runs an attack while the neighbour and the worker are asked again and again, and once more afterwards.
+    /// Runs an attack while probing the neighbour and the worker, and probes once more afterwards.
     pub(crate) async fn attack<T>(&self, attack: impl Future<Output = Result<T>>) -> Result<T> {
         let (over, ended) = (AtomicBool::new(false), Notify::new());
         let attack = async {
@@ -188,7 +189,7 @@ impl Arena {
                 if last {
                     return Ok::<_, anyhow::Error>(());
                 }
-                // Until the attack has ended, at a pace: the neighbour shall not be the load.
+                // Paced, so that the probes are not the load.
                 drop(tokio::time::timeout(PACE, ended.notified()).await);
             }
         };
@@ -197,7 +198,7 @@ impl Arena {
         outcome
     }
 
-    /// An attempt with its outcome. That it failed for the attacker is `held`.
+    /// Records an attempt; `held` is true if the attempt failed for the attacker.
     pub(crate) fn expect(
         &mut self,
         attempt: impl Into<String>,
@@ -210,7 +211,7 @@ impl Arena {
         Ok(())
     }
 
-    /// An attempt by a script in the attacker's sandbox; what it printed decides.
+    /// Makes an attempt with a script in the attacker's sandbox and judges it by its output.
     pub(crate) async fn script(
         &mut self,
         attempt: &str,
@@ -225,7 +226,8 @@ impl Arena {
         self.expect(attempt, held(&seen), &seen)
     }
 
-    /// The lines that the program of attempts printed. Every one must tell of a refusal, and the last must be there.
+    /// Checks the output of the `attempts` program: every line must report a refusal, and the final
+    /// line must be present.
     pub(crate) fn expect_lines(&mut self, printed: &str, prefix: &str) -> Result<usize> {
         let mut succeeded = Vec::new();
         let mut count = 0;
@@ -257,12 +259,12 @@ impl Arena {
             succeeded.is_empty(),
             "these had success: {succeeded:#?}\n{printed}"
         );
-        ensure!(done, "the attempts did not come to their end:\n{printed}");
+        ensure!(done, "the attempts did not finish:\n{printed}");
         Ok(count)
     }
 
-    /// Starts a command of the attacker that stays, and waits until it has printed a word.
-    pub(crate) async fn until_said(
+    /// Starts a background command of the attacker and waits until it has printed a word.
+    pub(crate) async fn start_and_wait_for(
         &self,
         id: SessionId,
         argv: &[&str],
@@ -274,9 +276,9 @@ impl Arena {
             ..exec(argv.iter().copied())
         };
         let exec_id = self.client.exec_background(id, &request).await?.exec_id;
-        let mut said = String::new();
+        let mut printed = String::new();
         let mut after_seq = 0;
-        while !said.contains(word) {
+        while !printed.contains(word) {
             let query = OutputQuery {
                 after_seq: Some(after_seq),
                 wait_ms: Some(20_000),
@@ -285,23 +287,23 @@ impl Arena {
             let page = self.client.exec_output(id, exec_id, &query).await?;
             ensure!(
                 !page.chunks.is_empty(),
-                "{argv:?} did not say '{word}': {said} {:?}",
+                "{argv:?} did not print '{word}': {printed} {:?}",
                 page.exit
             );
             after_seq = page.next_seq;
-            said.extend(page.chunks.into_iter().filter_map(|chunk| chunk.data));
+            printed.extend(page.chunks.into_iter().filter_map(|chunk| chunk.data));
         }
         Ok(exec_id)
     }
 
-    /// All that ran in the attacker's sandbox is gone, and commands run there again.
+    /// Kills all processes in the attacker's sandbox and waits until commands run there again.
     pub(crate) async fn recover(&self) -> Result<()> {
         self.client
             .signal_session(self.attacker, cynode_api::SignalName::KILL)
             .await?;
         cynode_tests::eventually(
-            "the attacker's sandbox can be used again",
-            PATIENCE,
+            "the attacker's sandbox is usable again",
+            TIMEOUT,
             async || {
                 Ok(self
                     .client
@@ -313,7 +315,7 @@ impl Arena {
         .await
     }
 
-    /// Writes the lines of the table and ends everything; nothing may be left.
+    /// Writes the table and shuts everything down; nothing may be left.
     pub(crate) async fn end(mut self) -> Result<()> {
         self.others_answer().await?;
         let mut text = String::new();
@@ -329,17 +331,17 @@ impl Arena {
     }
 }
 
-/// The program of attempts, compiled once for its text.
+/// Compiles the `attempts` program, once for each version of its source.
 fn attempts_program() -> Result<PathBuf> {
     let source = repository().join("tests/suite/escape/attempts.c");
     let directory = repository().join("target/escape");
     let program = directory.join(format!(
         "attempts-{}",
-        &hex(&Sha256::digest(fs_err::read(&source)?))[..16]
+        &hex::encode(Sha256::digest(fs_err::read(&source)?))[..16]
     ));
     if !program.is_file() {
         fs_err::create_dir_all(&directory)?;
-        // Several tests may compile at once; each renames a whole file.
+        // Several tests may compile at once, so each renames a complete file into place.
         let staged = directory.join(format!(".{}", uuid::Uuid::new_v4().simple()));
         let compiled = Command::new("cc")
             .args(["-static", "-O1", "-Wall", "-o"])

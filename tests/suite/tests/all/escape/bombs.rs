@@ -1,8 +1,9 @@
-//! Taking all there is of something. The sandbox may choke on it; its neighbour must not notice, and afterwards the sandbox can
-//! be used again without anything having to be started in it.
+//! Resource exhaustion. The attacker's sandbox may fail; its neighbour must stay unaffected, and
+//! afterwards the sandbox must be usable again without starting anything in it.
 //!
-//! Where nobody enforces the limit of processes (without root and with version 1 of cgroups) the rlimit does, at four times the
-//! number; memory has no second line, so there it is only noted that the limit must be allowed by name.
+//! Where the process limit is not enforced (rootless with cgroups v1) the rlimit applies, at four
+//! times the number; memory has no second line of defence, so there the test only records that the
+//! limit must be allowed by name.
 
 use std::time::Duration;
 
@@ -14,13 +15,13 @@ use serde_json::Value;
 use super::{arena::Arena, kernel::at_terminal};
 
 on_every_runtime!(
-    what_one_sandbox_uses_up_another_still_has,
+    a_resource_that_one_sandbox_exhausts_is_available_to_another,
     bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork,
     a_flood_of_output_reaches_nobody_else,
 );
 
-/// Without a limit of processors a bomb's size is its weight on this machine: an ordinary user's is small.
-fn small(world: &World) -> SessionCreate {
+/// Without a CPU limit a bomb's load grows with its size, so rootless bombs are small.
+fn small_session(world: &World) -> SessionCreate {
     let pids = if world.engine() == Engine::Rootless {
         24
     } else {
@@ -37,11 +38,11 @@ fn small(world: &World) -> SessionCreate {
     }
 }
 
-/// What is taken, and the limit without which nothing but the host's own size would stop it.
+/// The exhausted resource, and the limit without which only the host's size would stop the attack.
 const KINDS: [(&str, Option<Unenforced>); 9] = [
     ("threads", None),
     ("descriptors", None),
-    // Counted by user: sandboxes that share their ids share this too.
+    // Counted per user: sandboxes that share ids share this limit too.
     ("descriptors in flight", Some(Unenforced::IdRange)),
     ("pipes", None),
     ("memory", Some(Unenforced::Memory)),
@@ -51,9 +52,10 @@ const KINDS: [(&str, Option<Unenforced>); 9] = [
     ("inotify", None),
 ];
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
-async fn what_one_sandbox_uses_up_another_still_has(world: World) -> Result<()> {
-    let attacker = small(&world);
+// part of: CYNAI.SANDBX.SandboxThreatModel
+// invariant: bounded
+async fn a_resource_that_one_sandbox_exhausts_is_available_to_another(world: World) -> Result<()> {
+    let attacker = small_session(&world);
     let mut arena = Arena::with(world, "exhaustion", attacker, &[]).await?;
     arena.equip(arena.attacker).await?;
     arena.equip(arena.neighbour).await?;
@@ -70,25 +72,25 @@ async fn what_one_sandbox_uses_up_another_still_has(world: World) -> Result<()> 
         };
         ensure!(
             probe().await?.exit.exit_code == Some(0),
-            "{kind}: the neighbour has none before"
+            "{kind}: the neighbour has none beforehand"
         );
         arena
             .attack(async {
                 arena
-                    .until_said(attacker, &["./attempts", "exhaust", kind], "full")
+                    .start_and_wait_for(attacker, &["./attempts", "exhaust", kind], "full")
                     .await
             })
             .await?;
         let after = probe().await?;
         arena.expect(attempt, after.exit.exit_code == Some(0), after)?;
         if kind == "terminals" {
-            // For the attacker itself there is none left, and that is said.
+            // The attacker itself has none left and is told so.
             let own = tokio::time::timeout(
                 Duration::from_secs(60),
                 at_terminal(&client, attacker, &["echo", "another"]),
             )
             .await;
-            let own = own.context("a terminal where there is none hangs")?;
+            let own = own.context("opening a terminal hangs")?;
             ensure!(
                 !own.is_ok_and(|said| said.contains("another")),
                 "more terminals than allowed"
@@ -104,14 +106,14 @@ async fn what_one_sandbox_uses_up_another_still_has(world: World) -> Result<()> 
     arena.end().await
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// part of: CYNAI.SANDBX.SandboxThreatModel
 async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World) -> Result<()> {
-    let attacker = small(&world);
+    let attacker = small_session(&world);
     let mut arena = Arena::with(world, "bombs", attacker, &[]).await?;
     let (client, attacker) = (arena.client.clone(), arena.attacker);
     arena.equip(attacker).await?;
-    // First by processes that do nothing: what does not hold now would not hold a bomb either. Not even the shell of a remedy
-    // could be started.
+    // Idle processes first: a limit that fails now would not stop a bomb either. Not even the shell
+    // of a remedy could start.
     let mut held = 0;
     while client
         .exec_background(
@@ -126,15 +128,15 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World
         .is_ok()
     {
         held += 1;
-        ensure!(held < 200, "the limit of processes does not hold");
+        ensure!(held < 200, "the process limit does not hold");
     }
     ensure!(
         client.exec(attacker, &sh("true")).await.is_err(),
-        "there is room"
+        "a process can start"
     );
     arena.recover().await?;
     arena.expect("a process table full of sleepers", true, ())?;
-    // Whether it keeps the table of processes full; a shell that can not fork ends.
+    // Keeps the process table full: a shell that can't fork exits.
     let bombs = [
         ("fork bomb", true, "exec ./attempts forks"),
         (
@@ -150,12 +152,14 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World
         (
             "memory in tmpfs",
             false,
-            "echo lit; for d in /tmp /dev/shm /run; do dd if=/dev/zero of=$d/big bs=1M; done; rm -f /tmp/big /dev/shm/big /run/big",
+            "echo lit; for d in /tmp /dev/shm /run; do dd if=/dev/zero of=$d/big bs=1M; done; rm \
+             -f /tmp/big /dev/shm/big /run/big",
         ),
         (
             "small files in tmpfs",
             false,
-            "echo lit; i=0; while [ $i -lt 20000 ]; do : > /tmp/f$i; i=$((i+1)); done; rm -rf /tmp/f*",
+            "echo lit; i=0; while [ $i -lt 20000 ]; do : > /tmp/f$i; i=$((i+1)); done; rm -rf \
+             /tmp/f*",
         ),
         (
             "deep directories",
@@ -166,7 +170,7 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World
     for (bomb, fills, script) in bombs {
         let burning = async {
             arena
-                .until_said(attacker, &["sh", "-c", script], "lit")
+                .start_and_wait_for(attacker, &["sh", "-c", script], "lit")
                 .await?;
             if fills {
                 let full = async || {
@@ -175,12 +179,7 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World
                         .await
                         .is_err_and(|error| error.is(ErrorCode::PidsExhausted)))
                 };
-                eventually(
-                    "there is no room for a process",
-                    Duration::from_secs(60),
-                    full,
-                )
-                .await?;
+                eventually("no process can start", Duration::from_secs(60), full).await?;
             }
             Ok(())
         };
@@ -188,7 +187,7 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World
             .attack(burning)
             .await
             .with_context(|| bomb.to_owned())?;
-        // It burns while the neighbour is asked a few times, and is then put out.
+        // The bomb runs while the neighbour is probed a few times, and is then killed.
         for _ in 0..10 {
             arena
                 .others_answer()
@@ -198,7 +197,7 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World
         arena.recover().await.with_context(|| bomb.to_owned())?;
         arena.expect(bomb, true, ())?;
     }
-    // Its own supervisor is stopped with all the others, so its start may not be reported.
+    // The bomb also stops its own supervisor, so its start may not be reported.
     let stopping = ExecRequest {
         background: true,
         timeout_ms: 0,
@@ -207,14 +206,14 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World
     let started = arena
         .attack(async { Ok(client.exec_background(attacker, &stopping).await) })
         .await?;
-    arena.recover().await.context("stopping everybody")?;
-    arena.expect("stopping everybody", true, started)?;
+    arena.recover().await.context("stopping every process")?;
+    arena.expect("stopping every process", true, started)?;
     arena.end().await
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// part of: CYNAI.SANDBX.SandboxThreatModel
 async fn a_flood_of_output_reaches_nobody_else(world: World) -> Result<()> {
-    let attacker = small(&world);
+    let attacker = small_session(&world);
     let mut arena = Arena::with(world, "log-flood", attacker, &[]).await?;
     let (client, attacker) = (arena.client.clone(), arena.attacker);
     for _ in 0..8 {
@@ -225,7 +224,7 @@ async fn a_flood_of_output_reaches_nobody_else(world: World) -> Result<()> {
         };
         client.exec_background(attacker, &request).await?;
     }
-    // The segments of output that the host keeps: their names change as it flows.
+    // The host's output segments: their names change as output flows.
     let kept = || -> Result<Vec<(std::ffi::OsString, u64)>> {
         let directory = arena
             .world

@@ -1,5 +1,5 @@
-//! Filling the disk: by bytes, by inodes, by many small files, by depth. Full is full for that sandbox alone; what it deletes it has
-//! again; and the host's file behind it is never larger than the limit.
+//! Filling the disk: with bytes, inodes, many small files, deep trees. Only that sandbox runs out
+//! of space; deleting files frees it; the host's file behind the disk never exceeds the limit.
 
 use std::{
     os::unix::fs::MetadataExt as _,
@@ -17,7 +17,7 @@ on_every_runtime!(a_disk_that_is_filled_is_full_for_its_sandbox_alone);
 
 const DISK: u64 = 64 << 20;
 
-/// Each fills the disk and says so; what it made is then deleted.
+/// Scripts that fill the disk and report it; their files are then deleted.
 const FILLS: [(&str, &str); 6] = [
     (
         "a disk full of bytes",
@@ -29,11 +29,13 @@ const FILLS: [(&str, &str); 6] = [
     ),
     (
         "a file with holes that are filled",
-        "truncate -s 1T fill; dd if=/dev/zero of=fill bs=1M conv=notrunc seek=4096 2>&1 | grep 'No space left on device'",
+        "truncate -s 1T fill; dd if=/dev/zero of=fill bs=1M conv=notrunc seek=4096 2>&1 | grep \
+         'No space left on device'",
     ),
     (
         "a disk full of bytes at home",
-        "dd if=/dev/zero of=$HOME/fill bs=1M 2>&1 | grep 'No space left on device' && rm $HOME/fill",
+        "dd if=/dev/zero of=$HOME/fill bs=1M 2>&1 | grep 'No space left on device' && rm \
+         $HOME/fill",
     ),
     (
         "a disk without an inode left",
@@ -57,7 +59,7 @@ fn request(disk_bytes: u64) -> SessionCreate {
     }
 }
 
-/// The file on the host that the attacker's disk lies in.
+/// The host's file behind the attacker's disk.
 async fn image(arena: &Arena) -> Result<PathBuf> {
     let workspace = arena
         .client
@@ -73,8 +75,8 @@ async fn image(arena: &Arena) -> Result<PathBuf> {
         .join("disk.img"))
 }
 
-/// What a file takes of the host's disk.
-fn taken(path: &Path) -> Result<u64> {
+/// The disk space that a file occupies on the host.
+fn disk_usage(path: &Path) -> Result<u64> {
     Ok(fs_err::metadata(path)?.blocks() * 512)
 }
 
@@ -97,7 +99,8 @@ async fn remove_attacker(arena: &Arena) -> Result<()> {
     .await
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// part of: CYNAI.SANDBX.SandboxThreatModel
+// invariant: disk
 async fn a_disk_that_is_filled_is_full_for_its_sandbox_alone(world: World) -> Result<()> {
     let mut arena = Arena::with(world, "disks", request(DISK), &[]).await?;
     let (client, attacker, neighbour) = (arena.client.clone(), arena.attacker, arena.neighbour);
@@ -106,7 +109,8 @@ async fn a_disk_that_is_filled_is_full_for_its_sandbox_alone(world: World) -> Re
         exec([
             "sh",
             "-c",
-            "echo precious > note && dd if=/dev/zero of=\"$0\" bs=1M count=4 2>/dev/null && rm \"$0\" && cat note",
+            "echo precious > note && dd if=/dev/zero of=\"$0\" bs=1M count=4 2>/dev/null && rm \
+             \"$0\" && cat note",
             path,
         ])
     };
@@ -122,9 +126,9 @@ async fn a_disk_that_is_filled_is_full_for_its_sandbox_alone(world: World) -> Re
             full.exit.exit_code == Some(0),
             "'{attempt}' did not fill the disk: {full:?}"
         );
-        // The neighbour has room, and the host has lost no more than what was granted.
+        // The neighbour has space, and the host has lost no more than the limit.
         let room = client.exec(neighbour, &place("other")).await?;
-        let taken = taken(&image(&arena).await?)?;
+        let taken = disk_usage(&image(&arena).await?)?;
         arena.expect(
             attempt,
             room.stdout == "precious\n" && taken <= DISK + (1 << 20),
@@ -139,15 +143,15 @@ async fn a_disk_that_is_filled_is_full_for_its_sandbox_alone(world: World) -> Re
             .await?;
         ensure!(
             after.stdout == "again\n",
-            "after '{attempt}' the sandbox can't be used: {after:?}"
+            "after '{attempt}' the sandbox is unusable: {after:?}"
         );
         let room = client.exec(attacker, &place("own")).await?;
         ensure!(
             room.stdout == "precious\n",
-            "after '{attempt}' there is no room: {room:?}"
+            "after '{attempt}' there is no space: {room:?}"
         );
     }
-    // No limit is needed for these: they must only be removable.
+    // These need no limit; they must only be removable.
     arena
         .script(
             "deep directories in the workspace",
@@ -168,9 +172,11 @@ async fn a_disk_that_is_filled_is_full_for_its_sandbox_alone(world: World) -> Re
     arena.end().await
 }
 
-/// Ten million names and inodes in one workspace. The files are empty: a byte in each would add 40 GB of blocks to the host's
-/// disk and nothing to the attack. mkfs makes an inode for every 16 KiB, so the disk has 160 GiB, nearly all of it holes.
+/// Ten million names and inodes in one workspace. The files are empty: one byte in each would add
+/// 40 GB of blocks on the host and nothing to the attack. mkfs creates an inode for every 16 KiB,
+/// so the disk has 160 GiB, almost all of it sparse.
 #[tokio::test]
+// invariant: disk
 async fn soak_ten_million_files_in_one_workspace_harm_nobody() -> Result<()> {
     const FILES: u64 = 10_000_000;
     let arena = Arena::with(
@@ -203,13 +209,13 @@ async fn soak_ten_million_files_in_one_workspace_harm_nobody() -> Result<()> {
             == "10000\n1000\n"
     );
     let image = image(&arena).await?;
-    let taken = taken(&image)?;
+    let taken = disk_usage(&image)?;
     let start = std::time::Instant::now();
     remove_attacker(&arena).await?;
-    #[expect(clippy::print_stdout, reason = "what a long run measured")]
+    #[expect(clippy::print_stdout, reason = "the measurements of a long run")]
     {
         println!(
-            "{FILES} files made in {made:?}, {} MiB on the host, gone in {:?}",
+            "{FILES} files created in {made:?}, {} MiB on the host, removed in {:?}",
             taken >> 20,
             start.elapsed()
         );

@@ -1,10 +1,11 @@
-//! Files of the host: by links, by `/proc` and `/sys`, by inherited descriptors, by working directories.
+//! Files of the host: through links, `/proc` and `/sys`, inherited descriptors, working
+//! directories.
 
 use std::path::Path;
 
 use anyhow::{Result, ensure};
 use cynode_api::{ExecRequest, ListRequest, SearchRequest, SessionEnd};
-use cynode_client::{PutOptions, WorkerClient};
+use cynode_client::{PutOptions, SessionClient};
 use cynode_tests::{World, exec, on_every_runtime, sh};
 
 use super::{arena::Arena, kernel::at_terminal};
@@ -17,7 +18,7 @@ on_every_runtime!(
 
 const SECRET: &str = "the host's own secret";
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// part of: CYNAI.SANDBX.SandboxThreatModel
 async fn proc_sys_and_devices_give_nothing_of_the_host(world: World) -> Result<()> {
     let mut arena = Arena::new(world, "proc-sys-dev").await?;
     arena.equip(arena.attacker).await?;
@@ -40,8 +41,9 @@ async fn proc_sys_and_devices_give_nothing_of_the_host(world: World) -> Result<(
         .await?;
     arena.expect_lines(&printed, "at a terminal: ")?;
 
-    // A setuid file of one's own, and one that root would have to have made.
-    let script = "for d in /workspace /tmp; do cp /bin/busybox $d && chmod 6755 $d/busybox && $d/busybox id -u; done";
+    // A setuid file of the sandbox's own user, and one that only root could have created.
+    let script = "for d in /workspace /tmp; do cp /bin/busybox $d && chmod 6755 $d/busybox && \
+                  $d/busybox id -u; done";
     arena
         .script("setuid files of one's own", script, |seen| {
             seen == "1000\n1000\n"
@@ -57,7 +59,7 @@ async fn proc_sys_and_devices_give_nothing_of_the_host(world: World) -> Result<(
     arena.end().await
 }
 
-async fn read(client: &WorkerClient, id: cynode_api::SessionId, path: &str) -> Result<String> {
+async fn read(client: &SessionClient, id: cynode_api::SessionId, path: &str) -> Result<String> {
     let mut body = match client.get_file(id, Path::new(path)).await {
         Ok(body) => body,
         Err(error) => return Ok(error.to_string()),
@@ -69,7 +71,7 @@ async fn read(client: &WorkerClient, id: cynode_api::SessionId, path: &str) -> R
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// part of: CYNAI.SANDBX.SandboxThreatModel
 async fn links_lead_to_the_sandboxs_own_files_only(world: World) -> Result<()> {
     let mut arena = Arena::new(world, "links").await?;
     let (client, attacker) = (arena.client.clone(), arena.attacker);
@@ -187,7 +189,7 @@ async fn links_lead_to_the_sandboxs_own_files_only(world: World) -> Result<()> {
         below,
     )?;
 
-    // The host removes the workspace at the end; what its links name must stay.
+    // The host removes the workspace at the end; the targets of its links must survive.
     client.end_session(attacker, &SessionEnd::default()).await?;
     arena.expect(
         "removal through a link",
@@ -197,8 +199,9 @@ async fn links_lead_to_the_sandboxs_own_files_only(world: World) -> Result<()> {
     arena.end().await
 }
 
-/// A working directory that is a descriptor of the runtime's own, by which older versions of runc let code out.
-// proves: CYNAI.SANDBX.SandboxThreatModel
+/// A working directory that is one of the runtime's own descriptors, the escape in older versions
+/// of runc.
+// part of: CYNAI.SANDBX.SandboxThreatModel
 async fn the_runtimes_own_descriptors_are_no_working_directory(world: World) -> Result<()> {
     let mut arena = Arena::with(
         world,

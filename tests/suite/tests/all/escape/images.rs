@@ -1,4 +1,4 @@
-//! Images whose configuration and files want to harm whoever believes them.
+//! Images with hostile configuration and files.
 
 use anyhow::{Result, ensure};
 use cynode_api::SessionCreate;
@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 
 use super::arena::Arena;
 
-on_every_runtime!(nothing_that_a_hostile_image_says_counts);
+on_every_runtime!(the_configuration_of_a_hostile_image_has_no_effect);
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
-async fn nothing_that_a_hostile_image_says_counts(world: World) -> Result<()> {
+// part of: CYNAI.SANDBX.SandboxThreatModel
+async fn the_configuration_of_a_hostile_image_has_no_effect(world: World) -> Result<()> {
     let mut arena = Arena::with(
         world,
         "hostile-image",

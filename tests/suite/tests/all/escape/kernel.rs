@@ -1,17 +1,18 @@
-//! The kernel's interfaces: namespaces, mounts, keys, debugging, devices, ids. Asked through the agent and at a terminal.
+//! Kernel interfaces: namespaces, mounts, keys, debugging, devices, ids. Attempted through the
+//! agent and on a terminal.
 
 use anyhow::{Result, ensure};
 use cynode_api::SessionId;
-use cynode_client::{PtyMessage, PtyOpen, WorkerClient};
+use cynode_client::{PtyMessage, PtyOpen, SessionClient};
 use cynode_tests::{World, exec, on_every_runtime};
 
 use super::arena::Arena;
 
 on_every_runtime!(the_kernel_refuses_what_leads_out_of_a_sandbox);
 
-/// All that a command prints at a terminal, which the runtime's own exec opens.
+/// Runs a command on a terminal, opened by the runtime's own exec, and returns its output.
 pub(crate) async fn at_terminal(
-    client: &WorkerClient,
+    client: &SessionClient,
     id: SessionId,
     argv: &[&str],
 ) -> Result<String> {
@@ -33,7 +34,7 @@ pub(crate) async fn at_terminal(
     Ok(String::from_utf8_lossy(&printed).replace('\r', ""))
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// proves: CYNAI.SANDBX.SandboxThreatModel with escape::*
 async fn the_kernel_refuses_what_leads_out_of_a_sandbox(world: World) -> Result<()> {
     let mut arena = Arena::new(world, "kernel").await?;
     arena.equip(arena.attacker).await?;
@@ -49,7 +50,7 @@ async fn the_kernel_refuses_what_leads_out_of_a_sandbox(world: World) -> Result<
     let count = arena.expect_lines(&printed, "")?;
     ensure!(count > 120, "{count} attempts only");
 
-    // A terminal is opened by the runtime, not by the agent: the same rules must hold for it.
+    // The runtime opens terminals, not the agent: the same rules must hold there.
     let printed = arena
         .attack(at_terminal(
             &client,

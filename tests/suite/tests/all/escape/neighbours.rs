@@ -1,4 +1,5 @@
-//! What belongs to others: processes, sockets and files of another sandbox, and the channel between the agent and the worker.
+//! Resources of others: processes, sockets and files of another sandbox, and the channel between
+//! agent and worker.
 
 use anyhow::{Result, ensure};
 use cynode_tests::{World, exec, on_every_runtime, sh};
@@ -10,14 +11,15 @@ on_every_runtime!(
     nobody_poses_as_the_agent_and_a_flood_of_connections_hurts_nobody
 );
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// part of: CYNAI.SANDBX.SandboxThreatModel
 async fn another_sandbox_can_be_neither_seen_nor_signalled(world: World) -> Result<()> {
     let mut arena = Arena::new(world, "neighbours").await?;
     arena.equip(arena.attacker).await?;
     let (client, neighbour) = (arena.client.clone(), arena.neighbour);
-    let prepared = "echo mine > /tmp/neighbour; echo mine > /dev/shm/neighbour; echo mine > /workspace/neighbour; echo mine > ~/neighbour; echo ready; exec sleep 86399";
+    let prepared = "echo mine > /tmp/neighbour; echo mine > /dev/shm/neighbour; echo mine > \
+                    /workspace/neighbour; echo mine > ~/neighbour; echo ready; exec sleep 86399";
     let sleeper = arena
-        .until_said(neighbour, &["sh", "-c", prepared], "ready")
+        .start_and_wait_for(neighbour, &["sh", "-c", prepared], "ready")
         .await?;
     arena
         .script(
@@ -48,11 +50,15 @@ async fn another_sandbox_can_be_neither_seen_nor_signalled(world: World) -> Resu
     arena
         .script(
             "ids below the sandbox's own",
-            "for p in 2 3 4 5 6 7 8 9 10 100 1000 10000; do kill -0 $p 2>/dev/null && cat /proc/$p/comm; done; true",
-            |seen| seen.lines().all(|name| matches!(name, "sh" | "cynode-exec" | "cynode-sba")),
+            "for p in 2 3 4 5 6 7 8 9 10 100 1000 10000; do kill -0 $p 2>/dev/null && cat \
+             /proc/$p/comm; done; true",
+            |seen| {
+                seen.lines()
+                    .all(|name| matches!(name, "sh" | "cynode-exec" | "cynode-sba"))
+            },
         )
         .await?;
-    // Everything that a signal can reach, which is oneself.
+    // Signals reach only the sandbox's own processes.
     let attack = exec(["sh", "-c", "kill -9 -1; kill -9 1; echo still"]);
     let killed = arena
         .attack(async {
@@ -64,7 +70,7 @@ async fn another_sandbox_can_be_neither_seen_nor_signalled(world: World) -> Resu
         .await;
     arena.recover().await?;
     let alive = client.get_exec(neighbour, sleeper).await?.exit.is_none();
-    arena.expect("KILL to all that can be seen", alive, killed)?;
+    arena.expect("KILL to every visible process", alive, killed)?;
     arena
         .script("every signal to process 1", "./attempts signals", |seen| {
             seen.ends_with(" signals\n")
@@ -78,7 +84,7 @@ async fn another_sandbox_can_be_neither_seen_nor_signalled(world: World) -> Resu
     arena.end().await
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// part of: CYNAI.SANDBX.SandboxThreatModel
 async fn nobody_poses_as_the_agent_and_a_flood_of_connections_hurts_nobody(
     world: World,
 ) -> Result<()> {
@@ -115,9 +121,12 @@ async fn nobody_poses_as_the_agent_and_a_flood_of_connections_hurts_nobody(
         seen,
     )?;
     arena
-        .script("replacing the socket", "rm -f /run/cynode/control.sock; mv /tmp /run/cynode/x; ln -s x /run/cynode/y; ls -A /run/cynode", |seen| {
-            seen.starts_with("control.sock\ncynode-sba\n")
-        })
+        .script(
+            "replacing the socket",
+            "rm -f /run/cynode/control.sock; mv /tmp /run/cynode/x; \
+             ln -s x /run/cynode/y; ls -A /run/cynode",
+            |seen| seen.starts_with("control.sock\ncynode-sba\n"),
+        )
         .await?;
     arena.end().await
 }

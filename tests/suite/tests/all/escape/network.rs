@@ -1,4 +1,4 @@
-//! Ways out by socket: every family, every address of this host, names, abstract sockets.
+//! Sockets as a way out: every family, every address of this host, names, abstract sockets.
 
 use std::{
     net::{Ipv6Addr, TcpListener},
@@ -37,7 +37,8 @@ fn host_addresses() -> Result<Vec<String>> {
     Ok(addresses)
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// part of: CYNAI.SANDBX.SandboxThreatModel
+// invariant: no-way-out
 async fn no_socket_leads_out_of_a_sandbox(world: World) -> Result<()> {
     let mut arena = Arena::new(world, "network").await?;
     arena.equip(arena.attacker).await?;
@@ -54,10 +55,11 @@ async fn no_socket_leads_out_of_a_sandbox(world: World) -> Result<()> {
         &std::os::unix::net::SocketAddr::from_abstract_name(&on_host)?,
     )?;
     abstract_listener.set_nonblocking(true)?;
-    // In another sandbox too; its own processes do reach it.
+    // A listener in another sandbox is unreachable too, though that sandbox's own processes reach
+    // it.
     let neighbour = arena.neighbour;
     let waiting = arena
-        .until_said(
+        .start_and_wait_for(
             neighbour,
             &["./attempts", "listen", &in_sandbox],
             "listening",
@@ -112,13 +114,13 @@ async fn no_socket_leads_out_of_a_sandbox(world: World) -> Result<()> {
         listener
             .accept()
             .is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock),
-        "somebody reached the host's port"
+        "a sandbox reached the host's port"
     );
     ensure!(
         abstract_listener
             .accept()
             .is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock),
-        "somebody reached the host's abstract socket"
+        "a sandbox reached the host's abstract socket"
     );
     let came = |id: SessionId| {
         let client = client.clone();
@@ -136,9 +138,9 @@ async fn no_socket_leads_out_of_a_sandbox(world: World) -> Result<()> {
     };
     ensure!(
         !came(neighbour).await?,
-        "somebody reached the neighbour's abstract socket"
+        "a sandbox reached the neighbour's abstract socket"
     );
-    // The listener is real: whoever is inside gets through.
+    // The listener works: processes inside its sandbox connect.
     let inside = client
         .exec(
             neighbour,

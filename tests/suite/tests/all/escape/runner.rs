@@ -1,4 +1,5 @@
-//! The runner image as people use it: what the profile of system calls must not break, and git, which must reach nobody.
+//! The runner image in normal use: the seccomp profile must not break tools, and git must reach no
+//! remote.
 
 use anyhow::{Result, ensure};
 use cynode_api::SessionCreate;
@@ -8,8 +9,9 @@ use super::arena::Arena;
 
 on_every_runtime!(tools_work_in_a_sandbox_and_git_reaches_no_remote);
 
-// One world for both: giving an ordinary user the image takes longer than all that is done with it.
-// proves: CYNAI.SANDBX.SandboxThreatModel
+// One world for both: copying the image for an ordinary user takes longer than both tests.
+// part of: CYNAI.SANDBX.SandboxThreatModel, CYNAI.SANDBX.GitLocalOnly, REQ-SANDBX-0123
+// invariant: no-way-out
 async fn tools_work_in_a_sandbox_and_git_reaches_no_remote(world: World) -> Result<()> {
     let request = SessionCreate {
         image_ref: RUNNER.to_owned(),
@@ -21,7 +23,7 @@ async fn tools_work_in_a_sandbox_and_git_reaches_no_remote(world: World) -> Resu
     arena.end().await
 }
 
-/// Threads, processes, pools, pipes, sockets on loopback, timers and semaphores, as Python makes them.
+/// Threads, processes, pools, pipes, loopback sockets, timers and semaphores in Python.
 const PYTHON: &str = r#"
 import concurrent.futures, ctypes, multiprocessing, os, queue, socket, subprocess, tempfile, threading, time, select, signal, mmap, asyncio, fcntl
 def square(n): return n * n
@@ -86,13 +88,15 @@ async fn tools(arena: &Arena) -> Result<()> {
                git bundle create -q ../bundle HEAD; git clone -q ../bundle ../d; echo well";
     let git = client.exec(id, &sh(git)).await?;
     ensure!(git.stdout == "2\nwell\n", "{}{}", git.stdout, git.stderr);
-    let make = "printf 'all: %s\\n' \"$(seq -s ' ' 20)\" > Makefile; printf '%%:\\n\\t@echo $@ > m$@\\n' >> Makefile; make -s -j8 all && ls m* | wc -l; rg --files | wc -l >/dev/null && tar c m1 | xz | unxz | tar t";
+    let make = "printf 'all: %s\\n' \"$(seq -s ' ' 20)\" > Makefile; printf '%%:\\n\\t@echo $@ > \
+                m$@\\n' >> Makefile; make -s -j8 all && ls m* | wc -l; rg --files | wc -l \
+                >/dev/null && tar c m1 | xz | unxz | tar t";
     let make = client.exec(id, &sh(make)).await?;
     ensure!(make.stdout == "21\nm1\n", "{}{}", make.stdout, make.stderr);
     Ok(())
 }
 
-/// Remotes that nobody may reach; none of them is ours.
+/// Remotes that must be unreachable.
 const REMOTES: &[&str] = &[
     "https://192.0.2.1/a.git",
     "http://192.0.2.1/a.git",
@@ -116,7 +120,8 @@ async fn git(arena: &mut Arena) -> Result<()> {
         .await?;
     ensure!(prepared.stdout == "one\nwithin\n", "{prepared:?}");
     for remote in REMOTES {
-        let git = "export GIT_CONFIG_GLOBAL=/workspace/config GIT_TERMINAL_PROMPT=0; cd /workspace/copy; git -c protocol.allow=always";
+        let git = "export GIT_CONFIG_GLOBAL=/workspace/config GIT_TERMINAL_PROMPT=0; cd \
+                   /workspace/copy; git -c protocol.allow=always";
         for (what, command) in [
             ("clone", format!("clone -q {remote} /tmp/c")),
             ("fetch", format!("fetch -q {remote}")),
@@ -132,7 +137,8 @@ async fn git(arena: &mut Arena) -> Result<()> {
                 .await?;
         }
     }
-    // Git LFS asks a server of objects by HTTP before anything else; that server can't be reached, with or without its program.
+    // Git LFS first asks an object server over HTTP; that server is unreachable with or without the
+    // LFS program.
     let lfs = "cd /workspace/copy; git config lfs.url http://192.0.2.1/lfs; git lfs push origin --all && echo REACHED; \
                python3 -c 'import urllib.request; urllib.request.urlopen(\"http://192.0.2.1/lfs/objects/batch\", b\"{}\", 5)' && echo REACHED";
     arena
@@ -154,7 +160,7 @@ int main(void) {
 }
 "#;
 
-/// Threads, processes, a server on loopback, files, timers.
+/// Threads, processes, a loopback server, files, timers.
 const NODE: &str = r#"
 const { Worker, isMainThread, parentPort } = require("worker_threads");
 if (!isMainThread) { parentPort.postMessage(6 * 7); return; }
@@ -172,7 +178,7 @@ const http = require("http"), fs = require("fs"), { execFileSync } = require("ch
 })();
 "#;
 
-/// On one runtime: the image is large, and the profile is the same on all.
+/// On one runtime only: the image is large, and the profile is the same everywhere.
 #[tokio::test]
 async fn compilers_runtimes_and_debuggers_work_in_a_sandbox() -> Result<()> {
     let world = World::new()?;
@@ -201,7 +207,8 @@ async fn compilers_runtimes_and_debuggers_work_in_a_sandbox() -> Result<()> {
     for (script, expected) in [
         ("gcc -O2 -g -pthread -o t t.c && ./t", "120\n"),
         (
-            "gdb -batch -ex 'break add' -ex run -ex 'info threads' -ex continue ./t 2>&1 | grep -c 'hit Breakpoint\\|Breakpoint 1'",
+            "gdb -batch -ex 'break add' -ex run -ex 'info threads' -ex continue ./t 2>&1 | grep \
+             -c 'hit Breakpoint\\|Breakpoint 1'",
             "",
         ),
         (
@@ -210,7 +217,8 @@ async fn compilers_runtimes_and_debuggers_work_in_a_sandbox() -> Result<()> {
         ),
         ("node t.js", "42 served child\n"),
         (
-            "cargo init -q --vcs git --name app app && cd app && cargo run -q --offline && cargo test -q --offline 2>&1 | grep -c '^test result: ok'",
+            "cargo init -q --vcs git --name app app && cd app && cargo run -q --offline && cargo \
+             test -q --offline 2>&1 | grep -c '^test result: ok'",
             "Hello, world!\n1\n",
         ),
     ] {

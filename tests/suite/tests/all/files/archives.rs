@@ -1,4 +1,4 @@
-//! Trees as tar archives, out and in.
+//! Trees as tar archives, in both directions.
 
 use std::{
     collections::BTreeMap,
@@ -33,7 +33,7 @@ impl Sandbox {
 /// Kind, name, link target, content.
 type Entry<'a> = (EntryType, &'a [u8], &'a [u8], &'a [u8]);
 
-/// An entry whose name nobody checks.
+/// An entry with an unchecked name.
 fn entry(
     archive: &mut tar::Builder<Vec<u8>>,
     kind: EntryType,
@@ -100,10 +100,7 @@ async fn a_tree_survives_export_and_import_with_links_modes_and_odd_names() -> R
         (found[&b"link"[..]].0, found[&b"link"[..]].1.as_deref()),
         (EntryType::Symlink, Some(Path::new("run")))
     );
-    assert!(
-        !found.contains_key(&b"pipe"[..]),
-        "a FIFO means nothing elsewhere"
-    );
+    assert!(!found.contains_key(&b"pipe"[..]), "a FIFO is not exported");
     assert!(found.keys().all(|name| {
         !name.starts_with(b"/")
             && Path::new(std::ffi::OsStr::from_bytes(name))
@@ -113,7 +110,7 @@ async fn a_tree_survives_export_and_import_with_links_modes_and_odd_names() -> R
 
     sandbox.sh("rm src/pipe").await?;
     let before = sandbox.snapshot("src").await?;
-    // Twice: what is there is replaced.
+    // Twice: existing files are replaced.
     for _ in 0..2 {
         assert_eq!(
             sandbox
@@ -135,7 +132,7 @@ async fn a_tree_survives_export_and_import_with_links_modes_and_odd_names() -> R
         sandbox.snapshot("/tmp/all").await?,
         sandbox.snapshot("/workspace").await?
     );
-    // An empty directory is one, too.
+    // An empty directory is exported too.
     let empty = sandbox
         .call("export", &json!({"format": "tar", "path": "src/empty"}))
         .await?;
@@ -171,6 +168,7 @@ async fn a_tree_survives_export_and_import_with_links_modes_and_odd_names() -> R
 }
 
 #[tokio::test]
+// invariant: no-host-paths
 async fn no_archive_reaches_out_of_its_directory() -> Result<()> {
     use EntryType::{Block, Char, Directory, Fifo, Link, Regular, Symlink};
     let sandbox = Sandbox::new().await?;
@@ -222,7 +220,7 @@ async fn no_archive_reaches_out_of_its_directory() -> Result<()> {
         "beside\ninto\nkept\n1\nabs\ns1\ns2\nsoft\nup\n"
     );
 
-    // A file takes the place of a link instead of writing through it, and brings no setuid bit.
+    // A file replaces a link instead of writing through it, and loses its setuid bit.
     sandbox
         .sh("rm -r into; mkdir into; ln -s /tmp/outside/file into/name")
         .await?;
@@ -241,7 +239,7 @@ async fn no_archive_reaches_out_of_its_directory() -> Result<()> {
     );
     assert_eq!(sandbox.snapshot("/tmp").await?, outside);
 
-    // What is no archive makes nothing.
+    // Data that is not an archive creates nothing.
     let good = archive(&[(Regular, b"file", b"", &[b'x'; 2_000])]);
     for bytes in [&b""[..], b"not a tar archive", &[b'x'; 2_048], &good[..300]] {
         assert_eq!(

@@ -1,4 +1,4 @@
-//! The workspace's changes as git's diff, on the image that has git.
+//! The workspace's changes as a git diff, on the image that has git.
 
 use anyhow::Result;
 use cynode_tests::{RUNNER, session};
@@ -41,7 +41,7 @@ async fn the_changes_of_a_repository_are_exported_with_untracked_files() -> Resu
     assert_eq!(
         sandbox.sh(state).await?,
         before,
-        "the user's index and objects are as they were"
+        "the user's index and objects are unchanged"
     );
     for part in [
         "+TWO",
@@ -73,9 +73,15 @@ async fn the_changes_of_a_repository_are_exported_with_untracked_files() -> Resu
     }
     assert_eq!(sandbox.sh("ls -A /tmp").await?, "");
 
-    // It applies to a fresh copy by git itself, and then the two are the same.
+    // Git applies the diff to a fresh copy, which then equals the original.
     sandbox.write("/tmp/changes.diff", diff).await?;
-    let applied = sandbox.sh("git clone -q . /tmp/copy && cd /tmp/copy && git apply --index /tmp/changes.diff && rm -rf .git && cd /workspace && diff -r -x .git -x ignored . /tmp/copy && echo same").await?;
+    let applied = sandbox
+        .sh(
+            "git clone -q . /tmp/copy && cd /tmp/copy && git apply --index \
+             /tmp/changes.diff && rm -rf .git && cd /workspace && diff -r -x \
+             .git -x ignored . /tmp/copy && echo same",
+        )
+        .await?;
     assert_eq!(applied, "same\n");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The bounds of a file call: size, space, the session's state.
+//! The limits of a file call: size, space, session state.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use cynode_api::{
     ExecRequest, LimitsRequest, SessionEnd, SignalName, SignalScope, file_limits::MAX_PUT_BYTES,
 };
 use cynode_client::OutputQuery;
-use cynode_tests::{Answer, Http, Options, World, hex, session, sh};
+use cynode_tests::{Answer, Http, Options, World, session, sh};
 use futures_util::stream;
 use http::Method;
 use serde_json::json;
@@ -26,7 +26,7 @@ fn streamed(pieces: impl Iterator<Item = Bytes> + Send + 'static) -> reqwest::Bo
 #[tokio::test]
 async fn a_hundred_mebibytes_pass_both_ways_whole_and_without_filling_memory() -> Result<()> {
     let sandbox = Sandbox::new().await?;
-    // Every piece is another one, so that a lost or doubled one shows.
+    // All pieces differ, so that a lost or duplicated one shows.
     let piece = |number: usize| {
         Bytes::from(
             (0..MEBIBYTE / 8)
@@ -36,7 +36,7 @@ async fn a_hundred_mebibytes_pass_both_ways_whole_and_without_filling_memory() -
     };
     let mut expected = Sha256::new();
     (0..100).for_each(|number| expected.update(piece(number)));
-    let expected = hex(&expected.finalize());
+    let expected = hex::encode(expected.finalize());
 
     let put = Answer::of(
         sandbox
@@ -65,13 +65,14 @@ async fn a_hundred_mebibytes_pass_both_ways_whole_and_without_filling_memory() -
     while let Some(piece) = file.chunk().await? {
         received.update(&piece);
     }
-    assert_eq!(hex(&received.finalize()), expected);
+    assert_eq!(hex::encode(received.finalize()), expected);
     let (_, peak) = sandbox.worker.memory()?;
     assert!(peak < 100 << 20, "the worker took {} MiB", peak >> 20);
     Ok(())
 }
 
 #[tokio::test]
+// invariant: bounded
 async fn a_body_over_the_limit_changes_nothing() -> Result<()> {
     let sandbox = Sandbox::new().await?;
     sandbox.write("file", "old").await?;
@@ -92,7 +93,7 @@ async fn a_body_over_the_limit_changes_nothing() -> Result<()> {
             "{path}"
         );
     }
-    // Much more than that, and one that says so beforehand.
+    // Much more than the limit, and one with a content length.
     assert_eq!(
         Answer::of(sandbox.file(Method::PUT, "file").body(body(3 * limit)))
             .await?
@@ -120,7 +121,7 @@ async fn a_body_over_the_limit_changes_nothing() -> Result<()> {
 #[tokio::test]
 async fn a_full_disk_is_its_own_error_and_nothing_is_left() -> Result<()> {
     let mut request = session();
-    // /tmp has half of it.
+    // /tmp has half of that.
     request.limits = Some(LimitsRequest {
         memory_bytes: Some(64 << 20),
         ..Default::default()
@@ -154,7 +155,7 @@ async fn a_full_disk_is_its_own_error_and_nothing_is_left() -> Result<()> {
         sandbox.sh("cat /tmp/kept; find /tmp -type f").await?,
         "old/tmp/kept\n"
     );
-    // There is room again at once.
+    // The space is free again at once.
     sandbox
         .write("/tmp/kept", large.slice(..20 * MEBIBYTE))
         .await
@@ -240,7 +241,7 @@ async fn files_need_a_session_that_runs_and_its_agent() -> Result<()> {
     Ok(())
 }
 
-/// Stops every process that serves a file operation as soon as it sees one, and says so.
+/// Stops every process that serves a file operation as soon as it appears, and reports it.
 const STOPPER: &str = r#"while :; do
     for directory in /proc/[0-9]*; do
         read -r name <$directory/comm && [ "$name" = cynode-file ] && kill -STOP ${directory#/proc/} && echo stopped
@@ -248,6 +249,7 @@ const STOPPER: &str = r#"while :; do
 done 2>/dev/null"#;
 
 #[tokio::test]
+// invariant: deadlines
 async fn hostile_code_that_stops_a_file_operation_makes_no_caller_wait_for_ever() -> Result<()> {
     let sandbox = Sandbox::new().await?;
     let stopper = ExecRequest {
@@ -261,7 +263,8 @@ async fn hostile_code_that_stops_a_file_operation_makes_no_caller_wait_for_ever(
         .await?
         .exec_id;
     let (client, id) = (sandbox.client.clone(), sandbox.id);
-    // The first piece makes the operation begin; the rest comes when it is stopped, and is more than buffers take.
+    // The first piece starts the operation; the rest follows once it is stopped, and exceeds the
+    // buffers.
     let body = stream::unfold(0, move |sent| {
         let client = client.clone();
         async move {

@@ -13,7 +13,7 @@ impl Sandbox {
         Ok(serde_json::from_slice(&answer.body)?)
     }
 
-    /// The rejects of a diff that must not apply.
+    /// Returns the rejects of a diff that must not apply.
     async fn rejects(&self, body: Value) -> Result<Vec<PatchReject>> {
         let answer = self.call("files:patch", &body).await?;
         assert_eq!(
@@ -33,7 +33,8 @@ impl Sandbox {
     }
 }
 
-/// As git writes it: a file is made, one changed, one deleted, one renamed and changed, one made executable.
+/// A diff from git: creates a file, changes one, deletes one, renames and changes one, makes one
+/// executable.
 const DIFF: &str = "\
 diff --git a/changed b/changed
 index 1111111..2222222 100644
@@ -78,16 +79,21 @@ old mode 100644
 new mode 100755
 ";
 
-async fn before() -> Result<Sandbox> {
+async fn sandbox_before_patch() -> Result<Sandbox> {
     let sandbox = Sandbox::new().await?;
-    sandbox.sh("printf 'one\\ntwo\\nthree\\n' > changed; echo gone > gone; printf 'a\\nb\\nc\\n' > old; echo run > tool; echo same > same").await?;
+    sandbox
+        .sh(
+            "printf 'one\\ntwo\\nthree\\n' > changed; echo gone > gone; printf 'a\\nb\\nc\\n' \
+             > old; echo run > tool; echo same > same",
+        )
+        .await?;
     Ok(sandbox)
 }
 
-// proves: ISC-05
+// part of: ISC-05
 #[tokio::test]
 async fn a_diff_makes_changes_deletes_and_renames_files() -> Result<()> {
-    let sandbox = before().await?;
+    let sandbox = sandbox_before_patch().await?;
     let untouched = sandbox.snapshot("/workspace").await?;
     let dry = sandbox
         .patch(json!({"diff": DIFF, "dry_run": true}))
@@ -136,16 +142,27 @@ async fn a_diff_makes_changes_deletes_and_renames_files() -> Result<()> {
     );
     assert_eq!(done.files[3].from.as_deref(), Some("old"));
     assert_eq!(
-        sandbox.sh("cat changed renamed 'new/file with space'; echo; find . -type f | sort; stat -c %a tool 'new/file with space'").await?,
-        "one\nzwei\nthree\nfour\na\nb\nC\nmade\nhere\n./changed\n./new/file with space\n./renamed\n./same\n./tool\n755\n755\n"
+        sandbox
+            .sh(
+                "cat changed renamed 'new/file with space'; echo; find . -type f | sort; stat \
+                 -c %a tool 'new/file with space'"
+            )
+            .await?,
+        "one\nzwei\nthree\nfour\na\nb\nC\nmade\nhere\n./changed\n./new/file with \
+         space\n./renamed\n./same\n./tool\n755\n755\n"
     );
 
-    // A plain diff without a prefix, and one whose place has moved.
+    // A plain diff without a prefix, and one with an offset.
     sandbox
         .patch(json!({"diff": "--- same\n+++ same\n@@ -1 +1 @@\n-same\n+other\n", "strip": 0}))
         .await?;
     sandbox.sh("(seq 20; cat changed) > longer").await?;
-    sandbox.patch(json!({"diff": "--- a/longer\n+++ b/longer\n@@ -1,3 +1,3 @@\n one\n-zwei\n+two\n three"})).await?;
+    sandbox
+        .patch(
+            json!({"diff": "--- a/longer\n+++ b/longer\n@@ -1,3 +1,3 @@\n \
+                            one\n-zwei\n+two\n three"}),
+        )
+        .await?;
     assert_eq!(
         sandbox.sh("cat same; tail -n 4 longer").await?,
         "other\none\ntwo\nthree\nfour\n"
@@ -153,10 +170,10 @@ async fn a_diff_makes_changes_deletes_and_renames_files() -> Result<()> {
     Ok(())
 }
 
-// proves: ISC-05
+// part of: ISC-05
 #[tokio::test]
 async fn a_diff_that_does_not_apply_names_every_place_and_changes_nothing() -> Result<()> {
-    let sandbox = before().await?;
+    let sandbox = sandbox_before_patch().await?;
     let untouched = sandbox.snapshot("/workspace").await?;
     let diff = "--- a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+fine\n\
         --- a/changed\n+++ b/changed\n@@ -1,2 +1,2 @@\n one\n-wrong\n+x\n@@ -3 +3 @@\n-three\n+fine\n\
@@ -200,7 +217,8 @@ async fn a_diff_that_does_not_apply_names_every_place_and_changes_nothing() -> R
             "may not",
         ),
         (
-            "diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/etc/passwd\n",
+            "diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 \
+             @@\n+/etc/passwd\n",
             "No newline at end of file",
         ),
         (
@@ -209,7 +227,8 @@ async fn a_diff_that_does_not_apply_names_every_place_and_changes_nothing() -> R
             "below 'l', a symbolic link",
         ),
         (
-            "diff --git a/b b/b\nnew file mode 100644\nGIT binary patch\nliteral 0\nHcmV?d00001\n\n",
+            "diff --git a/b b/b\nnew file mode 100644\nGIT binary patch\nliteral \
+             0\nHcmV?d00001\n\n",
             "binary",
         ),
     ] {
@@ -224,9 +243,15 @@ async fn a_diff_that_does_not_apply_names_every_place_and_changes_nothing() -> R
 }
 
 #[tokio::test]
+// invariant: no-host-paths
 async fn no_diff_reaches_out_of_the_workspace_or_into_git() -> Result<()> {
-    let sandbox = before().await?;
-    sandbox.sh("mkdir -p /tmp/outside .git/hooks sub; echo kept > /tmp/outside/file; ln -s /tmp/outside out; ln -s ../.. sub/up; ln -s .git alias; echo x > .git/config").await?;
+    let sandbox = sandbox_before_patch().await?;
+    sandbox
+        .sh(
+            "mkdir -p /tmp/outside .git/hooks sub; echo kept > /tmp/outside/file; ln -s \
+             /tmp/outside out; ln -s ../.. sub/up; ln -s .git alias; echo x > .git/config",
+        )
+        .await?;
     let state = async || {
         Ok::<_, anyhow::Error>((
             sandbox.snapshot("/workspace").await?,
@@ -247,16 +272,23 @@ async fn no_diff_reaches_out_of_the_workspace_or_into_git() -> Result<()> {
         ("b/alias/hooks/pre-commit", 1),
         ("b/sub/.git/config", 1),
     ] {
-        let rejects = sandbox.rejects(json!({"diff": format!("--- /dev/null\n+++ {path}\n@@ -0,0 +1 @@\n+evil\n"), "strip": strip})).await?;
+        let rejects = sandbox
+            .rejects(json!({
+                "diff": format!("--- /dev/null\n+++ {path}\n@@ -0,0 +1 @@\n+evil\n"),
+                "strip": strip
+            }))
+            .await?;
         assert_eq!(rejects.len(), 1, "{path}: {rejects:?}");
     }
     for diff in [
         "--- a/out/file\n+++ b/out/file\n@@ -1 +1 @@\n-kept\n+evil\n",
         "--- a/out/file\n+++ /dev/null\n@@ -1 +0,0 @@\n-kept\n",
         "--- a/.git/config\n+++ b/.git/config\n@@ -1 +1 @@\n-x\n+evil\n",
-        "diff --git a/out/file b/stolen\nsimilarity index 100%\nrename from out/file\nrename to stolen\n",
+        "diff --git a/out/file b/stolen\nsimilarity index 100%\nrename from out/file\nrename to \
+         stolen\n",
         "diff --git a/same b/../evil\nsimilarity index 100%\ncopy from same\ncopy to ../evil\n",
-        "diff --git a/same b/out/evil\nsimilarity index 100%\nrename from same\nrename to out/evil\n",
+        "diff --git a/same b/out/evil\nsimilarity index 100%\nrename from same\nrename to \
+         out/evil\n",
     ] {
         assert!(
             !sandbox.rejects(json!({"diff": diff})).await?.is_empty(),
@@ -269,7 +301,7 @@ async fn no_diff_reaches_out_of_the_workspace_or_into_git() -> Result<()> {
 
 #[tokio::test]
 async fn a_text_that_is_no_diff_is_not_half_applied() -> Result<()> {
-    let sandbox = before().await?;
+    let sandbox = sandbox_before_patch().await?;
     let untouched = sandbox.snapshot("/workspace").await?;
     for diff in [
         "",
@@ -279,7 +311,8 @@ async fn a_text_that_is_no_diff_is_not_half_applied() -> Result<()> {
         "--- a/same\n+++ b/same\n@@ -1,5 +1 @@\n-same\n+x\n",
         "--- a/same\n+++ b/same\n@@ -1 +1,9 @@\n-same\n+x\n",
         "--- a/same\n+++ b/same\n@@ nonsense @@\n-same\n+x\n",
-        "--- a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+x\n--- a/changed\n+++ b/changed\n@@ -1,9 +1 @@\n-one\n",
+        "--- a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+x\n--- a/changed\n+++ b/changed\n@@ -1,9 +1 \
+         @@\n-one\n",
         "--- /dev/null\n+++ /dev/null\n@@ -0,0 +1 @@\n+x\n",
         "diff --git a/same b/same\n",
         "--- \"a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+x\n",
@@ -298,7 +331,7 @@ async fn a_text_that_is_no_diff_is_not_half_applied() -> Result<()> {
             .outcome(),
         (400, "invalid_request".to_owned())
     );
-    // Over 10 MiB of diff: the body's own limit comes first.
+    // Over 10 MiB of diff: the body limit applies first.
     let large = format!(
         "--- /dev/null\n+++ b/large\n@@ -0,0 +1 @@\n+{}\n",
         "x".repeat(10 << 20)

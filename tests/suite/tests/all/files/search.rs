@@ -13,7 +13,7 @@ impl Sandbox {
         Ok(serde_json::from_slice(&answer.body)?)
     }
 
-    async fn places(&self, body: Value) -> Result<Vec<String>> {
+    async fn search_places(&self, body: Value) -> Result<Vec<String>> {
         Ok(self
             .search(body)
             .await?
@@ -24,7 +24,7 @@ impl Sandbox {
     }
 }
 
-// proves: ISC-05
+// part of: ISC-05
 #[tokio::test]
 async fn a_search_finds_lines_by_expression_path_and_glob() -> Result<()> {
     let sandbox = Sandbox::new().await?;
@@ -47,10 +47,13 @@ async fn a_search_finds_lines_by_expression_path_and_glob() -> Result<()> {
         .await?;
 
     let all = ["notes.txt:1:3", "src/deep/two.rs:1:4", "src/one.rs:3:9"];
-    assert_eq!(sandbox.places(json!({"pattern": "needle"})).await?, all);
+    assert_eq!(
+        sandbox.search_places(json!({"pattern": "needle"})).await?,
+        all
+    );
     assert_eq!(
         sandbox
-            .places(json!({"pattern": "NEEDLE", "case": false}))
+            .search_places(json!({"pattern": "NEEDLE", "case": false}))
             .await?,
         [
             "notes.txt:1:3",
@@ -61,31 +64,31 @@ async fn a_search_finds_lines_by_expression_path_and_glob() -> Result<()> {
     );
     assert_eq!(
         sandbox
-            .places(json!({"pattern": "needle", "glob": "*.rs"}))
+            .search_places(json!({"pattern": "needle", "glob": "*.rs"}))
             .await?,
         all[1..]
     );
     assert_eq!(
         sandbox
-            .places(json!({"pattern": "needle", "glob": "src/*.rs"}))
+            .search_places(json!({"pattern": "needle", "glob": "src/*.rs"}))
             .await?,
         all[2..]
     );
     assert_eq!(
         sandbox
-            .places(json!({"pattern": "needle", "glob": "**/*.{rs,txt}", "path": "src"}))
+            .search_places(json!({"pattern": "needle", "glob": "**/*.{rs,txt}", "path": "src"}))
             .await?,
         all[1..]
     );
     assert_eq!(
         sandbox
-            .places(json!({"pattern": "needle", "path": "notes.txt"}))
+            .search_places(json!({"pattern": "needle", "path": "notes.txt"}))
             .await?,
         all[..1]
     );
     assert_eq!(
         sandbox
-            .places(json!({"pattern": r"^fn \w+\(\) \{\}$"}))
+            .search_places(json!({"pattern": r"^fn \w+\(\) \{\}$"}))
             .await?,
         ["src/one.rs:1:1", "src/one.rs:6:1"]
     );
@@ -116,9 +119,15 @@ async fn a_search_finds_lines_by_expression_path_and_glob() -> Result<()> {
 }
 
 #[tokio::test]
+// invariant: bounded
 async fn a_search_is_bounded_and_says_when_it_was_cut() -> Result<()> {
     let sandbox = Sandbox::new().await?;
-    sandbox.sh("seq 1 3000 > numbers; head -c 300000 /dev/zero | tr '\\0' x > long; for i in $(seq 50); do echo 1 > f$i; done").await?;
+    sandbox
+        .sh(
+            "seq 1 3000 > numbers; head -c 300000 /dev/zero | tr '\\0' x > long; for i in \
+             $(seq 50); do echo 1 > f$i; done",
+        )
+        .await?;
     let cut = sandbox
         .search(json!({"pattern": "1", "max_results": 3, "path": "numbers"}))
         .await?;

@@ -1,4 +1,4 @@
-//! Directories: list, make, move, delete.
+//! Directories: list, create, move, delete.
 
 use anyhow::Result;
 use cynode_api::{FileType, ListRequest, ListResult};
@@ -15,7 +15,7 @@ impl Sandbox {
         Ok(serde_json::from_slice(&answer.body)?)
     }
 
-    async fn listed(&self, body: Value) -> Result<(Vec<String>, bool)> {
+    async fn list_paths(&self, body: Value) -> Result<(Vec<String>, bool)> {
         let list = self.list(body).await?;
         Ok((
             list.entries.into_iter().map(|entry| entry.path).collect(),
@@ -23,16 +23,22 @@ impl Sandbox {
         ))
     }
 
-    async fn refused(&self, operation: &str, body: Value) -> Result<(u16, String)> {
+    async fn refusal_of(&self, operation: &str, body: Value) -> Result<(u16, String)> {
         Ok(self.call(operation, &body).await?.outcome())
     }
 }
 
-// proves: ISC-05
+// part of: ISC-05
 #[tokio::test]
 async fn a_list_is_sorted_and_says_what_each_entry_is() -> Result<()> {
     let sandbox = Sandbox::new().await?;
-    sandbox.sh("mkdir -p a/b/c; echo 12345 > a/b/c/deep; echo x > a-b; echo x > a.txt; echo x > .hidden; mkdir .dir; echo x > .dir/x; ln -s /nowhere link; mkfifo pipe; chmod 0700 a; chmod 0640 a.txt; touch -d @1000000000 a.txt").await?;
+    sandbox
+        .sh(
+            "mkdir -p a/b/c; echo 12345 > a/b/c/deep; echo x > a-b; echo x > a.txt; echo x > \
+             .hidden; mkdir .dir; echo x > .dir/x; ln -s /nowhere link; mkfifo pipe; chmod \
+             0700 a; chmod 0640 a.txt; touch -d @1000000000 a.txt",
+        )
+        .await?;
     let list = sandbox.list(json!({})).await?;
     let entries: Vec<_> = list
         .entries
@@ -85,17 +91,19 @@ async fn a_list_is_sorted_and_says_what_each_entry_is() -> Result<()> {
         "pipe",
     ]);
     assert_eq!(
-        sandbox.listed(json!({"depth": 64, "hidden": true})).await?,
+        sandbox
+            .list_paths(json!({"depth": 64, "hidden": true}))
+            .await?,
         (all.clone(), false)
     );
     assert_eq!(
-        sandbox.listed(json!({"depth": 2})).await?,
+        sandbox.list_paths(json!({"depth": 2})).await?,
         (names(&["a", "a-b", "a.txt", "a/b", "link", "pipe"]), false)
     );
     for count in [1, 4, 8] {
         assert_eq!(
             sandbox
-                .listed(json!({"depth": 64, "hidden": true, "max_entries": count}))
+                .list_paths(json!({"depth": 64, "hidden": true, "max_entries": count}))
                 .await?,
             (all[..count].to_vec(), true),
             "{count}"
@@ -103,27 +111,27 @@ async fn a_list_is_sorted_and_says_what_each_entry_is() -> Result<()> {
     }
     assert_eq!(
         sandbox
-            .listed(json!({"depth": 64, "hidden": true, "max_entries": 11}))
+            .list_paths(json!({"depth": 64, "hidden": true, "max_entries": 11}))
             .await?,
         (all, false)
     );
-    // Entries are named as the directory was, and a file lists as itself.
+    // Entries are named relative to the given directory, and a file lists as itself.
     assert_eq!(
-        sandbox.listed(json!({"path": "a/b/"})).await?,
+        sandbox.list_paths(json!({"path": "a/b/"})).await?,
         (names(&["a/b/c"]), false)
     );
     assert_eq!(
-        sandbox.listed(json!({"path": "/workspace/a"})).await?,
+        sandbox.list_paths(json!({"path": "/workspace/a"})).await?,
         (names(&["/workspace/a/b"]), false)
     );
     assert_eq!(
-        sandbox.listed(json!({"path": "a.txt"})).await?,
+        sandbox.list_paths(json!({"path": "a.txt"})).await?,
         (names(&["a.txt"]), false)
     );
 
     assert_eq!(
         sandbox
-            .refused("files:list", json!({"path": "none"}))
+            .refusal_of("files:list", json!({"path": "none"}))
             .await?,
         (404, "not_found".to_owned())
     );
@@ -136,7 +144,7 @@ async fn a_list_is_sorted_and_says_what_each_entry_is() -> Result<()> {
         json!({"path": "a\u{0}b"}),
     ] {
         assert_eq!(
-            sandbox.refused("files:list", body.clone()).await?,
+            sandbox.refusal_of("files:list", body.clone()).await?,
             (400, "invalid_request".to_owned()),
             "{body}"
         );
@@ -145,7 +153,7 @@ async fn a_list_is_sorted_and_says_what_each_entry_is() -> Result<()> {
     sandbox
         .sh("mkdir many; cd many; seq 10000 11200 | xargs touch")
         .await?;
-    let (many, truncated) = sandbox.listed(json!({"path": "many"})).await?;
+    let (many, truncated) = sandbox.list_paths(json!({"path": "many"})).await?;
     assert_eq!(
         (
             many.len(),
@@ -173,7 +181,13 @@ async fn a_list_is_sorted_and_says_what_each_entry_is() -> Result<()> {
 #[tokio::test]
 async fn directories_are_deleted_only_when_empty_or_asked_for_with_all_below() -> Result<()> {
     let sandbox = Sandbox::new().await?;
-    sandbox.sh("mkdir -p tree/a/b /tmp/outside; echo kept > /tmp/outside/file; echo x > tree/a/file; ln -s /tmp/outside tree/link; mkfifo tree/pipe; mkdir empty; mkdir tree/closed; touch tree/closed/x; chmod 500 tree/closed").await?;
+    sandbox
+        .sh(
+            "mkdir -p tree/a/b /tmp/outside; echo kept > /tmp/outside/file; echo x > \
+             tree/a/file; ln -s /tmp/outside tree/link; mkfifo tree/pipe; mkdir empty; mkdir \
+             tree/closed; touch tree/closed/x; chmod 500 tree/closed",
+        )
+        .await?;
     let delete = async |path: &str, recursive: bool| {
         Ok::<_, anyhow::Error>(
             Answer::of(
@@ -191,7 +205,7 @@ async fn directories_are_deleted_only_when_empty_or_asked_for_with_all_below() -
         delete("tree/a/file/", true).await?,
         (409, "not_a_directory".to_owned())
     );
-    // A link goes, what it points to stays.
+    // Deleting a link keeps its target.
     assert_eq!(
         delete("tree", true).await?.0,
         204,
@@ -200,7 +214,7 @@ async fn directories_are_deleted_only_when_empty_or_asked_for_with_all_below() -
     );
     assert_eq!(sandbox.sh("ls -A; cat /tmp/outside/file").await?, "kept\n");
 
-    // Deeper than a path can be long, and than files can be open.
+    // Deeper than the maximum path length and the limit of open files.
     sandbox
         .sh("cd /tmp && for i in $(seq 1500); do mkdir d && cd d || exit 1; done")
         .await?;
@@ -210,7 +224,7 @@ async fn directories_are_deleted_only_when_empty_or_asked_for_with_all_below() -
 }
 
 #[tokio::test]
-async fn what_can_not_be_made_or_moved_is_refused_by_name() -> Result<()> {
+async fn impossible_mkdir_and_move_calls_are_refused_by_name() -> Result<()> {
     let sandbox = Sandbox::new().await?;
     let made = async |operation: &str, body: Value| {
         Ok::<_, anyhow::Error>(sandbox.call(operation, &body).await?.outcome())

@@ -1,4 +1,4 @@
-//! The worker, or the sandbox of a job, goes away at a bad moment.
+//! The worker, or a job's sandbox, dies at an inconvenient moment.
 
 use std::{
     collections::BTreeMap,
@@ -7,23 +7,25 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{ErrorCode, Job, JobRun, JobState};
-use cynode_client::{JobFilter, OutputQuery, WorkerClient};
+use cynode_client::{JobFilter, OutputQuery, SessionClient};
 use cynode_tests::{Options, Random, RunningWorker, World, eventually, job};
 
-use super::{LONG, code, no_container, started};
+use super::{TIMEOUT, code, no_container, started};
 
 const JOBS: u64 = 10;
 
-/// A job that says who it is, works for a while, and says at its end how often it was begun in its sandbox.
+/// A job that prints its id, works for a while, and finally prints how often it was started in its
+/// sandbox.
 fn witness(number: u64) -> JobRun {
     job(&format!(
-        "cat /proc/sys/kernel/random/uuid; echo x >> begun; i=0; while [ $i -lt {} ]; do i=$((i+1)); echo $i; sleep 0.05; done; wc -l < begun; exit {}",
+        "cat /proc/sys/kernel/random/uuid; echo x >> begun; i=0; while [ $i -lt {} ]; do \
+         i=$((i+1)); echo $i; sleep 0.05; done; wc -l < begun; exit {}",
         number * 5,
         number % 3
     ))
 }
 
-/// What a job must have said in the end, but for its first line; and that line.
+/// The final output of a job except for its first line, and that line.
 fn check(number: u64, done: &Job) -> Result<String> {
     let (identity, rest) = done
         .output
@@ -51,8 +53,8 @@ fn check(number: u64, done: &Job) -> Result<String> {
     Ok(identity.to_owned())
 }
 
-/// What a job has said so far, as far as that can be had.
-async fn said(client: &WorkerClient, request: &JobRun) -> String {
+/// A job's output so far, as far as it is available.
+async fn said(client: &SessionClient, request: &JobRun) -> String {
     let page = client
         .job_output(request.job_id, &OutputQuery::default())
         .await;
@@ -65,7 +67,7 @@ async fn said(client: &WorkerClient, request: &JobRun) -> String {
     .unwrap_or_default()
 }
 
-/// Whether a command was begun to be started, by the worker's log from `from` on.
+/// Reports whether the worker began to start the command, by its log from `from` on.
 fn starts(worker: &RunningWorker, from: u64) -> Result<bool> {
     let log = fs_err::read(worker.log())?;
     Ok(
@@ -74,8 +76,8 @@ fn starts(worker: &RunningWorker, from: u64) -> Result<bool> {
     )
 }
 
-/// In each round jobs are handed over, the worker is killed up to so many times while they run, and every job must have run
-/// once, to its own end.
+/// Each round submits jobs and kills the worker up to `most_kills` times meanwhile. Every job must
+/// run once, to its own end.
 async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
     let mut random = Random::seeded();
     let world = World::new()?;
@@ -93,7 +95,7 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
             .collect();
         let mut heard = vec![String::new(); requests.len()];
         for _ in 0..=random.below(most_kills) {
-            // Every second time in the short moment in which a command is started.
+            // Every second kill hits the short moment in which a command starts.
             let at_a_start = random.below(2) == 0;
             let moment = Instant::now()
                 + Duration::from_millis(random.below(if at_a_start { 500 } else { 6_000 }));
@@ -133,7 +135,7 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
         let client = worker.client()?;
         let mut first = Vec::new();
         for (number, request) in requests.iter().enumerate() {
-            // What was accepted is there without being asked for again.
+            // Accepted jobs exist without a repeated request.
             if accepted[number] {
                 client
                     .job(request.job_id)
@@ -157,7 +159,7 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
                 client.ack_job(request.job_id).await?;
             }
         }
-        // The same later, in another worker.
+        // The same later, with another worker.
         worker.kill()?;
         worker = world.worker(&Options::default()).await?;
         let client = worker.client()?;
@@ -178,7 +180,7 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
         }
         no_container(&world).await?;
         ensure!(client.list_jobs(&JobFilter::default()).await?.is_empty());
-        eventually("no output is left", LONG, async || {
+        eventually("no output is left", TIMEOUT, async || {
             Ok(fs_err::read_dir(world.state_dir().join("worker/sessions"))?.count() == 0)
         })
         .await?;
@@ -194,6 +196,7 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
 }
 
 #[tokio::test]
+// invariant: nothing-lost
 async fn jobs_run_once_and_keep_their_result_however_often_the_worker_is_killed() -> Result<()> {
     kill_again_and_again(3, 2).await
 }
@@ -204,6 +207,7 @@ async fn soak_jobs_survive_many_deaths_of_the_worker() -> Result<()> {
 }
 
 #[tokio::test]
+// invariant: jobs
 async fn a_job_whose_sandbox_is_gone_has_failed_and_is_not_run_again() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
@@ -215,7 +219,7 @@ async fn a_job_whose_sandbox_is_gone_has_failed_and_is_not_run_again() -> Result
     let mut heard = Vec::new();
     for request in [&first, &second] {
         started(&client, request).await?;
-        eventually("it has spoken", LONG, async || {
+        eventually("the job has printed something", TIMEOUT, async || {
             Ok(said(&client, request).await.len() == 37)
         })
         .await?;
@@ -235,7 +239,7 @@ async fn a_job_whose_sandbox_is_gone_has_failed_and_is_not_run_again() -> Result
         ensure!(removed.status.success(), "{removed:?}");
         Ok(())
     };
-    // While a worker looks, and while none does.
+    // With a worker watching, and without one.
     remove(&first)?;
     let gone = client.run_job(&first).await?;
     assert_eq!(
@@ -260,15 +264,15 @@ async fn a_job_whose_sandbox_is_gone_has_failed_and_is_not_run_again() -> Result
         )
     );
     no_container(&world).await?;
-    eventually("no workspace is left", LONG, async || {
+    eventually("no workspace is left", TIMEOUT, async || {
         Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0)
     })
     .await
 }
 
 #[tokio::test]
-async fn a_worker_that_does_not_know_that_its_command_was_started_finds_it_and_starts_no_other()
--> Result<()> {
+// invariant: jobs
+async fn a_worker_killed_during_a_start_finds_the_command_and_starts_no_other() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let request = job("echo x >> begun; sleep 5; wc -l < begun");
@@ -290,6 +294,7 @@ async fn a_worker_that_does_not_know_that_its_command_was_started_finds_it_and_s
 }
 
 #[tokio::test]
+// invariant: jobs
 async fn a_job_whose_record_can_not_be_read_is_not_run_again() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
@@ -305,19 +310,20 @@ async fn a_job_whose_record_can_not_be_read_is_not_run_again() -> Result<()> {
         .client()?
         .run_job(&request)
         .await
-        .expect_err("its record is gone");
+        .expect_err("the job's record is gone");
     assert!(
         refused.is(ErrorCode::JobIdInUse) && refused.to_string().contains("unreadable"),
         "{refused}"
     );
     assert!(
         record.with_extension("unreadable").is_file(),
-        "a person can look at it"
+        "an operator can inspect it"
     );
     no_container(&world).await
 }
 
 #[tokio::test]
+// invariant: jobs
 async fn a_node_that_is_told_to_stop_cancels_its_jobs_and_keeps_what_is_not_acknowledged()
 -> Result<()> {
     let world = World::new()?;
@@ -326,7 +332,7 @@ async fn a_node_that_is_told_to_stop_cancels_its_jobs_and_keeps_what_is_not_ackn
     let done = client.run_job(&job("echo kept; exit 4")).await?;
     let running = job("trap 'echo bye; exit 0' TERM; echo begun; while :; do sleep 0.1; done");
     started(&client, &running).await?;
-    eventually("its trap is set", LONG, async || {
+    eventually("its trap is set", TIMEOUT, async || {
         Ok(!said(&client, &running).await.is_empty())
     })
     .await?;
@@ -340,7 +346,7 @@ async fn a_node_that_is_told_to_stop_cancels_its_jobs_and_keeps_what_is_not_ackn
     world.assert_clean().await?;
     assert!(
         waiting.await?.is_err(),
-        "whoever waits is told that the worker stops"
+        "waiting callers are told that the worker stops"
     );
 
     let mut worker = world.worker(&Options::default()).await?;

@@ -1,4 +1,4 @@
-//! What a job may ask for.
+//! What a job may request.
 
 use anyhow::{Context as _, Result};
 use cynode_api::{JobId, TaskId};
@@ -8,7 +8,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 #[tokio::test]
-async fn what_is_not_a_job_is_refused_by_the_name_of_its_fault_and_leaves_nothing() -> Result<()> {
+async fn an_invalid_job_is_refused_by_the_name_of_its_fault_and_leaves_nothing() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let http = Http::new(&worker)?;

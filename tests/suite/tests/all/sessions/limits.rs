@@ -1,4 +1,4 @@
-//! Limits that hold, limits that this host can't keep, and a host whose disk is nearly full.
+//! Enforced limits, limits that this host can't enforce, and a host whose disk is nearly full.
 
 use std::{os::unix::fs::PermissionsExt as _, path::Path, process::Command, time::Duration};
 
@@ -7,7 +7,7 @@ use cynode_api::{
     ErrorCode, ExecRequest, ExecState, LimitsRequest, Session, SessionCreate, SessionEnd,
     Unenforced, WorkspaceDisposal, WorkspaceRef,
 };
-use cynode_client::{PutOptions, WorkerClient};
+use cynode_client::{PutOptions, SessionClient};
 use cynode_tests::{Options, World, eventually, session, sh};
 
 const MIB: u64 = 1 << 20;
@@ -22,20 +22,21 @@ fn with_disk(bytes: u64) -> SessionCreate {
     request
 }
 
-async fn out(client: &WorkerClient, made: &Session, script: &str) -> Result<String> {
+async fn output_of(client: &SessionClient, made: &Session, script: &str) -> Result<String> {
     let result = client.exec(made.session_id, &sh(script)).await?;
     Ok(format!("{}{}", result.stdout, result.stderr))
 }
 
-fn keep() -> SessionEnd {
+fn end_and_keep() -> SessionEnd {
     SessionEnd {
         workspace: Some(WorkspaceDisposal::Keep),
         ..Default::default()
     }
 }
 
-// proves: REQ-SANDBX-0109
+// part of: REQ-SANDBX-0109
 #[tokio::test]
+// invariant: disk
 async fn a_full_disk_is_the_sandboxs_own_and_what_is_in_it_stays() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
@@ -48,10 +49,19 @@ async fn a_full_disk_is_the_sandboxs_own_and_what_is_in_it_stays() -> Result<()>
         (&full.unenforced[..], full.limits.disk_bytes),
         (&[][..], 32 * MIB)
     );
-    let said =
-        out(&client, &full, "echo precious > note; dd if=/dev/zero of=big bs=1M count=100 2>&1; dd if=/dev/zero of=$HOME/big bs=1M count=100 2>&1").await?;
-    assert_eq!(said.matches("No space left on device").count(), 2, "{said}");
-    // The files call says it too; other sandboxes have their own.
+    let message = output_of(
+        &client,
+        &full,
+        "echo precious > note; dd if=/dev/zero of=big bs=1M count=100 \
+         2>&1; dd if=/dev/zero of=$HOME/big bs=1M count=100 2>&1",
+    )
+    .await?;
+    assert_eq!(
+        message.matches("No space left on device").count(),
+        2,
+        "{message}"
+    );
+    // The file call reports it too; other sandboxes have their own disk.
     let error = client
         .put_file(
             full.session_id,
@@ -63,7 +73,7 @@ async fn a_full_disk_is_the_sandboxs_own_and_what_is_in_it_stays() -> Result<()>
         .expect_err("full");
     assert!(error.is(ErrorCode::NoSpace), "{error}");
     assert_eq!(
-        out(
+        output_of(
             &client,
             &other,
             "dd if=/dev/zero of=big bs=1M count=16 2>/dev/null && echo room"
@@ -71,13 +81,18 @@ async fn a_full_disk_is_the_sandboxs_own_and_what_is_in_it_stays() -> Result<()>
         .await?,
         "room\n"
     );
-    // No more files than the disk has room for, however small they are.
-    let said =
-        out(&client, &other, "rm big; i=0; while [ $i -lt 100000 ]; do echo > f$i || break; i=$((i+1)); done 2>/dev/null; [ $i -lt 100000 ] && echo bounded")
-            .await?;
-    assert_eq!(said, "bounded\n");
+    // No more files than the disk has room for, however small.
+    let message = output_of(
+        &client,
+        &other,
+        "rm big; i=0; while [ $i -lt 100000 ]; do echo > f$i || break; \
+         i=$((i+1)); done 2>/dev/null; [ $i -lt 100000 ] && echo \
+         bounded",
+    )
+    .await?;
+    assert_eq!(message, "bounded\n");
 
-    client.end_session(full.session_id, &keep()).await?;
+    client.end_session(full.session_id, &end_and_keep()).await?;
     client
         .end_session(other.session_id, &SessionEnd::default())
         .await?;
@@ -87,19 +102,22 @@ async fn a_full_disk_is_the_sandboxs_own_and_what_is_in_it_stays() -> Result<()>
         "nothing stays mounted for kept workspaces"
     );
     client.resume_session(full.session_id).await?;
-    assert_eq!(out(&client, &full, "cat note").await?, "precious\n");
+    assert_eq!(output_of(&client, &full, "cat note").await?, "precious\n");
     worker.shut_down().await?;
     world.assert_clean().await
 }
 
 #[tokio::test]
+// invariant: disk
 async fn a_kept_disk_can_grow_but_not_shrink() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let first = client.create_session(&with_disk(32 * MIB)).await?;
-    out(&client, &first, "echo precious > note").await?;
-    client.end_session(first.session_id, &keep()).await?;
+    output_of(&client, &first, "echo precious > note").await?;
+    client
+        .end_session(first.session_id, &end_and_keep())
+        .await?;
     let again = |bytes: Option<u64>| {
         let mut request = with_disk(0);
         (request.task_id, request.workspace_ref) = (
@@ -120,10 +138,10 @@ async fn a_kept_disk_can_grow_but_not_shrink() -> Result<()> {
     assert!(error.is(ErrorCode::LimitUnenforceable), "{error}");
     let same = client.create_session(&again(None)).await?;
     assert_eq!(same.limits.disk_bytes, 32 * MIB);
-    client.end_session(same.session_id, &keep()).await?;
+    client.end_session(same.session_id, &end_and_keep()).await?;
     let larger = client.create_session(&again(Some(128 * MIB))).await?;
     assert_eq!(
-        out(
+        output_of(
             &client,
             &larger,
             "cat note; dd if=/dev/zero of=big bs=1M count=64 2>/dev/null && echo room; rm big"
@@ -132,8 +150,11 @@ async fn a_kept_disk_can_grow_but_not_shrink() -> Result<()> {
         "precious\nroom\n"
     );
 
-    // Cut off in the middle: the file is larger, the file system in it is not, and says so only to who looks for it.
-    client.end_session(larger.session_id, &keep()).await?;
+    // Interrupted in the middle: the file is larger, the file system in it is not, and only a check
+    // reveals it.
+    client
+        .end_session(larger.session_id, &end_and_keep())
+        .await?;
     let image = world
         .state_dir()
         .join("worker/workspaces")
@@ -146,7 +167,7 @@ async fn a_kept_disk_can_grow_but_not_shrink() -> Result<()> {
     fs_err::write(image.with_extension("growing"), "")?;
     let largest = client.create_session(&again(Some(256 * MIB))).await?;
     assert_eq!(
-        out(
+        output_of(
             &client,
             &largest,
             "cat note; dd if=/dev/zero of=big bs=1M count=160 2>/dev/null && echo room"
@@ -158,7 +179,8 @@ async fn a_kept_disk_can_grow_but_not_shrink() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_the_kernel_enforces_is_what_was_asked_for() -> Result<()> {
+// invariant: fail-closed
+async fn the_kernel_enforces_the_requested_limits() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -172,11 +194,11 @@ async fn what_the_kernel_enforces_is_what_was_asked_for() -> Result<()> {
     });
     let made = client.create_session(&request).await?;
     assert_eq!(made.unenforced, []);
-    assert_eq!(out(&client, &made, "ulimit -n").await?, "200\n");
+    assert_eq!(output_of(&client, &made, "ulimit -n").await?, "200\n");
     Ok(())
 }
 
-/// What the machine has, as the worker counts it.
+/// The machine's memory, as the worker counts it.
 fn machine_memory() -> Result<u64> {
     let text = fs_err::read_to_string("/proc/meminfo")?;
     let kilobytes = text.lines().find_map(|line| {
@@ -190,7 +212,7 @@ fn machine_memory() -> Result<u64> {
     Ok(kilobytes.context("MemTotal")? * 1024)
 }
 
-/// A worker with so much memory for its sandboxes.
+/// A worker with this much memory for its sandboxes.
 fn with_memory(bytes: u64) -> Result<Options> {
     Ok(Options::default().set(
         "reserved_memory_bytes",
@@ -209,6 +231,7 @@ fn of_memory(bytes: u64) -> SessionCreate {
 }
 
 #[tokio::test]
+// invariant: node-memory
 async fn a_sandbox_gets_at_most_the_memory_less_the_reserve_and_the_configured_processes()
 -> Result<()> {
     let world = World::new()?;
@@ -224,7 +247,7 @@ async fn a_sandbox_gets_at_most_the_memory_less_the_reserve_and_the_configured_p
     let error = client
         .create_session(&of_memory(512 * MIB + 1))
         .await
-        .expect_err("more than there is");
+        .expect_err("more than available");
     assert!(
         error.is(ErrorCode::LimitUnenforceable)
             && error
@@ -232,7 +255,7 @@ async fn a_sandbox_gets_at_most_the_memory_less_the_reserve_and_the_configured_p
                 .contains(&format!("at most {} bytes of memory", 512 * MIB)),
         "{error}"
     );
-    // Who names nothing gets what there is.
+    // Without a request, the session gets what is available.
     let modest = client
         .create_session(&SessionCreate {
             limits: None,
@@ -267,6 +290,7 @@ async fn a_sandbox_gets_at_most_the_memory_less_the_reserve_and_the_configured_p
 }
 
 #[tokio::test]
+// invariant: node-memory
 async fn all_sandboxes_together_leave_the_machine_its_reserve() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&with_memory(256 * MIB)?).await?;
@@ -293,14 +317,15 @@ async fn all_sandboxes_together_leave_the_machine_its_reserve() -> Result<()> {
         fs_err::read_to_string(limit)?.trim(),
         (256 * MIB).to_string()
     );
-    // Files in memory count. Each sandbox could hold these by itself; both together are more than there is.
-    let fill = "dd if=/dev/zero of=/tmp/big bs=1M count=120 2>/dev/null; head -c 100000000 /dev/zero | tail -c 100000000 | wc -c";
-    assert_eq!(out(&client, &one, fill).await?, "100000000\n");
+    // Files in memory count. Each sandbox could hold these alone; together they exceed the total.
+    let fill = "dd if=/dev/zero of=/tmp/big bs=1M count=120 2>/dev/null; head -c 100000000 \
+                /dev/zero | tail -c 100000000 | wc -c";
+    assert_eq!(output_of(&client, &one, fill).await?, "100000000\n");
     let squeezed = client.exec(two.session_id, &sh(fill)).await?;
     assert_ne!(squeezed.stdout, "100000000\n", "{squeezed:?}");
-    // The first to go when the machine has no memory left.
+    // The first victim when the machine runs out of memory.
     assert_eq!(
-        out(&client, &one, "cat /proc/self/oom_score_adj").await?,
+        output_of(&client, &one, "cat /proc/self/oom_score_adj").await?,
         "500\n"
     );
     worker.shut_down().await?;
@@ -308,6 +333,7 @@ async fn all_sandboxes_together_leave_the_machine_its_reserve() -> Result<()> {
 }
 
 #[tokio::test]
+// invariant: node-memory
 async fn memory_is_promised_as_often_as_configured() -> Result<()> {
     let world = World::new()?;
     let worker = world
@@ -319,7 +345,7 @@ async fn memory_is_promised_as_often_as_configured() -> Result<()> {
     let error = client
         .create_session(&of_memory(16 * MIB))
         .await
-        .expect_err("all of it is promised");
+        .expect_err("all memory is committed");
     assert!(
         error.is(ErrorCode::NoCapacity)
             && error
@@ -327,12 +353,14 @@ async fn memory_is_promised_as_often_as_configured() -> Result<()> {
                 .contains(&format!("{} bytes, more than {}", 400 * MIB, 384 * MIB)),
         "{error}"
     );
-    client.end_session(first.session_id, &keep()).await?;
+    client
+        .end_session(first.session_id, &end_and_keep())
+        .await?;
     let second = client.create_session(&of_memory(256 * MIB)).await?;
     let error = client
         .resume_session(first.session_id)
         .await
-        .expect_err("its memory is somebody else's now");
+        .expect_err("its memory is committed to others");
     assert!(error.is(ErrorCode::NoCapacity), "{error}");
     client
         .end_session(second.session_id, &SessionEnd::default())
@@ -341,8 +369,8 @@ async fn memory_is_promised_as_often_as_configured() -> Result<()> {
     Ok(())
 }
 
-// proves: CYNAI.SANDBX.RuntimeContractBaseline
 #[tokio::test]
+// invariant: fail-closed
 async fn a_limit_that_can_not_be_kept_is_refused_unless_it_is_allowed_by_name() -> Result<()> {
     let world = World::new()?;
     // A host on which nothing can be mounted.
@@ -361,12 +389,12 @@ async fn a_limit_that_can_not_be_kept_is_refused_unless_it_is_allowed_by_name() 
         .await
         .expect_err("no disk");
     assert!(error.is(ErrorCode::LimitUnenforceable), "{error}");
-    let said = error.to_string();
+    let message = error.to_string();
     assert!(
-        said.contains("disk")
-            && said.contains("worker.allow_unenforced = [\"disk\"]")
-            && said.contains("not on this host"),
-        "{said}"
+        message.contains("disk")
+            && message.contains("worker.allow_unenforced = [\"disk\"]")
+            && message.contains("not on this host"),
+        "{message}"
     );
     assert_eq!(world.containers()?.len(), 0, "nothing was started");
     worker.shut_down().await?;
@@ -385,11 +413,11 @@ async fn a_limit_that_can_not_be_kept_is_refused_unless_it_is_allowed_by_name() 
         client.get_session(made.session_id).await?.unenforced,
         [Unenforced::Disk]
     );
-    assert_eq!(out(&client, &made, "echo runs").await?, "runs\n");
+    assert_eq!(output_of(&client, &made, "echo runs").await?, "runs\n");
     Ok(())
 }
 
-/// A disk of its own for the state directory, of this size. What is on it is in memory.
+/// A separate disk of this size for the state directory, in memory.
 fn small_disk(world: &World, bytes: u64) -> Result<std::path::PathBuf> {
     let state = world.state_dir();
     let mounted = Command::new("mount")
@@ -400,12 +428,13 @@ fn small_disk(world: &World, bytes: u64) -> Result<std::path::PathBuf> {
     Ok(state)
 }
 
-fn free(directory: &Path) -> Result<u64> {
+fn free_space(directory: &Path) -> Result<u64> {
     let stat = rustix::fs::statvfs(directory)?;
     Ok(stat.f_bavail * stat.f_frsize)
 }
 
 #[tokio::test]
+// invariant: disk
 async fn a_node_whose_disk_is_nearly_full_refuses_new_work_and_loses_nothing() -> Result<()> {
     let world = World::new()?;
     let state = small_disk(&world, 400 * MIB)?;
@@ -414,7 +443,7 @@ async fn a_node_whose_disk_is_nearly_full_refuses_new_work_and_loses_nothing() -
         .await?;
     let client = worker.client()?;
     let made = client.create_session(&with_disk(64 * MIB)).await?;
-    out(&client, &made, "echo precious > note").await?;
+    output_of(&client, &made, "echo precious > note").await?;
 
     let filler = state.join("filler");
     let fill_to = |left: u64| -> Result<()> {
@@ -423,7 +452,7 @@ async fn a_node_whose_disk_is_nearly_full_refuses_new_work_and_loses_nothing() -
             .append(true)
             .open(&filler)?;
         let have = file.metadata()?.len();
-        let more = free(&state)?
+        let more = free_space(&state)?
             .checked_sub(left)
             .context("less is free already")?;
         Ok(rustix::fs::fallocate(
@@ -444,7 +473,7 @@ async fn a_node_whose_disk_is_nearly_full_refuses_new_work_and_loses_nothing() -
     );
     assert!(format!("{:?}", client.readyz().await?).contains("min_free_bytes"));
     assert_eq!(
-        out(&client, &made, "cat note; echo more > second; echo still").await?,
+        output_of(&client, &made, "cat note; echo more > second; echo still").await?,
         "precious\nstill\n"
     );
     fill_to(20 * MIB)?;
@@ -466,10 +495,10 @@ async fn a_node_whose_disk_is_nearly_full_refuses_new_work_and_loses_nothing() -
         error.is(ErrorCode::NoSpace) && error.to_string().contains("min_free_bytes"),
         "{error}"
     );
-    // Ending needs no room, and gives some back.
+    // Ending needs no space and frees some.
     fs_err::remove_file(&filler)?;
     assert_eq!(
-        out(&client, &made, "cat note second").await?,
+        output_of(&client, &made, "cat note second").await?,
         "precious\nmore\n"
     );
     client.create_session(&with_disk(64 * MIB)).await?;
@@ -477,6 +506,7 @@ async fn a_node_whose_disk_is_nearly_full_refuses_new_work_and_loses_nothing() -
 }
 
 #[tokio::test]
+// invariant: disk
 async fn sandboxes_that_fill_the_nodes_disk_are_stopped_before_it_is_full() -> Result<()> {
     let world = World::new()?;
     let state = small_disk(&world, 2_048 * MIB)?;
@@ -484,7 +514,7 @@ async fn sandboxes_that_fill_the_nodes_disk_are_stopped_before_it_is_full() -> R
         .worker(&Options::default().set("min_free_bytes", &(1_200 * MIB).to_string()))
         .await?;
     let client = worker.client()?;
-    // More than the node has, each.
+    // Each more than the node has.
     let (one, two) = (
         client.create_session(&with_disk(8_192 * MIB)).await?,
         client.create_session(&with_disk(8_192 * MIB)).await?,
@@ -502,7 +532,7 @@ async fn sandboxes_that_fill_the_nodes_disk_are_stopped_before_it_is_full() -> R
     let full = eventually(
         "the node's disk is full",
         Duration::from_secs(240),
-        async || Ok(free(&state)? == 0),
+        async || Ok(free_space(&state)? == 0),
     );
     let fill = sh("echo precious > note; sync; dd if=/dev/zero of=big bs=1M");
     let filled = async {
@@ -521,12 +551,12 @@ async fn sandboxes_that_fill_the_nodes_disk_are_stopped_before_it_is_full() -> R
             "{exit:?}"
         );
     }
-    // What was said to be written is on the disk, once it is there; the files and the sessions are as they were.
+    // Acknowledged writes are on the disk; files and sessions are unchanged.
     rustix::fs::sync();
     assert!(
-        free(&state)? > 100 * MIB,
+        free_space(&state)? > 100 * MIB,
         "{} bytes are left",
-        free(&state)?
+        free_space(&state)?
     );
     assert_eq!(
         client.get_exec(quiet.session_id, until_told).await?.state,
@@ -538,18 +568,20 @@ async fn sandboxes_that_fill_the_nodes_disk_are_stopped_before_it_is_full() -> R
         .await?;
     assert!(metrics.contains("cynode_disk_stops_total"), "{metrics}");
     for made in [&one, &two] {
-        // Deleting makes room, and then it goes on.
+        // Deleting frees space, and work continues.
         client
             .delete_file(made.session_id, "big".as_ref(), false)
             .await?;
     }
-    eventually("there is room again", Duration::from_secs(60), async || {
-        Ok(free(&state)? > 1_300 * MIB)
-    })
+    eventually(
+        "there is space again",
+        Duration::from_secs(60),
+        async || Ok(free_space(&state)? > 1_300 * MIB),
+    )
     .await?;
     for made in [&one, &two] {
         assert_eq!(
-            out(
+            output_of(
                 &client,
                 made,
                 "cat note; dd if=/dev/zero of=some bs=1M count=50 2>/dev/null && sync && echo room"
@@ -574,7 +606,7 @@ async fn space_that_is_set_aside_counts_before_anything_is_written_into_it() -> 
         .await?;
     let client = worker.client()?;
     let made = client.create_session(&with_disk(8_192 * MIB)).await?;
-    // More than is left above the mark, and then written in one go.
+    // More than is left above the threshold, written in one go.
     let fill = sh("fallocate -l 1600M big && dd if=/dev/zero of=big bs=1M count=1600 conv=notrunc");
     let filled = client.exec(made.session_id, &fill).await?;
     assert!(
@@ -583,21 +615,22 @@ async fn space_that_is_set_aside_counts_before_anything_is_written_into_it() -> 
     );
     rustix::fs::sync();
     assert!(
-        free(&state)? > 100 * MIB,
+        free_space(&state)? > 100 * MIB,
         "{} bytes are left",
-        free(&state)?
+        free_space(&state)?
     );
     client
         .delete_file(made.session_id, "big".as_ref(), false)
         .await?;
     assert_eq!(
-        out(&client, &made, "echo still > here; cat here").await?,
+        output_of(&client, &made, "echo still > here; cat here").await?,
         "still\n"
     );
     Ok(())
 }
 
 #[tokio::test]
+// invariant: disk
 async fn disks_of_many_sizes_can_be_asked_for_at_once() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
@@ -610,14 +643,14 @@ async fn disks_of_many_sizes_can_be_asked_for_at_once() -> Result<()> {
             let bytes = (32 + number) * MIB;
             let made = client.create_session(&with_disk(bytes)).await?;
             ensure!(made.limits.disk_bytes == bytes, "{made:?}");
-            let blocks = out(
+            let blocks = output_of(
                 &client,
                 &made,
                 "df -k /workspace | tail -n 1 | tr -s ' ' | cut -d ' ' -f 2",
             )
             .await?;
             let size = blocks.trim().parse::<u64>()? << 10;
-            // What the file system itself needs is not in it.
+            // Excludes the file system's own overhead.
             ensure!(size <= bytes && size > bytes * 3 / 4, "{size} of {bytes}");
             Ok(())
         });

@@ -1,14 +1,14 @@
-//! Callers who go away, runtimes that fail, records that are lost: a session's files stay.
+//! Disconnected callers, failing runtimes, lost records: a session's files stay.
 
 use std::{os::unix::fs::PermissionsExt as _, time::Duration};
 
 use anyhow::{Context as _, Result};
 use cynode_api::{ErrorCode, Session, SessionEnd, SessionState, WorkspaceDisposal, WorkspaceRef};
-use cynode_client::{PutOptions, Readiness, WorkerClient};
+use cynode_client::{PutOptions, Readiness, SessionClient};
 use cynode_tests::{Options, RunningWorker, World, eventually, session, sh};
 use serde_json::Value;
 
-fn keep() -> SessionEnd {
+fn end_and_keep() -> SessionEnd {
     SessionEnd {
         workspace: Some(WorkspaceDisposal::Keep),
         ..Default::default()
@@ -16,15 +16,15 @@ fn keep() -> SessionEnd {
 }
 
 /// A session with a file in its workspace, ended with the workspace kept.
-async fn ended_with_a_file(client: &WorkerClient) -> Result<Session> {
+async fn ended_with_a_file(client: &SessionClient) -> Result<Session> {
     let made = client.create_session(&session()).await?;
     client
         .exec(made.session_id, &sh("echo precious > file"))
         .await?;
-    Ok(client.end_session(made.session_id, &keep()).await?)
+    Ok(client.end_session(made.session_id, &end_and_keep()).await?)
 }
 
-async fn file_of(client: &WorkerClient, made: &Session) -> Result<String> {
+async fn file_of(client: &SessionClient, made: &Session) -> Result<String> {
     Ok(client.exec(made.session_id, &sh("cat file")).await?.stdout)
 }
 
@@ -36,14 +36,15 @@ fn record_of(world: &World, made: &Session) -> std::path::PathBuf {
         .join("workspace.json")
 }
 
-/// A Podman whose service can't be started while the file `broken` is there.
-fn breakable(world: &World) -> Result<Options> {
+/// A Podman whose service can't start while the file `broken` exists.
+fn breakable_podman(world: &World) -> Result<Options> {
     let path = world.directory().join("podman");
     let broken = world.directory().join("broken");
     fs_err::write(
         &path,
         format!(
-            "#!/bin/sh\ncase \"$*\" in *'system service'*) [ ! -e '{}' ] || exit 1;; esac\nexec podman \"$@\"\n",
+            "#!/bin/sh\ncase \"$*\" in *'system service'*) [ ! -e '{}' ] || exit 1;; esac\nexec \
+             podman \"$@\"\n",
             broken.display()
         ),
     )?;
@@ -79,7 +80,7 @@ async fn a_resume_whose_caller_goes_away_is_carried_out() -> Result<()> {
         )
         .await
         .is_err(),
-        "it was to be cut off"
+        "the response was to be cut off"
     );
     eventually("the session runs", Duration::from_secs(20), async || {
         Ok(client.get_session(made.session_id).await?.state == SessionState::Running)
@@ -90,7 +91,7 @@ async fn a_resume_whose_caller_goes_away_is_carried_out() -> Result<()> {
 }
 
 #[tokio::test]
-async fn of_two_that_want_one_workspace_at_once_one_gets_it() -> Result<()> {
+async fn of_two_concurrent_sessions_for_one_workspace_one_gets_it() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -111,7 +112,9 @@ async fn of_two_that_want_one_workspace_at_once_one_gets_it() -> Result<()> {
         };
         assert!(refusal.is(ErrorCode::WorkspaceInUse), "{refusal}");
         assert_eq!(world.containers()?.len(), 1);
-        client.end_session(winner.session_id, &keep()).await?;
+        client
+            .end_session(winner.session_id, &end_and_keep())
+            .await?;
     }
     Ok(())
 }
@@ -120,11 +123,11 @@ async fn of_two_that_want_one_workspace_at_once_one_gets_it() -> Result<()> {
 async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()> {
     let world = World::new()?;
     let worker = world
-        .worker(&breakable(&world)?.set("runtime_timeout_seconds", "3"))
+        .worker(&breakable_podman(&world)?.set("runtime_timeout_seconds", "3"))
         .await?;
     let client = worker.client()?;
     let made = client.create_session(&session()).await?;
-    // By the file call alone: no command ever ran in it.
+    // Through the file call alone: no command ever ran in it.
     client
         .put_file(
             made.session_id,
@@ -133,7 +136,7 @@ async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()
             &PutOptions::default(),
         )
         .await?;
-    client.end_session(made.session_id, &keep()).await?;
+    client.end_session(made.session_id, &end_and_keep()).await?;
     fs_err::write(world.directory().join("broken"), "")?;
     kill_service(&world)?;
     let error = client
@@ -146,7 +149,7 @@ async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()
         SessionState::Ended,
         "as it was"
     );
-    // Nor does another session that fails on the same files keep them mounted.
+    // Another session that fails on the same files doesn't keep them mounted either.
     let mut other = session();
     (other.task_id, other.workspace_ref) = (
         made.task_id,
@@ -155,7 +158,7 @@ async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()
     client.create_session(&other).await.expect_err("no runtime");
     assert!(
         !fs_err::read_to_string("/proc/self/mountinfo")?.contains(&made.workspace_id.to_string()),
-        "its disk is mounted for nobody"
+        "the disk is not mounted"
     );
     fs_err::remove_file(world.directory().join("broken"))?;
     client.resume_session(made.session_id).await?;
@@ -166,7 +169,7 @@ async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()
 #[tokio::test]
 async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<()> {
     let world = World::new()?;
-    let options = breakable(&world)?.set("runtime_timeout_seconds", "3");
+    let options = breakable_podman(&world)?.set("runtime_timeout_seconds", "3");
     let mut worker = world.worker(&options).await?;
     let made = worker.client()?.create_session(&session()).await?;
     worker.kill()?;
@@ -174,7 +177,7 @@ async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<(
     fs_err::write(world.directory().join("broken"), "")?;
     let mut worker = world.start_worker(&options)?;
     eventually(
-        "the worker says what it waits for",
+        "the worker logs what it waits for",
         Duration::from_secs(20),
         async || {
             let Ok(client) = worker.client() else {
@@ -188,7 +191,7 @@ async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<(
     )
     .await?;
     let client = worker.client()?;
-    // What runs needs no runtime; what is new can't be had.
+    // Running sessions need no runtime; new ones fail.
     assert_eq!(
         client.exec(made.session_id, &sh("echo here")).await?.stdout,
         "here\n"
@@ -198,7 +201,7 @@ async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<(
         .await
         .expect_err("no runtime");
     assert!(error.is(ErrorCode::RuntimeUnavailable), "{error}");
-    // Told to stop meanwhile, it does not wait for the runtime; the next one finds everything.
+    // A stop request meanwhile doesn't wait for the runtime; the next worker finds everything.
     worker.signal(rustix::process::Signal::TERM)?;
     assert!(worker.wait(Duration::from_secs(30)).await?.success());
     fs_err::remove_file(world.directory().join("broken"))?;
@@ -217,7 +220,7 @@ async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<(
 async fn a_worker_is_ready_while_its_runtime_is_slow_and_not_when_it_is_gone() -> Result<()> {
     let world = World::new()?;
     let worker = world
-        .worker(&breakable(&world)?.set("runtime_timeout_seconds", "25"))
+        .worker(&breakable_podman(&world)?.set("runtime_timeout_seconds", "25"))
         .await?;
     let client = worker.client()?;
     signal_service(&world, rustix::process::Signal::STOP)?;
@@ -227,10 +230,10 @@ async fn a_worker_is_ready_while_its_runtime_is_slow_and_not_when_it_is_gone() -
     }
     signal_service(&world, rustix::process::Signal::CONT)?;
     client.create_session(&session()).await?;
-    // One that is gone and can't be had again is said to be so at once.
+    // A session that is gone and can't be resumed is reported at once.
     fs_err::write(world.directory().join("broken"), "")?;
     kill_service(&world)?;
-    eventually("the worker says so", Duration::from_secs(60), async || {
+    eventually("the worker logs it", Duration::from_secs(60), async || {
         Ok(!matches!(client.readyz().await?, Readiness::Ready))
     })
     .await?;
@@ -266,7 +269,7 @@ async fn keeping_on_purpose_has_no_end_and_use_takes_the_date_away() -> Result<(
         date(&made)?.is_string(),
         "a lost session's workspace is kept for a while"
     );
-    client.end_session(made.session_id, &keep()).await?;
+    client.end_session(made.session_id, &end_and_keep()).await?;
     assert!(date(&made)?.is_null(), "kept on purpose");
     Ok(())
 }
@@ -297,7 +300,7 @@ async fn records_that_are_gone_or_broken_lose_no_workspace() -> Result<()> {
     for made in [&gone, &broken, &running] {
         assert_eq!(file_of(&client, made).await?, "precious\n");
     }
-    // A new one shares its ids with none of them.
+    // A new session shares its ids with none of them.
     let fresh = client.create_session(&session()).await?;
     let owner = |made: &Session| -> Result<u32> {
         use std::os::unix::fs::MetadataExt as _;
@@ -346,7 +349,8 @@ async fn sessions_and_execs_that_have_ended_hold_no_descriptor() -> Result<()> {
     for _ in 0..5 {
         round().await?;
     }
-    // Connections of the client and of Podman's service come and go; what is kept of a round would show five times.
+    // Connections of the client and of Podman's service come and go; a leak per round would show
+    // five times.
     eventually(
         "no descriptor is kept",
         Duration::from_secs(20),

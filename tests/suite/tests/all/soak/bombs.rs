@@ -1,4 +1,4 @@
-//! Ten sandboxes that each burn something, and a neighbour that works.
+//! Ten sandboxes that each exhaust a resource, and a neighbour that works.
 
 use std::{
     path::Path,
@@ -12,10 +12,10 @@ use cynode_tests::{BOMBS, Options, Random, World, session, sh};
 
 use super::{Tally, length};
 
-/// No single call takes this long, whatever burns beside it.
+/// The timeout of a single call, whatever runs beside it.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// `make soak`.
+/// Run by `make soak`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn soak_a_neighbour_of_ten_bombs_works_on() -> Result<()> {
     let mut random = Random::seeded();
@@ -24,7 +24,7 @@ async fn soak_a_neighbour_of_ten_bombs_works_on() -> Result<()> {
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let neighbour = client.create_session(&session()).await?.session_id;
-    let small = LimitsRequest {
+    let cluster = LimitsRequest {
         memory_bytes: Some(128 << 20),
         pids: Some(128),
         cpus: Some(0.5),
@@ -35,7 +35,7 @@ async fn soak_a_neighbour_of_ten_bombs_works_on() -> Result<()> {
     for script in BOMBS {
         let id = client
             .create_session(&SessionCreate {
-                limits: Some(small),
+                limits: Some(cluster),
                 ..session()
             })
             .await?
@@ -109,7 +109,8 @@ async fn soak_a_neighbour_of_ten_bombs_works_on() -> Result<()> {
     #[expect(clippy::print_stdout, reason = "the report of the run")]
     {
         println!(
-            "soak: bombs: {} for {} s, their neighbour did {} things, all right, the slowest in {} ms, nothing left; {done}; CYNODE_SEED={seed}",
+            "soak: bombs: {} for {} s, their neighbour did {} things, all right, the slowest in \
+             {} ms, nothing left; {done}; CYNODE_SEED={seed}",
             BOMBS.len(),
             length.as_secs(),
             done.total(),

@@ -1,4 +1,4 @@
-//! Eight clients do at random what clients do, and each knows what every answer must be.
+//! Eight clients make random calls, and each predicts every response.
 
 use std::{
     collections::BTreeMap,
@@ -11,20 +11,20 @@ use cynode_api::{
     ErrorCode, ExecRequest, ExecState, LimitsRequest, ListRequest, PatchRequest, SessionCreate,
     SessionEnd, SessionId, SessionPatch, SessionState, TaskId, WorkspaceDisposal,
 };
-use cynode_client::{Error, OutputQuery, PtyMessage, PtyOpen, PutOptions, WorkerClient};
+use cynode_client::{Error, OutputQuery, PtyMessage, PtyOpen, PutOptions, SessionClient};
 use cynode_tests::{Options, Random, World, sh};
 
 use super::{Tally, length};
 
 const CLIENTS: usize = 8;
-/// Sessions that one client has at once.
-const MOST: usize = 4;
-/// Changed by patches alone.
-const PATCHED: &str = "patched.txt";
-/// No single call takes this long, however much goes on.
-const LIMIT: Duration = Duration::from_secs(120);
+/// The maximum number of sessions of one client.
+const MAX_SESSIONS_PER_CLIENT: usize = 4;
+/// A file that only patches change.
+const PATCHED_FILE: &str = "patched.txt";
+/// The timeout of a single call, whatever runs beside it.
+const CALL_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A session as it must be.
+/// The expected state of a session.
 struct Model {
     id: SessionId,
     running: bool,
@@ -32,13 +32,13 @@ struct Model {
 }
 
 struct Client {
-    client: WorkerClient,
+    client: SessionClient,
     random: Random,
     sessions: Vec<Model>,
     done: Tally,
 }
 
-/// What a client can do, each as often as it stands here.
+/// The steps of a client, weighted by repetition.
 const STEPS: [Step; 24] = [
     ("create", |client| Box::pin(client.create())),
     ("create", |client| Box::pin(client.create())),
@@ -74,7 +74,7 @@ const STEPS: [Step; 24] = [
     ("resume", |client| Box::pin(client.resume())),
 ];
 
-/// Its name, and what it does; false when there is nothing that it could be done with.
+/// A step's name and its action, which returns false if it can't be done now.
 type Step = (
     &'static str,
     for<'a> fn(&'a mut Client) -> std::pin::Pin<Box<dyn Future<Output = Result<bool>> + Send + 'a>>,
@@ -83,12 +83,12 @@ type Step = (
 fn refused_with<T: std::fmt::Debug>(answer: Result<T, Error>, code: ErrorCode) -> Result<()> {
     match answer {
         Err(error) if error.is(code) => Ok(()),
-        other => bail!("{code:?} was due, not {other:?}"),
+        other => bail!("expected {code:?}, got {other:?}"),
     }
 }
 
 impl Client {
-    /// A running session, by chance.
+    /// A random running session.
     fn pick(&mut self) -> Option<usize> {
         let running: Vec<usize> = (0..self.sessions.len())
             .filter(|index| self.sessions[*index].running)
@@ -105,12 +105,12 @@ impl Client {
     }
 
     async fn create(&mut self) -> Result<bool> {
-        if self.sessions.len() == MOST {
+        if self.sessions.len() == MAX_SESSIONS_PER_CLIENT {
             return Ok(false);
         }
         let mut request = SessionCreate::new(TaskId::generate(), SessionId::generate(), "default");
         request.pty_allowed = Some(true);
-        // Half of them fit what is made ahead.
+        // Half of them match the pool.
         if self.below(2) == 0 {
             request.limits = Some(LimitsRequest {
                 pids: Some(100),
@@ -128,7 +128,7 @@ impl Client {
         let again = self.client.create_session(&request).await?;
         ensure!(
             again.workspace_id == made.workspace_id,
-            "the same request made {again:?} after {made:?}"
+            "the same request created {again:?} after {made:?}"
         );
         self.sessions.push(Model {
             id: request.session_id,
@@ -244,7 +244,7 @@ impl Client {
             text.lines()
                 .map(str::parse::<usize>)
                 .eq((1..=lines).map(Ok)),
-            "{lines} lines were due, not {text:?}"
+            "expected {lines} lines, got {text:?}"
         );
         ensure!(self.client.get_exec(id, exec).await?.state == ExecState::Exited);
         Ok(true)
@@ -306,7 +306,7 @@ impl Client {
         Ok(true)
     }
 
-    /// Whether a file is as it must be.
+    /// Checks a file against its expected content.
     async fn check(&self, index: usize, name: &str) -> Result<()> {
         let Model { id, files, .. } = &self.sessions[index];
         let answer = self.client.get_file(*id, Path::new(name)).await;
@@ -320,7 +320,7 @@ impl Client {
         }
         ensure!(
             found == *expected,
-            "{name} of {id} has {} bytes that are not the {} that were written",
+            "{name} of {id} has {} bytes that differ from the {} written",
             found.len(),
             expected.len()
         );
@@ -376,10 +376,10 @@ impl Client {
         let (line, fits) = (self.random.number().to_string(), self.below(4) > 0);
         let Model { id, files, .. } = &mut self.sessions[index];
         let diff = |before: &str| {
-            format!("--- a/{PATCHED}\n+++ b/{PATCHED}\n@@ -1 +1 @@\n-{before}\n+{line}\n")
+            format!("--- a/{PATCHED_FILE}\n+++ b/{PATCHED_FILE}\n@@ -1 +1 @@\n-{before}\n+{line}\n")
         };
-        let diff = match files.get(PATCHED) {
-            None => format!("--- /dev/null\n+++ b/{PATCHED}\n@@ -0,0 +1 @@\n+{line}\n"),
+        let diff = match files.get(PATCHED_FILE) {
+            None => format!("--- /dev/null\n+++ b/{PATCHED_FILE}\n@@ -0,0 +1 @@\n+{line}\n"),
             Some(_) if !fits => diff("never written"),
             Some(before) => diff(std::str::from_utf8(before)?.trim_end()),
         };
@@ -393,13 +393,13 @@ impl Client {
                 },
             )
             .await;
-        if files.contains_key(PATCHED) && !fits {
+        if files.contains_key(PATCHED_FILE) && !fits {
             refused_with(answer, ErrorCode::PatchRejected)?;
         } else {
             answer?;
-            files.insert(PATCHED.to_owned(), format!("{line}\n").into_bytes());
+            files.insert(PATCHED_FILE.to_owned(), format!("{line}\n").into_bytes());
         }
-        self.check(index, PATCHED).await?;
+        self.check(index, PATCHED_FILE).await?;
         Ok(true)
     }
 
@@ -454,7 +454,7 @@ impl Client {
             match pty
                 .next()
                 .await?
-                .context("the terminal closed without a word")?
+                .context("the terminal closed without an exit message")?
             {
                 PtyMessage::Ready if !typed => {
                     typed = true;
@@ -527,9 +527,9 @@ impl Client {
     async fn run(mut self, until: Instant) -> Result<Self> {
         while Instant::now() < until {
             let (name, step) = STEPS[self.below(STEPS.len())];
-            let done = tokio::time::timeout(LIMIT, step(&mut self))
+            let done = tokio::time::timeout(CALL_TIMEOUT, step(&mut self))
                 .await
-                .with_context(|| format!("{name} took more than {LIMIT:?}"))?;
+                .with_context(|| format!("{name} took more than {CALL_TIMEOUT:?}"))?;
             if done.with_context(|| name.to_owned())? {
                 self.done.count(name);
             }
@@ -540,10 +540,10 @@ impl Client {
 
 fn sha256(bytes: &[u8]) -> String {
     use sha2::Digest as _;
-    cynode_tests::hex(&sha2::Sha256::digest(bytes))
+    hex::encode(sha2::Sha256::digest(bytes))
 }
 
-/// `make soak`.
+/// Run by `make soak`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn soak_eight_clients_at_random_get_the_right_answers() -> Result<()> {
     let mut random = Random::seeded();
@@ -585,7 +585,8 @@ async fn soak_eight_clients_at_random_get_the_right_answers() -> Result<()> {
     #[expect(clippy::print_stdout, reason = "the report of the run")]
     {
         println!(
-            "soak: mix: {CLIENTS} clients for {} s, {} steps, all answers right, nothing left; worker's memory {} MiB, at most {} MiB; {done}; CYNODE_SEED={seed}",
+            "soak: mix: {CLIENTS} clients for {} s, {} steps, all answers right, nothing left; \
+             worker's memory {} MiB, at most {} MiB; {done}; CYNODE_SEED={seed}",
             length.as_secs(),
             done.total(),
             now >> 20,

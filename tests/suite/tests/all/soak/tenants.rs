@@ -1,5 +1,5 @@
-//! Three hostile tenants do everything they can to an orchestrator and a node while eight honest ones work: no honest call fails,
-//! health checks are answered, and memory stays bounded.
+//! Three hostile tenants attack an orchestrator and a node while eight honest ones work: no honest
+//! call fails, health checks are answered, and memory stays bounded.
 
 use std::{
     collections::BTreeMap,
@@ -23,20 +23,20 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{Tally, length};
-use crate::plane::nodes::Fleet;
+use crate::orchestrator::nodes::Fleet;
 
 const HONEST: usize = 8;
 const HOSTILE: usize = 3;
-/// No honest call takes this long.
+/// The timeout of an honest call.
 const CALL_LIMIT: Duration = Duration::from_secs(60);
-/// Neither process may ever hold more.
+/// The memory bound of either process.
 const MEMORY_LIMIT: u64 = 300 << 20;
-/// How long one attack holds what it has taken.
-const HOLD: Duration = Duration::from_secs(10);
-/// Connections of one trickling attack; three tenants together exceed what a listener serves.
+/// How long an attack keeps what it occupies.
+const STALL: Duration = Duration::from_secs(10);
+/// Connections of one trickling attack; three tenants together exceed a listener's capacity.
 const TRICKLES: usize = 1_500;
 
-/// What every tenant needs to know of the system.
+/// The addresses and credentials of one tenant.
 #[derive(Clone, Debug)]
 struct Tenant {
     api: String,
@@ -46,7 +46,7 @@ struct Tenant {
 }
 
 impl Tenant {
-    /// A user of its own with a token of its own.
+    /// A separate user with a separate token.
     async fn new(fleet: &Fleet, name: &str) -> Result<Self> {
         let admin = fleet.orchestrator.client()?;
         let (api, control) = (fleet.orchestrator.url()?, fleet.orchestrator.control_url()?);
@@ -110,7 +110,7 @@ fn address(url: &str) -> &str {
     url.trim_start_matches("http://").trim_end_matches('/')
 }
 
-/// One honest round: everything a client does in a day, with every answer checked.
+/// One honest round: everything that a client does in a day, with every response checked.
 async fn honest_round(tenant: &Tenant, random: &mut Random, done: &mut Tally) -> Result<()> {
     let task = tenant
         .client
@@ -253,7 +253,7 @@ async fn trickle(url: &str, head: String) -> Result<()> {
         drop(stream.write_all(head.as_bytes()).await);
         connections.push(stream);
     }
-    let until = Instant::now() + HOLD;
+    let until = Instant::now() + STALL;
     let mut pace = tokio::time::interval(Duration::from_secs(1));
     while Instant::now() < until {
         for stream in &mut connections {
@@ -296,13 +296,14 @@ async fn stalled_uploads(tenant: &Tenant, session: SessionId) -> Result<()> {
         .into_bytes();
     bytes.extend(vec![0; 256 << 10]);
     held.extend(open(&tenant.api, 24, &bytes).await);
-    tokio::time::sleep(HOLD).await;
+    tokio::time::sleep(STALL).await;
     drop(held);
     Ok(())
 }
 
 async fn unread_listings(tenant: &Tenant, session: SessionId) -> Result<()> {
-    let script = "mkdir -p many; cd many; i=0; while [ $i -lt 5000 ]; do : > \"$i-$(printf %0200d 0)\"; i=$((i+1)); done";
+    let script = "mkdir -p many; cd many; i=0; while [ $i -lt 5000 ]; do : > \"$i-$(printf %0200d \
+                  0)\"; i=$((i+1)); done";
     drop(tenant.client.sessions().exec(session, &sh(script)).await);
     let body = json!({"path": "many", "depth": 10, "max_entries": 10_000}).to_string();
     let head = tenant.head(
@@ -314,7 +315,7 @@ async fn unread_listings(tenant: &Tenant, session: SessionId) -> Result<()> {
         ),
     );
     let held = open(&tenant.api, 40, format!("{head}{body}").as_bytes()).await;
-    tokio::time::sleep(HOLD).await;
+    tokio::time::sleep(STALL).await;
     drop(held);
     Ok(())
 }
@@ -336,7 +337,7 @@ async fn large_tasks(tenant: &Tenant) -> Result<()> {
         tenant.head("GET", "/v1/tasks?limit=1000", "").as_bytes(),
     )
     .await;
-    tokio::time::sleep(HOLD / 2).await;
+    tokio::time::sleep(STALL / 2).await;
     drop(held);
     Ok(())
 }
@@ -403,7 +404,7 @@ async fn spaces(tenant: &Tenant, session: SessionId) -> Result<()> {
 }
 
 async fn bad_tokens(tenant: &Tenant) -> Result<()> {
-    let until = Instant::now() + HOLD / 2;
+    let until = Instant::now() + STALL / 2;
     let mut number = 0;
     let client = reqwest::Client::builder().no_proxy().build()?;
     while Instant::now() < until {
@@ -446,7 +447,8 @@ async fn hang_up(tenant: &Tenant, session: SessionId) -> Result<()> {
         let body = json!({"argv": ["sh", "-c", "sleep 0.2; echo ran >> ran"], "timeout_ms": 5000})
             .to_string();
         let rest = format!(
-            "connection: keep-alive, X-Cynode-Call\r\ncontent-type: application/json\r\ncontent-length: {}\r\n",
+            "connection: keep-alive, X-Cynode-Call\r\ncontent-type: \
+             application/json\r\ncontent-length: {}\r\n",
             body.len()
         );
         let head = tenant.head("POST", &format!("/v1/sessions/{session}/exec"), &rest);
@@ -455,7 +457,7 @@ async fn hang_up(tenant: &Tenant, session: SessionId) -> Result<()> {
     Ok(())
 }
 
-/// One hostile tenant: two attacks at a time, in an order of its own.
+/// One hostile tenant: two attacks at a time, in its own order.
 async fn hostile(tenant: Tenant, mut random: Random, stop: CancellationToken) -> Result<Tally> {
     let mut done = Tally::default();
     let mut session = tenant.session().await?;
@@ -472,7 +474,7 @@ async fn hostile(tenant: Tenant, mut random: Random, stop: CancellationToken) ->
         }
         done.count(first.0);
         done.count(second.0);
-        // What it did to its own sandbox is its own loss.
+        // Damage to its own sandbox is the tenant's own loss.
         if tenant
             .client
             .sessions()
@@ -487,7 +489,7 @@ async fn hostile(tenant: Tenant, mut random: Random, stop: CancellationToken) ->
     Ok(done)
 }
 
-/// How long health checks take, each on a connection of its own, as a load balancer asks.
+/// The duration of health checks, each on a new connection, like a load balancer's.
 async fn probe(url: String, stop: CancellationToken) -> Result<Vec<Duration>> {
     let mut taken = Vec::new();
     let mut pace = tokio::time::interval(Duration::from_millis(20));
@@ -518,7 +520,7 @@ async fn probe(url: String, stop: CancellationToken) -> Result<Vec<Duration>> {
     Ok(taken)
 }
 
-/// `make soak`.
+/// Run by `make soak`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn soak_eight_honest_tenants_work_beside_three_hostile_ones() -> Result<()> {
     let mut random = Random::seeded();
@@ -584,7 +586,9 @@ async fn soak_eight_honest_tenants_work_beside_three_hostile_ones() -> Result<()
     #[expect(clippy::print_stdout, reason = "the report of the run")]
     {
         println!(
-            "soak: tenants: {HONEST} honest and {HOSTILE} hostile for {} s; every honest call right: {worked}; attacks: {attacked}; /healthz {latencies:?}; peak memory orchestrator {} MiB, worker {} MiB; CYNODE_SEED={seed}",
+            "soak: tenants: {HONEST} honest and {HOSTILE} hostile for {} s; every honest call \
+             right: {worked}; attacks: {attacked}; /healthz {latencies:?}; peak memory \
+             orchestrator {} MiB, worker {} MiB; CYNODE_SEED={seed}",
             length.as_secs(),
             peaks[0] >> 20,
             peaks[1] >> 20

@@ -1,0 +1,201 @@
+//! How callers see the errors of the layers below: their codes, texts and remedies.
+
+use axum::response::{IntoResponse, Response};
+use cynode_api::{ErrorCode, Problem};
+use cynode_service::ApiError;
+
+use crate::{
+    audit, blobs,
+    blobs::StageError,
+    db::{self, Missing, QuotaExceeded},
+    fleet::{self, CallError},
+    jobs, output, placement, sessions,
+};
+
+impl From<db::Error> for ApiError {
+    fn from(error: db::Error) -> Self {
+        use db::Error;
+        let code = match &error {
+            Error::Unavailable => ErrorCode::StoreUnavailable,
+            Error::Statement | Error::Undecodable(_) => ErrorCode::Internal,
+            Error::NotFound(Missing::Session(_)) => ErrorCode::SessionNotFound,
+            Error::NotFound(Missing::Job(_)) => ErrorCode::JobNotFound,
+            Error::NotFound(_) => ErrorCode::NotFound,
+            Error::DanglingReference | Error::CursorAhead { .. } => ErrorCode::InvalidRequest,
+            Error::Duplicate | Error::ImageExists => ErrorCode::AlreadyExists,
+            Error::ImageNameTaken { .. } => {
+                return Problem::new(ErrorCode::AlreadyExists, error.to_string())
+                    .with_remedy(
+                        "Name the image by its whole reference, with registry and repository; \
+                         an administrator can add a version to an image.",
+                    )
+                    .into();
+            }
+            Error::StaleRevision { .. } | Error::StalePolicy { .. } => {
+                ErrorCode::PreconditionFailed
+            }
+            Error::CursorExpired { .. } => ErrorCode::CursorExpired,
+            Error::Quota(quota) => return quota.clone().into(),
+            Error::Blob(blob) => return blob.clone().into(),
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl From<QuotaExceeded> for ApiError {
+    fn from(error: QuotaExceeded) -> Self {
+        let problem = Problem::new(ErrorCode::QuotaExceeded, error.to_string());
+        match error {
+            QuotaExceeded::Sandbox { max, field, .. } => problem
+                .with_remedy(format!(
+                    "Ask for at most {max} in limits.{field}, \
+                     or have an administrator raise the quota."
+                ))
+                .into(),
+            QuotaExceeded::Total { .. } => problem.into(),
+        }
+    }
+}
+
+impl From<blobs::Error> for ApiError {
+    fn from(error: blobs::Error) -> Self {
+        use blobs::Error;
+        let code = match &error {
+            Error::Unavailable => ErrorCode::StoreUnavailable,
+            Error::NotFound => ErrorCode::NotFound,
+            Error::TooLarge { .. } => ErrorCode::TooLarge,
+            Error::HashMismatch { .. } => ErrorCode::PreconditionFailed,
+            Error::NoSpace { .. } => ErrorCode::NoSpace,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl<E: Into<Self>> From<StageError<E>> for ApiError {
+    fn from(error: StageError<E>) -> Self {
+        match error {
+            StageError::Store(error) => error.into(),
+            StageError::Source(error) => error.into(),
+        }
+    }
+}
+
+impl From<fleet::Error> for ApiError {
+    fn from(error: fleet::Error) -> Self {
+        match error {
+            fleet::Error::Db(error) => error.into(),
+            fleet::Error::Address { .. } => {
+                Self::new(ErrorCode::NodeUnreachable, error.to_string())
+            }
+        }
+    }
+}
+
+impl From<CallError> for ApiError {
+    fn from(error: CallError) -> Self {
+        match error {
+            CallError::Refused(problem) => (*problem).into(),
+            CallError::NotSent(_) | CallError::Unknown(_) => {
+                Self::new(ErrorCode::NodeUnreachable, error.to_string())
+            }
+        }
+    }
+}
+
+impl From<placement::Error> for ApiError {
+    fn from(error: placement::Error) -> Self {
+        use placement::Error;
+        let code = match error {
+            Error::Db(error) => return error.into(),
+            Error::Denied(denial) => return denial,
+            Error::ImageNotAllowed { .. } | Error::ImageUnpinned { .. } => {
+                ErrorCode::ImageNotAllowed
+            }
+            Error::ImageNotCompatible { .. } => ErrorCode::ImageNotCompatible,
+            Error::ImagePending { .. } => ErrorCode::ImagePending,
+            Error::WorkspaceNotFound(_) => ErrorCode::WorkspaceNotFound,
+            Error::WorkspaceNodeLimit { .. } | Error::LimitUnenforceable(_) => {
+                ErrorCode::LimitUnenforceable
+            }
+            Error::WorkspaceNodeLabel { .. } | Error::NoNode(_) => ErrorCode::NoCapacity,
+        };
+        let problem = Problem::new(code, error.to_string());
+        match error.remedy() {
+            Some(remedy) => problem.with_remedy(remedy).into(),
+            None => problem.into(),
+        }
+    }
+}
+
+impl From<sessions::Error> for ApiError {
+    fn from(error: sessions::Error) -> Self {
+        use sessions::Error;
+        let code = match error {
+            Error::Db(error) => return error.into(),
+            Error::Fleet(error) => return error.into(),
+            Error::Call(error) => return error.into(),
+            Error::Placement(error) => return error.into(),
+            Error::CreationPending { session_id, call } => {
+                return Self::from(call).with_remedy(format!(
+                    "Creation continues when the node answers: show session {session_id}, \
+                     or repeat the request with it as session_id."
+                ));
+            }
+            Error::IdInUse(_) => ErrorCode::SessionIdInUse,
+            Error::Gone => ErrorCode::SessionNotFound,
+            Error::Interrupted => ErrorCode::Internal,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl From<jobs::Error> for ApiError {
+    fn from(error: jobs::Error) -> Self {
+        use jobs::Error;
+        let code = match error {
+            Error::Db(error) => return error.into(),
+            Error::Placement(error) => return error.into(),
+            Error::IdInUse(_) => ErrorCode::JobIdInUse,
+            Error::TokenInvalid => ErrorCode::Unauthorized,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl From<output::Error> for ApiError {
+    fn from(error: output::Error) -> Self {
+        match error {
+            output::Error::Call(error) => error.into(),
+            output::Error::Store(error) => error.into(),
+            output::Error::Encode(error) => Self::new(ErrorCode::Internal, error.to_string()),
+        }
+    }
+}
+
+impl From<audit::Error> for ApiError {
+    fn from(error: audit::Error) -> Self {
+        use audit::Error;
+        let code = match error {
+            Error::Db(error) => return error.into(),
+            Error::Fleet(error) => return error.into(),
+            Error::Unavailable | Error::WriterBehind => ErrorCode::StoreUnavailable,
+            Error::Unaudited
+            | Error::CheckpointsUnwritable
+            | Error::CheckpointsUnreadable
+            | Error::Interrupted => ErrorCode::Internal,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl IntoResponse for db::Error {
+    fn into_response(self) -> Response {
+        ApiError::from(self).into_response()
+    }
+}
+
+impl IntoResponse for audit::Error {
+    fn into_response(self) -> Response {
+        ApiError::from(self).into_response()
+    }
+}

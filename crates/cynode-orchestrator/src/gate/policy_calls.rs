@@ -1,0 +1,361 @@
+//! What policies see of a call: its program, image, limits and every path that it touches.
+
+use std::borrow::Cow;
+
+use base64::{Engine as _, engine::general_purpose::STANDARD};
+use cynode_api::{LimitsRequest, file_limits};
+use cynode_patch::Patch;
+use cynode_policy::{Action, Call, CallLimits, within_workspace};
+use cynode_service::ApiError;
+use serde::Deserialize as _;
+use serde_json::{Map, Value, json};
+
+/// The number of a diff's paths that a record lists.
+const RECORDED_PATHS: usize = 100;
+/// Longer diffs are parsed on a blocking thread.
+const INLINE_DIFF_BYTES: usize = 64 * 1024;
+
+/// The limits in a body. The handler refuses malformed ones.
+fn limits(body: &Value) -> CallLimits {
+    policy_limits(LimitsRequest::deserialize(&body["limits"]).unwrap_or_default())
+}
+
+/// Limits in the units that policies compare.
+pub(crate) fn policy_limits(requested: LimitsRequest) -> CallLimits {
+    let limits = requested.or_default();
+    // Rounded up, so that a rule that allows two processors does not allow 2.0001.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the cast saturates, and limits that no node can give are refused later"
+    )]
+    let millicpus = (limits.cpus * 1_000.0).ceil() as i64;
+    CallLimits {
+        memory_bytes: i64::try_from(limits.memory_bytes).unwrap_or(i64::MAX),
+        millicpus,
+        pids: limits.pids.into(),
+        disk_bytes: i64::try_from(limits.disk_bytes).unwrap_or(i64::MAX),
+        nofile: i64::try_from(limits.nofile).unwrap_or(i64::MAX),
+    }
+}
+
+/// The call as policies see it: one [`Call`] for each path that it touches.
+#[derive(Debug, Default)]
+pub(crate) struct PolicyCalls<'a> {
+    call: Call,
+    /// The directory of relative paths, stored once because thousands of paths may share it.
+    base: Option<String>,
+    paths: Vec<Cow<'a, str>>,
+}
+
+impl<'a> PolicyCalls<'a> {
+    pub(crate) fn new(
+        action: Action,
+        body: &Value,
+        query: &[(String, String)],
+        archive_paths: impl Iterator<Item = &'a str>,
+    ) -> Result<Self, ApiError> {
+        let base = (action == Action::FileImport).then(|| queried_path(query));
+        let paths = match action {
+            // The empty path is the directory itself.
+            Action::FileImport => std::iter::once("")
+                .chain(archive_paths)
+                .map(Cow::Borrowed)
+                .collect(),
+            Action::FilePatch => patched_paths(body)?.into_iter().map(Cow::Owned).collect(),
+            _ => paths(action, body, query)
+                .into_iter()
+                .map(Cow::Owned)
+                .collect(),
+        };
+        Ok(Self {
+            call: call(action, body, query),
+            base,
+            paths,
+        })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.paths.len().max(1)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Call> {
+        let with_path = |path: &Cow<'_, str>| {
+            let path = match &self.base {
+                Some(base) => within_workspace(&format!("{base}/{path}")),
+                None => within_workspace(path),
+            };
+            Call {
+                path: Some(path),
+                ..self.call.clone()
+            }
+        };
+        let without_path = self.paths.is_empty().then(|| self.call.clone());
+        self.paths.iter().map(with_path).chain(without_path)
+    }
+
+    /// Lists the files that a diff touches. Other calls name theirs in the query or body.
+    pub(crate) fn describe(&self, action: Action, detail: &mut Map<String, Value>) {
+        if action == Action::FilePatch {
+            detail.insert(
+                "paths".to_owned(),
+                self.paths
+                    .iter()
+                    .take(RECORDED_PATHS)
+                    .map(|path| json!(path))
+                    .collect(),
+            );
+            detail.insert("path_count".to_owned(), json!(self.paths.len()));
+        }
+    }
+}
+
+fn call(action: Action, body: &Value, query: &[(String, String)]) -> Call {
+    let text = |name: &str| body.get(name).and_then(Value::as_str).map(str::to_owned);
+    let mut call = Call::default();
+    match action {
+        Action::SessionExec => call.program = body["argv"][0].as_str().map(str::to_owned),
+        Action::JobCreate => {
+            call.program = body["command"][0].as_str().map(str::to_owned);
+            call.image = text("image_ref");
+            call.network = text("network_policy");
+            call.limits = Some(limits(body));
+        }
+        Action::SessionCreate => {
+            call.image = text("image_ref");
+            call.network = text("network_policy");
+            call.limits = Some(limits(body));
+            call.pty = body["pty_allowed"].as_bool().unwrap_or(false);
+        }
+        Action::SessionPty => {
+            call.pty = true;
+            call.program = query
+                .iter()
+                .find(|(name, _)| name == "argv")
+                .map(|(_, value)| value.clone());
+        }
+        Action::TokenCreate => call.token_kind = text("kind"),
+        _ => {}
+    }
+    call
+}
+
+fn paths(action: Action, body: &Value, query: &[(String, String)]) -> Vec<String> {
+    // Paths that are not UTF-8 are passed as base64.
+    let named = |name: &str| -> Vec<String> {
+        let text = |name: &str| body.get(name).and_then(Value::as_str);
+        let bytes = text(&format!("{name}_b64"))
+            .and_then(|text| STANDARD.decode(text).ok())
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        text(name)
+            .map(str::to_owned)
+            .into_iter()
+            .chain(bytes)
+            .collect()
+    };
+    match action {
+        Action::FileRead | Action::FileStat | Action::FileWrite | Action::FileDelete => {
+            vec![queried_path(query)]
+        }
+        Action::FileList | Action::FileSearch | Action::FileMkdir => {
+            let named = named("path");
+            if named.is_empty() {
+                vec![".".to_owned()]
+            } else {
+                named
+            }
+        }
+        Action::FileMove => [named("from"), named("to")].into_iter().flatten().collect(),
+        _ => Vec::new(),
+    }
+}
+
+pub(super) fn queried_path(query: &[(String, String)]) -> String {
+    let value = |wanted: &str| {
+        query
+            .iter()
+            .find(|(name, _)| name == wanted)
+            .map(|(_, value)| value.clone())
+    };
+    let from_bytes = || {
+        value("path_b64")
+            .and_then(|text| STANDARD.decode(text).ok())
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    };
+    value("path")
+        .or_else(from_bytes)
+        .unwrap_or_else(|| ".".to_owned())
+}
+
+/// The diff in a body and the number of leading path components to strip. The handler refuses
+/// malformed bodies.
+pub(super) fn diff(body: &Value) -> Option<(&str, u32)> {
+    let strip = match body.get("strip") {
+        None | Some(Value::Null) => file_limits::DEFAULT_STRIP,
+        Some(strip) => u32::try_from(strip.as_u64()?).ok()?,
+    };
+    Some((body.get("diff")?.as_str()?, strip))
+}
+
+/// The paths that a diff touches, from the parser that the sandbox agent applies it with.
+fn patched_paths(body: &Value) -> Result<Vec<String>, ApiError> {
+    let Some((diff, strip)) = diff(body) else {
+        return Ok(Vec::new());
+    };
+    let read = || -> Result<Vec<String>, cynode_patch::Error> {
+        let patch = Patch::parse(diff.as_bytes(), strip)?;
+        Ok(patch
+            .paths()
+            .into_iter()
+            .map(|path| String::from_utf8_lossy(path).into_owned())
+            .collect())
+    };
+    let paths = if diff.len() > INLINE_DIFF_BYTES {
+        tokio::task::block_in_place(read)
+    } else {
+        read()
+    };
+    paths.map_err(|error| ApiError::invalid(format!("the diff can't be parsed: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_see_the_limits_that_a_sandbox_will_have() {
+        let seen = |action, limits: Value| {
+            call(action, &json!({"limits": limits}), &[])
+                .limits
+                .map(|seen| {
+                    (
+                        seen.memory_bytes,
+                        seen.millicpus,
+                        seen.pids,
+                        seen.disk_bytes,
+                        seen.nofile,
+                    )
+                })
+        };
+        for action in [Action::SessionCreate, Action::JobCreate] {
+            assert_eq!(
+                seen(action, Value::Null),
+                Some((2 << 30, 1_000, 512, 10 << 30, 1_024))
+            );
+            assert_eq!(
+                seen(
+                    action,
+                    json!({"memory_bytes": 1_u64 << 45, "cpus": 2.0001, "pids": 9, "disk_bytes": 7, "nofile": 5})
+                ),
+                Some((1 << 45, 2_001, 9, 7, 5))
+            );
+            assert_eq!(
+                seen(
+                    action,
+                    json!({"memory_bytes": u64::MAX, "cpus": 1e300, "disk_bytes": u64::MAX, "nofile": u64::MAX})
+                ),
+                Some((i64::MAX, i64::MAX, 512, i64::MAX, i64::MAX))
+            );
+        }
+        assert_eq!(seen(Action::SessionExec, json!({"pids": 9})), None);
+    }
+
+    fn patch_paths(diff: &str, strip: Option<u32>) -> Result<Vec<String>, String> {
+        let calls = PolicyCalls::new(
+            Action::FilePatch,
+            &json!({"diff": diff, "strip": strip}),
+            &[],
+            std::iter::empty(),
+        );
+        calls
+            .map(|calls| calls.iter().filter_map(|call| call.path).collect())
+            .map_err(|error| error.detail.clone())
+    }
+
+    fn created(name: &str) -> String {
+        format!("--- /dev/null\n+++ {name}\n@@ -0,0 +1 @@\n+x\n")
+    }
+
+    #[test]
+    fn rules_are_asked_about_exactly_the_paths_that_a_patch_touches() {
+        let diff = "diff --git a/x b/sub/y\nrename from x\nrename to sub/y\n--- a/x\n+++ b/sub/y\n\
+             @@ -1 +1 @@\n-a\n+b\n"
+            .to_owned()
+            + &created("b/new file\t2026");
+        assert_eq!(
+            patch_paths(&diff, None).expect("read"),
+            ["/workspace/new file", "/workspace/sub/y", "/workspace/x"]
+        );
+        for (name, strip, expected) in [
+            ("zz", 1, "/workspace/zz"),
+            ("zz", 32, "/workspace/zz"),
+            ("b//p/x", 1, "/workspace/p/x"),
+            ("b/./p//x", 1, "/workspace/p/x"),
+            ("\"b/protect\\145d/x\"", 1, "/workspace/protected/x"),
+            ("p/x", 0, "/workspace/p/x"),
+            // Absolute names are never stripped; the agent rejects them.
+            ("/protected/x", 1, "/protected/x"),
+        ] {
+            assert_eq!(
+                patch_paths(&created(name), Some(strip)).expect("read"),
+                [expected],
+                "{name} at {strip}"
+            );
+        }
+        assert_eq!(
+            patch_paths("diff --git a/p/x b/p/x\nnew file mode 100644\n", None).expect("read"),
+            ["/workspace/p/x"]
+        );
+        assert!(
+            patch_paths("no diff\n", None)
+                .expect_err("refused")
+                .contains("the diff can't be parsed")
+        );
+    }
+
+    #[test]
+    fn a_line_of_many_spaces_is_refused_in_linear_memory() {
+        let line = format!(
+            "diff --git {}\nnew file mode 100644\n",
+            "a/b ".repeat(22_000)
+        );
+        assert!(
+            patch_paths(&line, None)
+                .expect_err("refused")
+                .contains("line 1")
+        );
+    }
+
+    #[test]
+    fn the_base_of_an_import_is_joined_to_each_path_when_it_is_asked_about() {
+        let query = [("path".to_owned(), "sub/".to_owned())];
+        let calls = PolicyCalls::new(
+            Action::FileImport,
+            &Value::Null,
+            &query,
+            ["a", "./b//c"].into_iter(),
+        )
+        .expect("read");
+        assert_eq!(calls.len(), 3);
+        assert_eq!(
+            calls
+                .iter()
+                .filter_map(|call| call.path)
+                .collect::<Vec<_>>(),
+            ["/workspace/sub", "/workspace/sub/a", "/workspace/sub/b/c"]
+        );
+        let none = PolicyCalls::new(
+            Action::SessionExec,
+            &json!({"argv": ["ls"]}),
+            &[],
+            std::iter::empty(),
+        )
+        .expect("read");
+        assert_eq!(
+            (
+                none.len(),
+                none.iter().map(|call| call.program).collect::<Vec<_>>()
+            ),
+            (1, vec![Some("ls".to_owned())])
+        );
+    }
+}

@@ -1,0 +1,173 @@
+use cynode_api::{Bytes, ExecExit, ExecId, ExecVia, JobId, Problem, TaskId, Truncated};
+
+use super::*;
+
+fn run() -> JobRun {
+    JobRun::command(TaskId::generate(), JobId::generate(), "default", ["true"])
+}
+
+fn result(change: impl FnOnce(&mut ExecExit)) -> ExecResult {
+    let mut exit = ExecExit {
+        exit_code: Some(0),
+        signal: None,
+        timed_out: false,
+        oom_killed: false,
+        no_space: false,
+        bytes: Bytes::default(),
+        sha256: None,
+        duration_ms: 1,
+        via: ExecVia::Agent,
+        lost: false,
+    };
+    change(&mut exit);
+    let (stdout, stderr, encoding) = ("out".to_owned(), "err".to_owned(), "utf-8".to_owned());
+    ExecResult {
+        exec_id: ExecId::generate(),
+        exit,
+        stdout,
+        stderr,
+        encoding,
+        truncated: Truncated::default(),
+    }
+}
+
+fn concluded(stop: Option<StopRequester>, outcome: JobOutcome) -> Job {
+    let request = run();
+    let mut record = JobRecord::new(
+        request.clone(),
+        fingerprint(&request),
+        NodeId::generate(),
+        None,
+    );
+    record.stop = stop;
+    record.conclude(outcome);
+    assert!(record.is_final() && record.request.is_none());
+    record.job
+}
+
+#[test]
+fn each_end_of_a_command_is_one_state_of_its_job() {
+    let code = |job: &Job| job.error.as_ref().map(|error| error.code.clone());
+    for (outcome, state, error) in [
+        (
+            JobOutcome::from_exec(Ok(result(|_| {}))),
+            JobState::Completed,
+            None,
+        ),
+        (
+            JobOutcome::from_exec(Ok(result(|exit| exit.exit_code = Some(3)))),
+            JobState::Failed,
+            None,
+        ),
+        (
+            JobOutcome::from_exec(Ok(result(|exit| {
+                (exit.exit_code, exit.signal) = (None, Some("SEGV".to_owned()));
+            }))),
+            JobState::Failed,
+            None,
+        ),
+        (
+            JobOutcome::from_exec(Ok(result(|exit| exit.timed_out = true))),
+            JobState::Timeout,
+            None,
+        ),
+        (
+            JobOutcome::from_exec(Ok(result(|exit| {
+                (exit.exit_code, exit.oom_killed) = (Some(137), true);
+            }))),
+            JobState::Failed,
+            Some(OOM_KILLED),
+        ),
+        (
+            JobOutcome::from_exec(Ok(result(|exit| {
+                (exit.exit_code, exit.lost) = (None, true);
+            }))),
+            JobState::Failed,
+            Some(RUNNER_INTERRUPTED),
+        ),
+        (
+            JobOutcome::failed(&ApiError::new(ErrorCode::ImageNotFound, "none")),
+            JobState::Failed,
+            Some("image_not_found"),
+        ),
+        (JobOutcome::canceled(), JobState::Canceled, None),
+    ] {
+        let job = concluded(None, outcome.clone());
+        assert_eq!(
+            (job.state, code(&job).as_deref()),
+            (state, error),
+            "{outcome:?}"
+        );
+        assert_eq!(
+            concluded(Some(StopRequester::Caller), outcome.clone()).state,
+            JobState::Canceled
+        );
+        let stopped = concluded(Some(StopRequester::Node), outcome);
+        assert_eq!(
+            (stopped.state, code(&stopped).as_deref()),
+            (JobState::Canceled, Some(NODE_STOPPED))
+        );
+    }
+}
+
+#[test]
+fn a_failed_start_reports_its_errno() {
+    let error: ApiError = Problem::new(ErrorCode::ExecFailed, "no such command")
+        .with("errno", "ENOENT")
+        .into();
+    let job = concluded(None, JobOutcome::failed(&error));
+    let error = job.error.expect("an error");
+    assert_eq!(
+        (error.code.as_str(), error.detail.as_str()),
+        ("exec_failed", "ENOENT: no such command")
+    );
+}
+
+#[test]
+fn an_acknowledged_job_is_retained_for_a_day_without_its_output() {
+    let request = run();
+    let mut record = JobRecord::new(
+        request.clone(),
+        fingerprint(&request),
+        NodeId::generate(),
+        None,
+    );
+    record.conclude(JobOutcome::from_exec(Ok(result(|_| {}))));
+    let now = OffsetDateTime::now_utc();
+    assert!(
+        !record.is_forgotten(now + time::Duration::days(1_000)),
+        "its result is not acknowledged"
+    );
+    record.acknowledge();
+    assert!(
+        record.job.output.stdout.is_empty()
+            && record.job.output.stderr.is_empty()
+            && record.job.acknowledged
+    );
+    assert!(
+        !record.is_forgotten(now + time::Duration::hours(23))
+            && record.is_forgotten(now + time::Duration::hours(25))
+    );
+}
+
+#[test]
+fn every_member_of_a_request_but_its_version_counts() {
+    let first = run();
+    assert_eq!(
+        fingerprint(&first),
+        fingerprint(&JobRun {
+            version: None,
+            ..first.clone()
+        })
+    );
+    let mut other = first.clone();
+    other.sandbox.command.push("x".to_owned());
+    assert_ne!(fingerprint(&first), fingerprint(&other));
+    assert_ne!(
+        fingerprint(&first),
+        fingerprint(&JobRun {
+            task_id: TaskId::generate(),
+            ..first.clone()
+        })
+    );
+}

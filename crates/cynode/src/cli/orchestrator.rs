@@ -1,0 +1,429 @@
+//! Arguments of the commands that call the orchestrator.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::{Args, Subcommand};
+use cynode_api::{
+    ArtifactId, JobId, JobState, PreferenceScope, ProjectId, SessionId, TaskId, TokenId, TokenKind,
+};
+
+use super::LimitArgs;
+use crate::parse;
+
+#[derive(Debug, Args)]
+pub struct Backup {
+    /// File to write, or to read with --restore
+    pub file: PathBuf,
+    /// Restore the file into an empty state directory
+    #[arg(long)]
+    pub restore: bool,
+    /// Replace an existing file
+    #[arg(long, conflicts_with = "restore")]
+    pub force: bool,
+    #[command(flatten)]
+    pub settings: super::Settings,
+}
+
+#[derive(Debug, Args)]
+pub struct Run {
+    /// Image name or reference [default: the system's default image]
+    #[arg(long, value_name = "REF")]
+    pub image: Option<String>,
+    /// Task of the job [default: a new one]
+    #[arg(long, value_name = "UUID")]
+    pub task: Option<TaskId>,
+    /// Local directory to copy to /workspace before the job starts
+    #[arg(long, value_name = "DIR")]
+    pub workspace: Option<PathBuf>,
+    /// Environment variable; may be repeated
+    #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
+    pub env: Vec<(String, String)>,
+    /// Timeout [default: 1h]
+    #[arg(long, short, value_name = "TIME", value_parser = parse::duration)]
+    pub timeout: Option<Duration>,
+    #[command(flatten)]
+    pub limits: LimitArgs,
+    /// Require a node with this label; may be repeated
+    #[arg(long, value_name = "KEY=VALUE", value_parser = parse::key_value)]
+    pub node_label: Vec<(String, String)>,
+    /// Retry on another node if the node is lost
+    #[arg(long)]
+    pub retry: bool,
+    /// Print the job's id and don't wait for it
+    #[arg(long, short)]
+    pub detach: bool,
+    /// Don't escape control characters on a terminal
+    #[arg(long)]
+    pub raw: bool,
+    /// Command and arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
+    pub command: Vec<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Job {
+    /// Run a job from a JSON file and exit with its exit code
+    Run(JobRun),
+    /// List jobs
+    List {
+        /// Only jobs in this state
+        #[arg(long)]
+        state: Option<JobState>,
+        /// Only jobs of this task
+        #[arg(long, value_name = "UUID")]
+        task: Option<TaskId>,
+    },
+    /// Show one job
+    Show { id: JobId },
+    /// Print a job's output
+    Logs(JobLogs),
+    /// Stop jobs
+    Stop {
+        #[arg(required = true)]
+        ids: Vec<JobId>,
+    },
+}
+
+#[derive(Debug, Args)]
+pub struct JobRun {
+    /// Body of `POST /v1/jobs`; `-` is standard input
+    pub file: PathBuf,
+    /// Print the job's id and don't wait for it
+    #[arg(long, short)]
+    pub detach: bool,
+    /// Don't escape control characters on a terminal
+    #[arg(long)]
+    pub raw: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct JobLogs {
+    pub id: JobId,
+    /// Keep printing until the job ends
+    #[arg(long, short)]
+    pub follow: bool,
+    /// Don't escape control characters on a terminal
+    #[arg(long)]
+    pub raw: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Task {
+    /// Create a task and print its id
+    Create(TaskCreate),
+    /// List tasks
+    List {
+        /// Only tasks of this project
+        #[arg(long, value_name = "UUID")]
+        project: Option<ProjectId>,
+    },
+    /// Show one task
+    Show { id: TaskId },
+}
+
+#[derive(Debug, Args)]
+pub struct TaskCreate {
+    /// Name of the task
+    pub name: String,
+    /// Project of the task
+    #[arg(long, value_name = "UUID")]
+    pub project: Option<ProjectId>,
+    /// Description of the task
+    #[arg(long, value_name = "TEXT")]
+    pub description: Option<String>,
+    /// Requirement; may be repeated
+    #[arg(long = "requirement", value_name = "TEXT")]
+    pub requirements: Vec<String>,
+    /// Acceptance criterion; may be repeated
+    #[arg(long = "criterion", value_name = "TEXT")]
+    pub criteria: Vec<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Image {
+    /// Add a version of an image, or pin the one that nodes have now
+    Add(ImageAdd),
+    /// Allow an image
+    Allow(ImageName),
+    /// Deny an image
+    Deny(ImageName),
+    /// List images
+    List,
+    /// Show one image
+    Show { image: String },
+}
+
+#[derive(Debug, Args)]
+pub struct ImageAdd {
+    /// Reference, such as registry.example/team/tools:1.2, or localhost/… for a local image
+    #[arg(value_name = "REF")]
+    pub reference: String,
+    /// Name of the image
+    #[arg(long)]
+    pub name: Option<String>,
+    /// Description of the image
+    #[arg(long, value_name = "TEXT")]
+    pub description: Option<String>,
+    /// Digest to pin: `sha256:…`
+    #[arg(long)]
+    pub digest: Option<String>,
+    /// Also allow the version
+    #[arg(long)]
+    pub allow: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ImageName {
+    /// Name or id of the image, or reference of a version
+    pub image: String,
+    /// Only this version
+    #[arg(long, value_name = "VERSION")]
+    pub version: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Node {
+    /// List nodes
+    List,
+    /// Show one node
+    Show {
+        /// Name or id
+        node: String,
+    },
+    /// Stop scheduling work to a node; running work continues
+    Drain {
+        /// Name or id
+        node: String,
+        /// Resume scheduling
+        #[arg(long)]
+        undo: bool,
+    },
+    /// Manage the registration keys of nodes
+    Key {
+        #[command(subcommand)]
+        command: NodeKey,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub enum NodeKey {
+    /// Create a registration key and print it once
+    Create(NodeKeyCreate),
+}
+
+#[derive(Debug, Args)]
+pub struct NodeKeyCreate {
+    /// Allow any number of nodes to use the key
+    #[arg(long)]
+    pub reusable: bool,
+    /// Lifetime [default: 24h]
+    #[arg(long, value_name = "TIME", value_parser = parse::duration)]
+    pub expires: Option<Duration>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Token {
+    /// Create a token and print it once
+    Create(TokenCreate),
+    /// List tokens, without their secrets
+    List,
+    /// Revoke tokens immediately
+    Revoke {
+        #[arg(required = true)]
+        ids: Vec<TokenId>,
+    },
+}
+
+#[derive(Debug, Args)]
+pub struct TokenCreate {
+    /// Kind: user, project_manager, project_analyst or sandbox
+    #[arg(long, default_value = "user")]
+    pub kind: TokenKind,
+    /// User that the token acts for, by name or id [default: yourself]
+    #[arg(long)]
+    pub user: Option<String>,
+    /// Restrict to this project
+    #[arg(long, value_name = "UUID")]
+    pub project: Option<ProjectId>,
+    /// Restrict to this task; may be repeated
+    #[arg(long = "task", value_name = "UUID")]
+    pub tasks: Vec<TaskId>,
+    /// Restrict to this job
+    #[arg(long, value_name = "UUID")]
+    pub job: Option<JobId>,
+    /// Restrict to this session
+    #[arg(long, value_name = "UUID")]
+    pub session: Option<SessionId>,
+    /// Lifetime [default: 24h]
+    #[arg(long, value_name = "TIME", value_parser = parse::duration)]
+    pub expires: Option<Duration>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Setting {
+    /// Print a setting's value
+    Get { key: String },
+    /// Change a setting to a JSON value, or to plain text
+    Set { key: String, value: String },
+    /// List settings
+    List,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Preference {
+    /// Print the effective value of a preference
+    Get {
+        key: String,
+        /// For this task
+        #[arg(long, value_name = "UUID")]
+        task: Option<TaskId>,
+        /// For this project
+        #[arg(long, value_name = "UUID")]
+        project: Option<ProjectId>,
+    },
+    /// Change a preference to a JSON value, or to plain text
+    Set {
+        /// Scope: system, task:ID, project:ID, user:ID or group:ID
+        #[arg(long, value_name = "SCOPE")]
+        scope: PreferenceScopeArg,
+        key: String,
+        value: String,
+    },
+    /// List the effective preferences, or those of one scope
+    List {
+        /// For this task
+        #[arg(long, value_name = "UUID")]
+        task: Option<TaskId>,
+        /// For this project
+        #[arg(long, value_name = "UUID")]
+        project: Option<ProjectId>,
+        /// Scope: system, task:ID, project:ID, user:ID or group:ID
+        #[arg(long, value_name = "SCOPE", conflicts_with_all = ["task", "project"])]
+        scope: Option<PreferenceScopeArg>,
+    },
+}
+
+/// `system`, `task:ID`, ….
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PreferenceScopeArg {
+    pub scope: PreferenceScope,
+    pub id: String,
+}
+
+impl std::str::FromStr for PreferenceScopeArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (scope, id) = text.split_once(':').unwrap_or((text, ""));
+        let scope: PreferenceScope = scope.parse()?;
+        match (scope, id) {
+            (PreferenceScope::System, "") => Ok(Self {
+                scope,
+                id: "system".to_owned(),
+            }),
+            (PreferenceScope::System, _) => Err("the system scope takes no id".to_owned()),
+            (_, id) if id.parse::<uuid::Uuid>().is_ok() => Ok(Self {
+                scope,
+                id: id.to_owned(),
+            }),
+            _ => Err(format!("write {}:ID", scope.as_str())),
+        }
+    }
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Artifact {
+    /// Store a file as a new version of a path
+    Put(ArtifactPut),
+    /// Print an artifact, or write it to a file
+    Get(ArtifactGet),
+    /// List the artifacts of a task
+    List {
+        /// Task of the artifacts
+        #[arg(long, value_name = "UUID")]
+        task: TaskId,
+    },
+}
+
+#[derive(Debug, Args)]
+pub struct ArtifactPut {
+    /// Task of the artifact
+    #[arg(long, value_name = "UUID")]
+    pub task: TaskId,
+    /// File to store; `-` is standard input
+    pub file: PathBuf,
+    /// Path within the task [default: the file's name]
+    pub path: Option<String>,
+    /// Media type, such as text/plain
+    #[arg(long = "type", value_name = "TYPE")]
+    pub media_type: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct ArtifactGet {
+    /// Path within the task, or an artifact's id without --task
+    pub artifact: String,
+    /// Task of the artifact
+    #[arg(long, value_name = "UUID")]
+    pub task: Option<TaskId>,
+    /// Version [default: the newest]
+    #[arg(long, value_name = "N", requires = "task")]
+    pub version: Option<i64>,
+    /// File to write; `-` is standard output
+    #[arg(long, short, value_name = "FILE", default_value = "-")]
+    pub to: PathBuf,
+    /// Don't escape control characters on a terminal
+    #[arg(long)]
+    pub raw: bool,
+}
+
+impl ArtifactGet {
+    pub fn id(&self) -> Option<ArtifactId> {
+        self.artifact.parse().ok()
+    }
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Event {
+    /// List stored events
+    List(EventFilter),
+    /// Print events as they happen
+    Follow(EventFilter),
+}
+
+#[derive(Debug, Args)]
+pub struct EventFilter {
+    /// Only events after this cursor [default: all stored events]
+    #[arg(long, value_name = "CURSOR", default_value_t = 0)]
+    pub after: i64,
+    /// Only events of this task
+    #[arg(long, value_name = "UUID")]
+    pub task: Option<TaskId>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scope_has_a_kind_and_an_id() {
+        let id = "01890000-0000-7000-8000-000000000001";
+        assert!(matches!(
+            "system".parse(),
+            Ok(PreferenceScopeArg {
+                scope: PreferenceScope::System,
+                ..
+            })
+        ));
+        assert_eq!(
+            format!("task:{id}").parse(),
+            Ok(PreferenceScopeArg {
+                scope: PreferenceScope::Task,
+                id: id.to_owned()
+            })
+        );
+        for bad in ["task", "task:x", "system:1", "world", ""] {
+            assert!(bad.parse::<PreferenceScopeArg>().is_err(), "{bad}");
+        }
+    }
+}

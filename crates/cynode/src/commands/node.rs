@@ -1,0 +1,182 @@
+//! `node`: manages nodes.
+
+use cynode_api::{API_VERSION, Capability, LargestLimits, Node as ApiNode, NodeKeyCreate};
+use cynode_client::UserClient;
+
+use super::{
+    CommandResult, age, api_name, format_time, not_found, print_created, print_done, print_list,
+    print_object, seconds,
+};
+use crate::{
+    cli::{Globals, Node, NodeKey},
+    connect,
+    failure::Failure,
+    output,
+};
+
+pub async fn run(globals: &Globals, command: Node) -> CommandResult {
+    let client = connect::user_client(globals)?;
+    match command {
+        Node::List => {
+            let nodes = client.nodes().await?;
+            print_list(
+                globals,
+                &nodes,
+                [
+                    "NODE",
+                    "NAME",
+                    "STATE",
+                    "SANDBOXES",
+                    "HEARTBEAT",
+                    "ADDRESS",
+                    "LABELS",
+                ],
+                |node| {
+                    let sandboxes = format!(
+                        "{}/{}",
+                        node.running_sandboxes, node.capability.max_sandboxes
+                    );
+                    [
+                        node.id.to_string(),
+                        node.name.clone(),
+                        api_name(&node.state),
+                        sandboxes,
+                        age(node.last_heartbeat_at),
+                        node.api_url.clone(),
+                        labels(node),
+                    ]
+                },
+            )
+        }
+        Node::Show { node } => {
+            let node = find(&client, &node).await?;
+            let capability = &node.capability;
+            let fields = [
+                ("node", node.id.to_string()),
+                ("name", node.name.clone()),
+                ("state", api_name(&node.state)),
+                ("reason", node.reason.clone().unwrap_or_default()),
+                ("address", node.api_url.clone()),
+                (
+                    "sandboxes",
+                    format!("{} of {}", node.running_sandboxes, capability.max_sandboxes),
+                ),
+                ("version", capability.version.clone()),
+                (
+                    "engine",
+                    format!(
+                        "{}{}",
+                        capability.engine,
+                        if capability.rootless {
+                            ", rootless"
+                        } else {
+                            ""
+                        }
+                    ),
+                ),
+                (
+                    "machine",
+                    format!(
+                        "{} processors, {}",
+                        capability.cpus,
+                        output::size(capability.memory_bytes)
+                    ),
+                ),
+                ("sandbox limits", limits(capability)),
+                (
+                    "unenforced",
+                    capability
+                        .unenforced
+                        .iter()
+                        .map(api_name)
+                        .collect::<Vec<_>>()
+                        .join(", "),
+                ),
+                ("labels", labels(&node)),
+                (
+                    "images",
+                    capability
+                        .images
+                        .iter()
+                        .map(|image| image.reference.as_str())
+                        .collect::<Vec<_>>()
+                        .join(", "),
+                ),
+                ("registered", format_time(node.registered_at)),
+                ("heartbeat", format_time(node.last_heartbeat_at)),
+            ];
+            print_object(globals, &node, &fields)
+        }
+        Node::Drain { node, undo } => {
+            let id = find(&client, &node).await?.id;
+            let node = client.drain_node(id, !undo).await?;
+            let state = if undo {
+                "accepts work again"
+            } else {
+                "accepts no new work; running work continues"
+            };
+            print_done(globals, &node, &format!("node '{}' {state}", node.name))
+        }
+        Node::Key {
+            command: NodeKey::Create(args),
+        } => {
+            let request = NodeKeyCreate {
+                version: Some(API_VERSION),
+                reusable: args.reusable,
+                expires_in_seconds: seconds(args.expires),
+            };
+            let key = client.create_node_key(&request).await?;
+            let uses = if args.reusable {
+                "any number of nodes"
+            } else {
+                "one node"
+            };
+            print_created(
+                globals,
+                &key,
+                &key.psk,
+                &format!(
+                    "valid for {uses} until {}; it is not shown again",
+                    format_time(key.expires_at)
+                ),
+            )
+        }
+    }
+}
+
+/// The largest limits of one sandbox on the node, and the memory limit of all together.
+fn limits(capability: &Capability) -> String {
+    let Some(LargestLimits {
+        memory_bytes,
+        cpus,
+        pids,
+    }) = capability.largest
+    else {
+        return String::new();
+    };
+    let each = format!(
+        "at most {}, {cpus} processors, {pids} processes",
+        output::size(memory_bytes)
+    );
+    capability.promised_memory_bytes.map_or_else(
+        || each.clone(),
+        |bytes| format!("{each}; {} in total", output::size(bytes)),
+    )
+}
+
+fn labels(node: &ApiNode) -> String {
+    node.capability
+        .labels
+        .iter()
+        .map(|(key, value)| format!("{key}={value}"))
+        .collect::<Vec<_>>()
+        .join(",")
+}
+
+async fn find(client: &UserClient, wanted: &str) -> Result<ApiNode, Failure> {
+    let nodes = client.nodes().await?;
+    nodes
+        .into_iter()
+        .find(|node| node.name == wanted || node.id.to_string() == wanted)
+        .ok_or_else(|| not_found("node", wanted))
+}

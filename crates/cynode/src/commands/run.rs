@@ -1,0 +1,330 @@
+//! `run`: creates a job and follows it to its end.
+//!
+//! The client chooses the job's id, so that a request whose response was lost can be repeated.
+
+use std::{path::Path, process::ExitCode, time::Duration};
+
+use backon::Retryable as _;
+use cynode_api::{
+    API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, WorkspaceRef,
+};
+use cynode_client::UserClient;
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    time::{Instant, sleep},
+};
+
+use super::{
+    CommandResult,
+    follow::{FinishedJob, Follower},
+    print_created,
+};
+use crate::{
+    cli::{Format, Globals, JobRun, Run},
+    connect,
+    failure::{Failure, INTERNAL, UNREACHABLE},
+    output, retry,
+    session::{
+        exit_code,
+        transfer::{note_flagged, send_tree},
+    },
+};
+
+/// The exit code of `timeout`.
+const TIMED_OUT: u8 = 124;
+/// The exit code that a shell gives to a program that Ctrl-C ended.
+const INTERRUPTED: u8 = 130;
+/// How long to repeat a request whose response was lost.
+const RETRY_TIMEOUT: Duration = Duration::from_mins(1);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(3);
+
+pub async fn run(globals: &Globals, args: Run) -> CommandResult {
+    let client = connect::user_client(globals)?;
+    let id = JobId::generate();
+    let mut request = request(&args, id);
+    if let Some(directory) = &args.workspace {
+        upload_workspace(&client, &mut request, directory, id).await?;
+    }
+    run_job(&client, globals, &request, id, args.detach, args.raw).await
+}
+
+/// Runs a job from a JSON file.
+pub async fn from_file(client: &UserClient, globals: &Globals, args: &JobRun) -> CommandResult {
+    let text = if args.file == Path::new("-") {
+        std::io::read_to_string(std::io::stdin())
+    } else {
+        fs_err::read_to_string(&args.file)
+    };
+    let text = text.map_err(|error| Failure::usage(error.to_string()))?;
+    let mut request: JobCreate = serde_json::from_str(&text).map_err(|error| {
+        Failure::usage(format!("{}: {error}", args.file.display()))
+            .remedy("See POST /v1/jobs in /openapi.json.")
+    })?;
+    let id = *request.job_id.get_or_insert_with(JobId::generate);
+    run_job(client, globals, &request, id, args.detach, args.raw).await
+}
+
+async fn run_job(
+    client: &UserClient,
+    globals: &Globals,
+    request: &JobCreate,
+    id: JobId,
+    detach: bool,
+    raw: bool,
+) -> CommandResult {
+    create(client, request).await?;
+    if detach {
+        let job = client.job(id).await?;
+        return print_created(
+            globals,
+            &job,
+            &id.to_string(),
+            &format!(
+                "the job is {}; follow it with 'cynode job logs --follow {id}'",
+                job.state
+            ),
+        );
+    }
+    let mut follower = Follower::new(client, id, raw);
+    let finished = async {
+        match globals.output {
+            Format::Table => follower.print(true).await,
+            Format::Json => wait_for_end(client, id).await,
+        }
+    };
+    let finished = tokio::select! {
+        finished = finished => finished?,
+        () = interrupted(client, id) => {
+            output::note(&format!("cynode: no longer waiting; see 'cynode job show {id}'"));
+            return Ok(ExitCode::from(INTERRUPTED));
+        }
+    };
+    if globals.output == Format::Json {
+        output::json(&finished.job)?;
+    }
+    exit_result(&finished)
+}
+
+fn request(args: &Run, id: JobId) -> JobCreate {
+    let limits = args.limits.request();
+    JobCreate {
+        version: Some(API_VERSION),
+        task_id: args.task,
+        job_id: Some(id),
+        image_ref: args.image.clone(),
+        command: args.command.clone(),
+        env: args.env.iter().cloned().collect(),
+        timeout_seconds: super::seconds(args.timeout),
+        limits: (limits != LimitsRequest::default()).then_some(limits),
+        retry: args.retry.then_some(Retry::OnNodeLoss),
+        node_labels: args.node_label.iter().cloned().collect(),
+        ..JobCreate::default()
+    }
+}
+
+/// Uploads a directory as an artifact, which becomes the job's workspace.
+async fn upload_workspace(
+    client: &UserClient,
+    request: &mut JobCreate,
+    directory: &Path,
+    id: JobId,
+) -> Result<(), Failure> {
+    if !directory.is_dir() {
+        return Err(Failure::usage(format!(
+            "{} is not a directory",
+            directory.display()
+        )));
+    }
+    let task = match request.task_id {
+        Some(task) => task,
+        None => {
+            client
+                .create_task(&TaskCreate {
+                    name: format!("job {id}"),
+                    ..TaskCreate::default()
+                })
+                .await?
+                .id
+        }
+    };
+    let path = format!("inputs/{id}.tar");
+    let (sent, skipped) = send_tree(directory, async |body| {
+        client
+            .put_artifact(task, &path, Some("application/x-tar"), body)
+            .await
+    })
+    .await?;
+    for name in skipped {
+        output::note(&format!(
+            "cynode: skipped: {}",
+            crate::sanitize::line(&name)
+        ));
+    }
+    note_flagged(&sent.flags);
+    request.task_id = Some(task);
+    request.workspace_ref = Some(WorkspaceRef::Artifact(sent.id));
+    Ok(())
+}
+
+/// Creates the job. A request that may have arrived is repeated; one to a server that never
+/// answered fails at once.
+async fn create(client: &UserClient, request: &JobCreate) -> Result<(), Failure> {
+    let deadline = Instant::now() + RETRY_TIMEOUT;
+    let mut sent = false;
+    (async || client.create_job(request).await)
+        .retry(retry::backoff(MAX_RETRY_DELAY))
+        .when(|error| {
+            let never_sent = matches!(
+                error,
+                cynode_client::Error::Unreachable {
+                    never_sent: true,
+                    ..
+                }
+            );
+            sent |= !never_sent;
+            sent && error.is_passing() && Instant::now() < deadline
+        })
+        .await?;
+    Ok(())
+}
+
+/// Waits for the end of the job without printing its output.
+async fn wait_for_end(client: &UserClient, id: JobId) -> Result<FinishedJob, Failure> {
+    let mut pause = Duration::from_millis(20);
+    loop {
+        match client.job(id).await {
+            Ok(job) if job.state.is_final() => return Ok(FinishedJob { job, exit: None }),
+            Ok(_) => {}
+            Err(error) if error.is_passing() => {}
+            Err(error) => return Err(error.into()),
+        }
+        sleep(pause).await;
+        pause = (pause * 2).min(Duration::from_millis(500));
+    }
+}
+
+/// Returns when the user gives up waiting. The first Ctrl-C stops the job, the second stops waiting
+/// for its end.
+async fn interrupted(client: &UserClient, id: JobId) {
+    let (Ok(mut interrupt), Ok(mut terminate)) = (
+        signal(SignalKind::interrupt()),
+        signal(SignalKind::terminate()),
+    ) else {
+        return std::future::pending().await;
+    };
+    let mut next_signal = async || {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+    };
+    next_signal().await;
+    output::note("cynode: stopping the job");
+    let stop = async {
+        if let Err(error) = client.stop_job(id).await {
+            output::note(&format!(
+                "cynode: the job was not stopped: {}",
+                error.chain()
+            ));
+        }
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        () = stop => {}
+        () = next_signal() => {}
+    }
+}
+
+/// Exits with the exit code of the command.
+fn exit_result(finished: &FinishedJob) -> CommandResult {
+    let job = &finished.job;
+    let signal = finished
+        .exit
+        .as_ref()
+        .and_then(|exit| exit.signal.as_deref());
+    if finished.exit.as_ref().is_some_and(|exit| exit.oom_killed) {
+        output::note(
+            "cynode: the sandbox ran out of memory and the command was killed; run it with more \
+             --memory",
+        );
+    }
+    match job.state {
+        JobState::Timeout => {
+            output::note("cynode: the job timed out");
+            return Ok(ExitCode::from(TIMED_OUT));
+        }
+        JobState::Canceled => {
+            output::note("cynode: the job was stopped");
+            return Ok(ExitCode::from(INTERRUPTED));
+        }
+        _ => {}
+    }
+    if let Some(code) = exit_code(job.exit_code, signal) {
+        return Ok(code);
+    }
+    let (code, detail) = job.error.as_ref().map_or(
+        ("job_failed", "the job failed for an unknown reason"),
+        |error| (error.code.as_str(), error.detail.as_str()),
+    );
+    let exit = match code {
+        "exec_failed" if detail.contains("ENOENT") || detail.contains("No such file") => 127,
+        "exec_failed" => 126,
+        "node_lost" | "no_capacity" => UNREACHABLE,
+        _ => INTERNAL,
+    };
+    Err(Failure::new(exit, code, detail).remedy(format!("See 'cynode job show {}'.", job.job_id)))
+}
+
+#[cfg(test)]
+mod tests {
+    use cynode_api::{Job, JobError, JobOutput, NodeId, TaskId};
+
+    use super::*;
+
+    fn finished(state: JobState, exit_code: Option<i32>, error: Option<&str>) -> FinishedJob {
+        let error = error.map(|code| JobError {
+            code: code.to_owned(),
+            detail: "x".to_owned(),
+        });
+        let job = Job {
+            job_id: JobId::generate(),
+            task_id: TaskId::generate(),
+            state,
+            exit_code,
+            signal: None,
+            acknowledged: false,
+            output: JobOutput::default(),
+            started_at: None,
+            ended_at: None,
+            node_id: Some(NodeId::generate()),
+            image_ref: "x".to_owned(),
+            image_digest: None,
+            sba_result: None,
+            artifacts: Vec::new(),
+            error,
+            reported_by: cynode_api::Reporter::Worker,
+            late_result: None,
+            created_by: None,
+        };
+        FinishedJob { job, exit: None }
+    }
+
+    #[test]
+    fn the_exit_code_is_that_of_the_job() {
+        let is = |job: &FinishedJob, number: u8| {
+            exit_result(job).is_ok_and(|code| code == ExitCode::from(number))
+        };
+        assert!(is(&finished(JobState::Completed, Some(0), None), 0));
+        assert!(is(&finished(JobState::Failed, Some(3), None), 3));
+        assert!(is(&finished(JobState::Timeout, None, None), 124));
+        assert!(is(&finished(JobState::Canceled, Some(143), None), 130));
+        assert!(
+            exit_result(&finished(JobState::Failed, None, Some("node_lost")))
+                .is_err_and(|failure| failure.exit == UNREACHABLE)
+        );
+        assert!(
+            exit_result(&finished(JobState::Failed, None, None))
+                .is_err_and(|failure| failure.exit == INTERNAL)
+        );
+    }
+}

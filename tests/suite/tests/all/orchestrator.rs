@@ -1,0 +1,35 @@
+//! The control plane: the roles that `up` runs besides the worker, the user API, and the commands
+//! that use it.
+
+mod audit;
+mod backup;
+mod callers;
+mod cluster;
+mod commands;
+mod crowds;
+mod description;
+mod examples;
+mod faults;
+mod hostile;
+mod images;
+mod mcp;
+pub(crate) mod nodes;
+mod outage;
+mod partition;
+mod peak;
+mod policy;
+mod postgres;
+mod previous;
+mod quotas;
+mod readme;
+mod retention;
+mod schemathesis;
+mod secrets;
+mod simulated;
+mod stack;
+mod streams;
+mod tables;
+mod tls;
+mod two;
+mod upgrade;
+mod work;
