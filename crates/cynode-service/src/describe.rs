@@ -299,8 +299,8 @@ fn complete_operation(
         }
     }
     for (status, names) in by_status {
-        let names: Vec<_> = names.iter().map(|name| format!("`{name}`")).collect();
-        let mut response = json!({"description": names.join(", ")});
+        let described: Vec<_> = names.iter().map(|name| format!("`{name}`")).collect();
+        let mut response = json!({"description": described.join(", ")});
         let mut name = names.join(".");
         if is_head {
             name += ".head";

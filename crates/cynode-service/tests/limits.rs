@@ -77,7 +77,8 @@ fn written(text: &str) -> Option<Value> {
 /// Evaluates the expression of a constant; other constants are looked up in the same file.
 fn evaluated(expression: &str, source: &str) -> Option<Value> {
     let expression = expression.trim();
-    if let Some(call) = expression.strip_prefix("Duration::from_") {
+    if let Some(call) = expression.strip_prefix("Duration::") {
+        let call = call.strip_prefix("from_").unwrap_or(call);
         let (unit, count) = call.strip_suffix(')')?.split_once('(')?;
         let count: u64 = count.replace('_', "").parse().ok()?;
         let factor = match unit {

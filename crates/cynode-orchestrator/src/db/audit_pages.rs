@@ -27,7 +27,7 @@ pub(crate) struct AuditFilter {
 
 /// Commit order follows the records' times only roughly: clocks differ, and the database may have
 /// been away. Records that are this far out of order are still found.
-const MAX_DISORDER: Duration = Duration::HOUR;
+const MAX_DISORDER: Duration = Duration::hours(1);
 /// Bounds a page, as JSON; a thousand records of the usual size are smaller.
 const MAX_PAGE_BYTES: usize = 2 * 1024 * 1024;
 /// Records that are sampled for the time at a cursor.

@@ -231,7 +231,7 @@ async fn input_of_any_length_up_to_a_limit_is_one_call() -> Result<()> {
         ),
         (
             "--B\r\nContent-Disposition: form-data; name=\"request\"\r\n\r\n{\"argv\":[\"touch\",\"started\"],\"timeout_ms\":1000,\"stdin\":\"x\"}\r\n--B\r\nContent-Disposition: form-data; name=\"stdin\"\r\n\r\nx\r\n--B--",
-            "stdin and stdin_b64",
+            "stdin or stdin_b64",
         ),
         (
             "--B\r\nContent-Disposition: form-data; \

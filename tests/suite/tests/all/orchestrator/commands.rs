@@ -556,7 +556,7 @@ async fn nodes_are_registered_by_keys_that_are_shown_once() -> Result<()> {
     .await?;
     let reason = cli.json(&["node", "show", "one"])?["reason"].to_string();
     assert!(
-        reason.contains("can't call it") && reason.contains("refused"),
+        reason.contains("can't reach the node") && reason.contains("refused"),
         "{reason}"
     );
     cli.run(&["node", "drain", "one"])?.success()?;

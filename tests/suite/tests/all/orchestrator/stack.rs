@@ -187,13 +187,13 @@ async fn up_runs_every_role_and_down_leaves_nothing() -> Result<()> {
         );
         assert_eq!(fs_err::read_to_string(&path)?.lines().count(), 1, "{name}");
     }
-    for (role, is_shut_down) in [
+    for (role, message) in [
         ("postgres", "ready to accept connections"),
         ("orchestrator", "The orchestrator is listening"),
-        ("worker", "serves"),
+        ("worker", "The worker is ready to serve"),
     ] {
         let log = fs_err::read_to_string(stack.world.state_dir().join(format!("log/{role}.log")))?;
-        assert!(log.contains(is_shut_down), "{role}: {log}");
+        assert!(log.contains(message), "{role}: {log}");
     }
     let status = stack.run(&["status", "--output", "json"])?.json()?;
     let roles: Vec<(&str, bool)> = status["roles"]
