@@ -43,6 +43,7 @@ use time::OffsetDateTime;
 use tokio::{
     sync::{Notify, mpsc, watch},
     task::JoinHandle,
+    time::{timeout, timeout_at},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -72,6 +73,9 @@ use crate::{
 
 /// The first user.
 const ADMIN: &str = "admin";
+/// How long each phase of shutdown waits for a database that does not answer. `up` kills an
+/// orchestrator after all of them.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -257,7 +261,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
         closing: closing.clone(),
     }));
     let last = orchestrator.clone();
-    let closers = spawn_closers(&orchestrator, left, writer);
+    let mut closers = spawn_closers(&orchestrator, left, writer);
     let reconcilers = spawn_reconcilers(&orchestrator);
     let readiness: admin::Readiness = {
         let (db, blobs, heads) = (
@@ -294,22 +298,38 @@ pub async fn run(config: Config) -> Result<(), Error> {
         listen::serve(control, control_routes, stop.clone(), connections)
     );
     served.and(controlled).map_err(state("serving"))?;
-    for task in reconcilers {
-        drop(task.await);
-    }
+    // A round may wait for a database that does not answer. Any round can be repeated, so it can
+    // be aborted.
+    finish(reconcilers, SHUTDOWN_TIMEOUT).await;
     for body in last.failures.rest() {
         last.audit.tell(body);
     }
     // All calls are answered: flush the audit trail and sign it.
     closing.cancel();
-    drop(written.await);
-    for task in closers {
-        drop(task.await);
-    }
-    if let Err(error) = last.signer.sign_once().await {
-        tracing::debug!(%error, "The last audit records are not signed; the next orchestrator signs them.");
+    closers.push(written);
+    finish(closers, SHUTDOWN_TIMEOUT).await;
+    match timeout(SHUTDOWN_TIMEOUT, last.signer.sign_once()).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(error)) => {
+            tracing::debug!(%error, "The last audit records are not signed; the next orchestrator signs them.");
+        }
+        Err(_) => {
+            tracing::debug!(
+                "The database does not answer; the next orchestrator signs the last audit records."
+            );
+        }
     }
     Ok(())
+}
+
+/// Waits for tasks to end, and aborts those that take longer.
+async fn finish(tasks: Vec<JoinHandle<()>>, patience: Duration) {
+    let deadline = tokio::time::Instant::now() + patience;
+    for mut task in tasks {
+        if timeout_at(deadline, &mut task).await.is_err() {
+            task.abort();
+        }
+    }
 }
 
 /// Starts the tasks that write and sign the audit trail until all calls are answered.

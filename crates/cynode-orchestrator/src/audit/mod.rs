@@ -15,10 +15,6 @@ mod heads;
 mod verify;
 mod writer;
 
-use std::time::Duration;
-
-use tokio_util::sync::CancellationToken;
-
 use crate::{db, fleet};
 
 pub(crate) use checkpoints::{Checkpoints, Signer};
@@ -50,13 +46,4 @@ pub(crate) enum Error {
     CheckpointsUnreadable,
     #[error("verifying was interrupted")]
     Interrupted,
-}
-
-/// How long shutdown waits for a database that does not answer.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
-
-/// Completes when the process stops and the final wait is over.
-async fn given_up(stop: &CancellationToken) {
-    stop.cancelled().await;
-    tokio::time::sleep(SHUTDOWN_TIMEOUT).await;
 }

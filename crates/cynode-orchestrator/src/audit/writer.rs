@@ -37,6 +37,8 @@ const OUTCOME_TIMEOUT: Duration = Duration::from_secs(5);
 const COMMIT_TIMEOUT: Duration = Duration::from_secs(35);
 /// Bounds the queue of records; beyond it, calls are rejected immediately.
 const QUEUE_CAPACITY: usize = 10_000;
+/// How long shutdown waits for a database that does not accept records.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 /// Records per commit.
 const BATCH: usize = 500;
 /// The back-off while the database does not answer: the first one, and the longest.
@@ -111,6 +113,7 @@ impl Audit {
             lost: HashSet::new(),
             since_checkpoint: 0,
             audit: audit.clone(),
+            abandon: CancellationToken::new(),
         };
         let handle = tokio::spawn(task.run(incoming, stop));
         Ok((audit, handle))
@@ -247,6 +250,8 @@ struct Writer {
     lost: HashSet<Uuid>,
     since_checkpoint: usize,
     audit: Audit,
+    /// Cancelled when shutdown has waited long enough for the database.
+    abandon: CancellationToken,
 }
 
 impl Writer {
@@ -255,8 +260,16 @@ impl Writer {
         mut incoming: mpsc::UnboundedReceiver<QueuedRecord>,
         stop: CancellationToken,
     ) {
+        tokio::spawn({
+            let (stop, abandon) = (stop.clone(), self.abandon.clone());
+            async move {
+                stop.cancelled().await;
+                tokio::time::sleep(SHUTDOWN_TIMEOUT).await;
+                abandon.cancel();
+            }
+        });
         // The first record identifies the writer.
-        self.write(vec![self.first()], &stop).await;
+        self.write(vec![self.first()]).await;
         let mut entries = Vec::with_capacity(BATCH);
         loop {
             tokio::select! {
@@ -269,7 +282,7 @@ impl Writer {
                 .waiting
                 .fetch_sub(entries.len(), Ordering::Relaxed);
             let batch = std::mem::take(&mut entries);
-            if !self.write(batch, &stop).await {
+            if !self.write(batch).await {
                 break;
             }
         }
@@ -293,7 +306,7 @@ impl Writer {
 
     /// Writes a batch, however long the database takes. Returns false if the process stopped
     /// before.
-    async fn write(&mut self, mut batch: Vec<QueuedRecord>, stop: &CancellationToken) -> bool {
+    async fn write(&mut self, mut batch: Vec<QueuedRecord>) -> bool {
         // A caller that gave up did nothing, so its intent needs no record.
         batch.retain(|entry| entry.lasting || !entry.done.is_closed());
         while !batch.is_empty() {
@@ -301,7 +314,7 @@ impl Writer {
             if links.is_empty() {
                 return true;
             }
-            match self.commit(&links, stop).await {
+            match self.commit(&links).await {
                 Some(AppendOutcome::Written) => {
                     batch = self.written(batch, &links);
                 }
@@ -316,7 +329,7 @@ impl Writer {
                         tokio::time::sleep(FIRST_BACKOFF).await;
                         drop(self.db.skip_foreign_records().await);
                     }
-                    if !self.reopen(stop).await {
+                    if !self.reopen().await {
                         return false;
                     }
                     batch.insert(0, self.first());
@@ -324,7 +337,7 @@ impl Writer {
                 // One record is at fault: write each by itself.
                 Some(AppendOutcome::Rejected) if batch.len() > 1 => {
                     for entry in batch {
-                        if !Box::pin(self.write(vec![entry], stop)).await {
+                        if !Box::pin(self.write(vec![entry])).await {
                             return false;
                         }
                     }
@@ -335,7 +348,10 @@ impl Writer {
                         entry.body.detail =
                             serde_json::Map::from_iter([("unwritable".to_owned(), json!(true))]);
                     }
-                    tokio::time::sleep(MAX_BACKOFF).await;
+                    tokio::select! {
+                        () = tokio::time::sleep(MAX_BACKOFF) => {}
+                        () = self.abandon.cancelled() => return false,
+                    }
                 }
                 None => return false,
             }
@@ -368,19 +384,21 @@ impl Writer {
             .unwrap_or_else(|| links.last().map_or(1, |link| link.seq + 1))
     }
 
-    async fn commit(&mut self, links: &[Link], stop: &CancellationToken) -> Option<AppendOutcome> {
+    async fn commit(&mut self, links: &[Link]) -> Option<AppendOutcome> {
         let open_from = self.open_from(links);
         let mut pause = FIRST_BACKOFF;
         let started = std::time::Instant::now();
         loop {
             let stream = self.chain.stream();
-            match self
-                .connection
-                .with(COMMIT_TIMEOUT, async |connection| {
-                    Db::append_audit(connection, stream, open_from, links).await
-                })
-                .await
-            {
+            let append = self.connection.with(COMMIT_TIMEOUT, async |connection| {
+                Db::append_audit(connection, stream, open_from, links).await
+            });
+            let appended = tokio::select! {
+                appended = append => appended,
+                // Another orchestrator closes the calls that are not written.
+                () = self.abandon.cancelled() => return None,
+            };
+            match appended {
                 Ok(added) => {
                     metrics::histogram!("cynode_audit_commit_seconds")
                         .record(started.elapsed().as_secs_f64());
@@ -398,8 +416,7 @@ impl Writer {
             metrics::gauge!("cynode_audit_lag_seconds").set(started.elapsed().as_secs_f64());
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
-                // The process ends: unwritten calls are closed by another one.
-                () = super::given_up(stop) => return None,
+                () = self.abandon.cancelled() => return None,
             }
             pause = (pause * 2).min(MAX_BACKOFF);
         }
@@ -468,14 +485,14 @@ impl Writer {
 
     /// Continues in a new stream after this writer was considered dead; its open calls are left to
     /// others.
-    async fn reopen(&mut self, stop: &CancellationToken) -> bool {
+    async fn reopen(&mut self) -> bool {
         tracing::warn!(stream = %self.chain.stream(), "This audit writer was considered dead; it continues in a new stream.");
         self.lost.extend(std::mem::take(&mut self.open).into_keys());
         let stream = Uuid::now_v7();
         while self.db.open_stream(stream, &self.writer).await.is_err() {
             tokio::select! {
                 () = tokio::time::sleep(MAX_BACKOFF) => {}
-                () = super::given_up(stop) => return false,
+                () = self.abandon.cancelled() => return false,
             }
         }
         self.chain = Chain::new(stream);

@@ -15,7 +15,8 @@ use anyhow::{Context as _, Result, ensure};
 use cynode_api::{AuditRecord, AuditResult, ExecId, SessionId};
 use cynode_client::SessionClient;
 use cynode_tests::{
-    Answer, AuditTrail, HoldGuard, RecordingCaller, eventually, sh, wait_until_settled, whole_trail,
+    Answer, AuditTrail, ControlPlane, HoldGuard, Postgres, RecordingCaller, eventually, sh,
+    wait_until_settled, whole_trail,
 };
 use http::Method;
 use serde_json::json;
@@ -44,6 +45,20 @@ enum Outage {
     Full,
 }
 
+/// Lets the database refuse every audit record, as if its disk were full.
+fn refuse_records(postgres: &Postgres) -> Result<()> {
+    let refuse = "begin raise exception 'no space is left' using errcode = 'disk_full'; end";
+    postgres.query(&format!(
+        "create function refuse() returns trigger language plpgsql as $$ {refuse} $$"
+    ))?;
+    postgres
+        .query(
+            "create trigger refuse before insert on audit_events for each statement execute \
+             function refuse()",
+        )
+        .map(drop)
+}
+
 /// An outage in progress, until it is ended.
 struct ActiveOutage(Outage, Option<HoldGuard>);
 
@@ -60,19 +75,7 @@ impl ActiveOutage {
                 )?;
             }
             Outage::Frozen => frozen = Some(postgres.freeze()?),
-            Outage::Full => {
-                let refuse =
-                    "begin raise exception 'no space is left' using errcode = 'disk_full'; end";
-                postgres.query(&format!(
-                    "create function refuse() returns trigger language plpgsql as $$ {refuse} $$"
-                ))?;
-                postgres
-                    .query(
-                        "create trigger refuse before insert on audit_events for each \
-                         statement execute function refuse()",
-                    )
-                    .map(drop)?;
-            }
+            Outage::Full => refuse_records(postgres)?,
         }
         Ok(Self(outage, frozen))
     }
@@ -361,4 +364,33 @@ async fn a_database_that_hangs_lets_nothing_happen_without_a_record() -> Result<
 // invariant: fail-closed
 async fn while_no_record_can_be_written_nothing_is_done() -> Result<()> {
     under_load(Outage::Full).await
+}
+
+#[tokio::test]
+async fn an_orchestrator_stops_although_its_records_cannot_be_written() -> Result<()> {
+    for outage in [Outage::Full, Outage::Killed, Outage::Frozen] {
+        let mut control_plane = ControlPlane::new().await?;
+        let mut orchestrator = control_plane.orchestrator("", &[]).await?;
+        // The writer retries this intent from now on.
+        refuse_records(&control_plane.postgres)?;
+        let request = orchestrator
+            .sessions()?
+            .request(Method::POST, "/v1/tasks")
+            .json(&json!({"name": "never recorded"}));
+        assert_eq!(request.send().await?.status().as_u16(), 503, "{outage:?}");
+        let frozen = match outage {
+            Outage::Killed => {
+                control_plane.postgres.kill()?;
+                None
+            }
+            Outage::Frozen => Some(control_plane.postgres.freeze()?),
+            Outage::Full | Outage::DeclaredDead => None,
+        };
+        orchestrator
+            .stop()
+            .await
+            .with_context(|| format!("{outage:?}"))?;
+        drop(frozen);
+    }
+    Ok(())
 }
