@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn an_attempt_that_a_runtime_did_not_see_is_missed() {
+    fn an_attempt_missing_on_a_runtime_is_reported() {
         let directory = tempfile::tempdir().expect("a directory");
         let missed = || missing(&read(directory.path()).expect("reads"));
         write(
@@ -151,13 +151,16 @@ mod tests {
         assert_eq!(
             missed(),
             ["topic: one: docker", "topic: two: docker"],
-            "a runtime without any attempt"
+            "a runtime without attempts was not reported"
         );
         write(directory.path(), "docker", "two\trefused\n");
         assert_eq!(missed(), ["topic: one: docker"]);
         write(directory.path(), "docker", "one\trefused\ntwo\trefused\n");
         assert_eq!(missed(), [""; 0]);
         write(directory.path(), "lxc", "one\trefused\n");
-        assert!(read(directory.path()).is_err(), "an unknown runtime");
+        assert!(
+            read(directory.path()).is_err(),
+            "an unknown runtime was accepted"
+        );
     }
 }

@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_is_told_from_the_whole() {
+    fn a_partial_claim_is_distinguished_from_a_whole_one() {
         let source = "// proves: A\n// part of: B, C\n#[test]\nfn one() {}\n\
                       // part of: A\n#[test]\nfn two() {}\n";
         assert_eq!(

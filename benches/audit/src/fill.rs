@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use cynode_audit::{Chain, Link};
 use cynode_bench::{
-    say,
+    print_progress,
     through::{Stack, run_true},
 };
 use serde_json::Value;
@@ -94,7 +94,7 @@ pub(crate) async fn fill(stack: &Stack, records: u64) -> Result<Filled> {
         transaction.commit().await?;
         written += count;
         if written % 1_000_000 == 0 {
-            say(&format!(
+            print_progress(&format!(
                 "{written} records, {:.0} s",
                 started.elapsed().as_secs_f64()
             ));

@@ -22,7 +22,7 @@ mod report;
 
 use anyhow::{Context as _, Result, ensure};
 use clap::Parser;
-use cynode_bench::{Output, leave, machine::Facts, ours, say, through::Stack};
+use cynode_bench::{Output, clean_up, machine::Facts, ours, print_progress, through::Stack};
 use cynode_tests::World;
 
 use crate::report::Report;
@@ -70,21 +70,21 @@ async fn run(arguments: &Arguments) -> Result<Report> {
     let (world, beside) = (World::new()?, World::new()?);
     let facts = Facts::collect(&world)?;
     let mut audited = Stack::start(&world).await.context("starting a stack")?;
-    say("exec, one after the other");
+    print_progress("exec, one after the other");
     let alone = cost::alone(arguments.rounds, &world, &audited).await?;
     let mut without = Stack::of(&beside, &unaudited)
         .await
         .context("starting a stack that keeps no audit trail")?;
 
-    say("what the trail adds to an exec");
+    print_progress("what the trail adds to an exec");
     let cost = cost::measure(arguments.rounds, &world, &audited, &without).await?;
-    say("twenty sessions at once");
+    print_progress("twenty sessions at once");
     let load = load::measure(arguments.seconds, &audited).await?;
     let load_without = load::measure(arguments.seconds, &without).await?;
     without.ours.shut_down().await?;
-    leave(beside).await;
+    clean_up(beside).await;
 
-    say(&format!(
+    print_progress(&format!(
         "filling a trail with {} records",
         arguments.records
     ));
@@ -93,15 +93,15 @@ async fn run(arguments: &Arguments) -> Result<Report> {
     let mut empty = Stack::start(&beside)
         .await
         .context("starting a stack whose trail is empty")?;
-    say("exec beside a long trail and an empty one");
+    print_progress("exec beside a long trail and an empty one");
     let growth = growth::measure(arguments.rounds, &audited, &empty).await?;
     empty.ours.shut_down().await?;
-    leave(beside).await;
+    clean_up(beside).await;
     let read = growth::read(&audited).await?;
-    say("verifying it");
+    print_progress("verifying it");
     let verified = growth::verify(&audited).await?;
     audited.ours.shut_down().await?;
-    leave(world).await;
+    clean_up(world).await;
     Ok(Report {
         facts,
         alone,

@@ -30,12 +30,12 @@ pub enum Output {
 
 /// Waits for Podman's cleanup of the last containers, which would write into the directories being
 /// removed.
-pub async fn leave(world: World) {
+pub async fn clean_up(world: World) {
     if let Err(error) = world.assert_clean().await {
         eprintln!("bench: {error:#}");
     }
 }
 
-pub fn say(what: &str) {
+pub fn print_progress(what: &str) {
     eprintln!("bench: {what}");
 }

@@ -24,8 +24,8 @@ mod throughput;
 use anyhow::{Context as _, Result};
 use clap::Parser;
 use cynode_bench::{
-    Output, leave, machine, ours, ours::Ours, rivals, rivals::Rivals, samples, say, through,
-    through::Stack,
+    Output, clean_up, machine, ours, ours::Ours, print_progress, rivals, rivals::Rivals, samples,
+    through, through::Stack,
 };
 use cynode_tests::{Options, World};
 
@@ -98,37 +98,37 @@ async fn run(plan: Plan) -> Result<Report> {
         .context("starting a stack of its own")?;
     let mut report = Report::new(machine::Facts::collect(&world)?);
 
-    say("exec");
+    print_progress("exec");
     let session = stack.session().await?;
     let sandbox = stack.ours.sandbox(session)?;
     let rivals = Rivals::of(&world, &sandbox).await?;
     report.exec = exec::measure(&plan, &stack, session, &rivals).await?;
     report.parallel = exec::in_parallel(&plan, &stack.ours).await?;
-    say("streams and files");
+    print_progress("streams and files");
     report.passed = stack.pass(session).await?;
     report.transfers =
         throughput::measure(&plan, &stack.ours, session, &rivals, world.directory()).await?;
     let mut ours = stack.ours;
     ours.end(session).await?;
 
-    say("create and end");
+    print_progress("create and end");
     let beside = World::new()?;
     let mut pooled = Ours::start(&beside, &Options::default().set("pool_size", "1")).await?;
     (report.create, report.end) = create::measure(&plan, &ours, &pooled, &rivals, &world).await?;
     pooled.shut_down().await?;
-    leave(beside).await;
+    clean_up(beside).await;
     report.burst = create::burst(&plan, &ours, &world).await?;
-    say("a neighbour of ten bombs");
+    print_progress("a neighbour of ten bombs");
     report.neighbour = bombs::measure(&plan, &ours).await?;
     ours.shut_down().await?;
-    leave(world).await;
+    clean_up(world).await;
 
-    say("memory of idle sessions");
+    print_progress("memory of idle sessions");
     // A fresh worker: free heap in a busy one would hide the growth.
     let world = World::new()?;
     let mut ours = Ours::start(&world, &Options::default()).await?;
     report.memory = memory::measure(&plan, &ours).await?;
     ours.shut_down().await?;
-    leave(world).await;
+    clean_up(world).await;
     Ok(report)
 }

@@ -15,7 +15,7 @@ use crate::{ExecId, JobId, NodeId, ProjectId, SessionId, TaskId, TokenId, UserId
 /// The version in record bodies.
 pub const AUDIT_VERSION: u32 = 1;
 
-/// Problems that a verdict lists at most.
+/// The most problems that a verdict lists.
 pub const MAX_AUDIT_PROBLEMS: usize = 100;
 
 macro_rules! string_enums {
@@ -55,11 +55,11 @@ macro_rules! string_enums {
 string_enums! {
     /// The kind of a record.
     AuditKind {
-        /// An action is about to take effect, or was denied. Durable before the effect.
+        /// Written before an action takes effect, or when it is denied.
         Intent = "intent",
-        /// The outcome of an intent. Durable before the response.
+        /// The outcome of an intent. Written before the response.
         Outcome = "outcome",
-        /// Something happened without a call.
+        /// An event that no API call caused.
         Event = "event",
         Authentication = "authentication",
         /// A writer started or ended its stream.
@@ -108,7 +108,7 @@ pub struct AuditSubject {
     pub node_id: Option<NodeId>,
 }
 
-/// The chained part of a record: everything but its position and hash.
+/// The content of a record, without its position, time and hash.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AuditBody {
     pub version: u32,
@@ -205,7 +205,7 @@ pub struct AuditPage {
     pub items: Vec<AuditRecord>,
     /// Pass this as `after` to get the next page.
     pub next_cursor: i64,
-    /// The page has fewer records than requested because they are large: more follow `next_cursor`.
+    /// The page reached its size limit before `limit`: continue at `next_cursor`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub truncated: bool,
 }
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_body_survives_the_wire_with_all_members_and_with_none() {
+    fn bodies_round_trip() {
         for body in [full(), AuditBody::new(AuditKind::Stream, "stream.begin")] {
             let value = serde_json::to_value(&body).expect("bodies serialise");
             assert_eq!(
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn members_that_are_absent_are_left_out() {
+    fn absent_members_are_omitted() {
         let value = serde_json::to_value(AuditBody::new(AuditKind::Event, "node.lost"))
             .expect("bodies serialise");
         assert_eq!(
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_holds_its_body_beside_its_place_and_survives_the_wire() {
+    fn records_flatten_body_and_round_trip() {
         let at =
             OffsetDateTime::from_unix_timestamp_nanos(1_750_000_000_123_456_000).expect("a time");
         let record = AuditRecord {
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn a_member_that_is_not_known_yet_does_not_break_a_reader() {
+    fn unknown_members_are_ignored() {
         let value =
             json!({"version": 2, "kind": "event", "action": "node.lost", "weather": "rain"});
         assert_eq!(
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn a_verification_ends_with_its_verdict() {
+    fn progress_and_verdict_lines_parse() {
         let line: AuditVerifyLine =
             serde_json::from_value(json!({"checked": 3, "of": 9})).expect("progress parses");
         assert_eq!(line, AuditVerifyLine::Progress { checked: 3, of: 9 });
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn words_read_as_they_are_written() {
+    fn enum_strings_round_trip() {
         for kind in [
             AuditKind::Intent,
             AuditKind::Outcome,

@@ -16,7 +16,8 @@ use crate::{
     SessionId, SessionState, SignalName, SignalScope, WorkspaceId,
 };
 
-/// Identifies a call by a UUID that its caller chose, so that its state can be queried later.
+/// Identifies a call by a UUID that the orchestrator's gate generates, so that its state can be
+/// queried later.
 pub const CALL_HEADER: &str = "x-cynode-call";
 /// The effect of a call, as one JSON object.
 pub const RESULT_HEADER: &str = "x-cynode-result";
@@ -285,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_path_fits_however_it_has_to_be_escaped() {
+    fn the_longest_path_fits_in_any_escaping() {
         for byte in [b'a', 0x01, 0x7f, b'"', 0xff] {
             let path = [byte; MAX_PATH_BYTES];
             let changes = FileChanges::from_iter([change(&path)]);
@@ -305,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_counted_and_what_is_told_is_the_beginning() {
+    fn changes_are_listed_from_the_first_and_the_excess_is_counted() {
         let changes: FileChanges = (0..1_000)
             .map(|number| change(format!("file-{number}").as_bytes()))
             .collect();
@@ -323,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_says_only_what_is_known_of_it() {
+    fn a_change_omits_unknown_fields() {
         let value = |change: FileChange| serde_json::to_value(change).expect("changes serialise");
         assert_eq!(
             value(FileChange::new(b"a")),
@@ -348,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_patch_renames_is_gone_under_its_old_name() {
+    fn a_renamed_file_is_reported_as_removed_under_its_old_name() {
         let file = |operation, from: Option<&str>| PatchedFile {
             path: "new".to_owned(),
             path_b64: None,
@@ -383,7 +384,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_escaped_is_plain_ascii_and_means_the_same(text in any::<String>()) {
+        fn escaped_json_is_plain_ascii_and_round_trips(text in any::<String>()) {
             let ascii = ascii_json(&text);
             prop_assert!(ascii.bytes().all(|byte| (0x20..0x7f).contains(&byte)), "{ascii}");
             prop_assert_eq!(serde_json::from_str::<String>(&ascii).expect("JSON"), text);

@@ -124,8 +124,7 @@ pub struct Truncated {
 
 /// Bytes that the command wrote, retained or not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[schema(as = ByteCounts)]
-pub struct Bytes {
+pub struct ByteCounts {
     pub stdout: u64,
     pub stderr: u64,
 }
@@ -146,7 +145,7 @@ pub struct ExecExit {
     pub signal: Option<String>,
     pub timed_out: bool,
     pub oom_killed: bool,
-    pub bytes: Bytes,
+    pub bytes: ByteCounts,
     /// Covers everything that the command wrote, retained or not. Absent if part of it was not
     /// seen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -171,7 +170,7 @@ impl ExecExit {
             signal: None,
             timed_out: false,
             oom_killed: false,
-            bytes: Bytes {
+            bytes: ByteCounts {
                 stdout: 0,
                 stderr: 0,
             },
@@ -230,7 +229,7 @@ pub enum Stream {
     Stderr,
 }
 
-/// A piece of output. `seq` numbers the pieces of both streams, starting at 1.
+/// A part of the output. `seq` numbers the chunks of both streams, starting at 1.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Chunk {
     pub seq: u64,
@@ -244,7 +243,7 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// Text if the data is UTF-8, base64 otherwise. A character split between two pieces makes both
+    /// Text if the data is UTF-8, base64 otherwise. A character split between two chunks makes both
     /// of them base64.
     #[must_use]
     pub fn new(seq: u64, stream: Stream, at: OffsetDateTime, data: Vec<u8>) -> Self {
@@ -267,17 +266,17 @@ impl Chunk {
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct OutputQuery {
-    /// Return pieces after this one; 0 is the start.
+    /// Return chunks after this one; 0 is the start.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub after_seq: Option<u64>,
     /// Approximate amount to return; 1 MiB by default. A page ends at about 4 MiB of JSON and holds
-    /// at least one piece, if there is one.
+    /// at least one chunk, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_bytes: Option<u64>,
     /// How long to wait for new output; at most 60,000.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub wait_ms: Option<u64>,
-    /// Skip to the newest pieces that hold at least this many bytes.
+    /// Skip to the newest chunks that hold at least this many bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tail_bytes: Option<u64>,
 }
@@ -287,7 +286,7 @@ pub struct OutputPage {
     pub chunks: Vec<Chunk>,
     /// Pass this as `after_seq` to get the next page.
     pub next_seq: u64,
-    /// Set if pieces before this one are no longer retained.
+    /// Set if chunks before this one are no longer retained.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lost_before_seq: Option<u64>,
     /// Set if the command has ended and this page holds the last of its output.
@@ -309,7 +308,7 @@ pub struct StreamEvent {
     pub exec_id: Option<ExecId>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exit: Option<ExecExit>,
-    /// On the first event after a gap: pieces before this one are no longer retained.
+    /// On the first event after a gap: chunks before this one are no longer retained.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lost_before_seq: Option<u64>,
 }
@@ -473,7 +472,7 @@ mod tests {
                 signal: None,
                 timed_out: false,
                 oom_killed: false,
-                bytes: Bytes::default(),
+                bytes: ByteCounts::default(),
                 sha256: Some(StreamHashes {
                     stdout: "aa".into(),
                     stderr: "bb".into(),

@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn flags_are_bounded_in_number_and_in_bytes_and_counted_whole() {
+    fn flags_are_bounded_in_number_and_bytes_and_all_are_counted() {
         let mut flags = Flags::default();
         for number in 0..=flagged_limits::MAX_FILES {
             flags.add(&format!("f{number}"), "a GitHub token");

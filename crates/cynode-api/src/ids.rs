@@ -67,7 +67,7 @@ id!(
     NodeId
 );
 id!(
-    /// A job: one run to completion.
+    /// A job: one command, run once in a sandbox of its own.
     JobId
 );
 id!(
@@ -103,6 +103,6 @@ id!(
     ArtifactId
 );
 id!(
-    /// One API call, under an id that its caller chose.
+    /// One API call of the orchestrator, whose gate generates the id.
     CallId
 );

@@ -1,4 +1,4 @@
-//! Jobs: one run to completion.
+//! Jobs: one command, run once in a sandbox of its own.
 
 use std::collections::BTreeMap;
 
@@ -152,7 +152,7 @@ pub struct Job {
     /// `worker`, or `orchestrator` if it decided without the node.
     #[schema(value_type = String)]
     pub reported_by: Reporter,
-    /// The result that a node reported after the orchestrator had given the job up.
+    /// The result that a node reported after the orchestrator had abandoned the job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub late_result: Option<serde_json::Value>,

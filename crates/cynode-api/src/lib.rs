@@ -35,7 +35,7 @@ pub use call::{
 pub use encoding::{Base64Bytes, encode_streams};
 pub use event::{Event, EventPage, event_limits};
 pub use exec::{
-    Bytes, Chunk, Exec, ExecAccepted, ExecExit, ExecForm, ExecRequest, ExecResult, ExecState,
+    ByteCounts, Chunk, Exec, ExecAccepted, ExecExit, ExecForm, ExecRequest, ExecResult, ExecState,
     ExecVia, OutputPage, OutputQuery, SignalExec, SignalName, SignalScope, SignalSession,
     StdinWrite, Stream, StreamEvent, StreamHashes, Truncated, exec_form, exec_limits,
 };

@@ -190,7 +190,7 @@ pub enum NodeState {
     Draining,
     /// No recent heartbeat, or the orchestrator can't connect to the node.
     Unreachable,
-    /// Unreachable for so long that its work is given up.
+    /// Unreachable for so long that its work is abandoned.
     Lost,
 }
 

@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_misspelt_question_is_refused() {
+    fn a_policy_test_with_an_unknown_field_is_refused() {
         assert!(
             serde_json::from_value::<PolicyTest>(json!({"action": "file.read", "pth": "/etc"}))
                 .is_err()
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_question_says_only_what_it_asks() {
+    fn a_policy_test_omits_absent_fields() {
         let test = PolicyTest {
             user: Some("ada".into()),
             action: "file.read".into(),

@@ -191,8 +191,7 @@ codes! {
         "Fix each error that the detail lists; the previous policy stays in force.";
     SecretInInput = "secret_in_input", 422,
         "The request contains a secret",
-        "Remove the secret that the detail locates; a sandbox reaches services without holding \
-         their credentials.";
+        "Remove the secret that the detail locates; a sandbox must not hold credentials.";
     QuotaExceeded = "quota_exceeded", 429,
         "Quota exceeded",
         "End sessions that are no longer needed.";
@@ -344,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_detail_that_repeats_much_is_cut_in_its_middle() {
+    fn a_long_detail_is_truncated_in_the_middle() {
         let problem = Problem::new(
             ErrorCode::InvalidRequest,
             format!("kind: unknown `{}`, expected `user`", "ü".repeat(100_000)),
@@ -357,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_of_errors_is_complete_and_true() {
+    fn the_page_of_errors_lists_every_code() {
         let page = include_str!("../../../docs/errors.md");
         for code in ErrorCode::ALL {
             let row = format!(
@@ -371,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn a_problem_survives_the_wire_with_its_extensions() {
+    fn problems_round_trip_with_their_extensions() {
         let problem =
             Problem::new(ErrorCode::ExecFailed, "no such command").with("errno", "ENOENT");
         let text = serde_json::to_string(&problem).expect("problems serialise");

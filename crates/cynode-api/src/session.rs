@@ -273,7 +273,7 @@ impl Default for Limits {
 #[serde(rename_all = "snake_case")]
 pub enum NetworkPolicy {
     None,
-    /// Only what policy allows, through the worker's proxies.
+    /// Only what policy allows, through proxies. There are no proxies yet, so nothing is reachable.
     #[default]
     Restricted,
 }

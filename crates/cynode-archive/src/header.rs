@@ -5,9 +5,9 @@ use crate::{BLOCK, Error, Kind};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HeaderKind {
     Entry(Kind),
-    /// POSIX records that describe the next entry.
+    /// pax records that describe the next entry.
     Records,
-    /// POSIX records that describe all following entries.
+    /// pax records that describe all following entries.
     GlobalRecords,
     /// GNU: the content is the path of the next entry.
     LongPath,

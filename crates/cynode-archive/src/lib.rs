@@ -22,7 +22,7 @@ use self::{
 
 /// Headers and contents are padded to multiples of this.
 pub const BLOCK: usize = 512;
-/// Largest extension header: a GNU long name, or all POSIX records of one entry.
+/// Largest extension header: a GNU long name, or all pax records of one entry.
 pub const MAX_EXTENSION_BYTES: u64 = 1024 * 1024;
 /// Longest path of an entry, and longest target of a link.
 pub const MAX_PATH_BYTES: usize = 4_095;

@@ -1,6 +1,6 @@
 //! Extension headers, which override fields of the next entry.
 //!
-//! A POSIX record is `<length> <key>=<value>\n`. Only the length ends a record: a value may contain
+//! A pax record is `<length> <key>=<value>\n`. Only the length ends a record: a value may contain
 //! newlines and text that looks like another record.
 
 use crate::Error;
@@ -11,7 +11,7 @@ pub(crate) struct Records {
     pub(crate) link: Option<Vec<u8>>,
     pub(crate) size: Option<u64>,
     pub(crate) mtime: Option<i64>,
-    /// A POSIX extension header came before the entry, even if it set no field.
+    /// A pax extension header came before the entry, even if it set no field.
     is_local: bool,
 }
 

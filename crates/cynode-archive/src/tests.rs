@@ -54,7 +54,7 @@ impl ArchiveBuilder {
     }
 }
 
-/// A POSIX record with its length in front.
+/// A pax record.
 fn record(key: &str, value: &str) -> Vec<u8> {
     let rest = key.len() + value.len() + 3;
     let length = (rest..rest + 10)
@@ -98,7 +98,8 @@ fn refusal(bytes: &[u8]) -> String {
 
 #[test]
 fn a_newline_in_a_comment_hides_no_record() {
-    // By lines this says only 'path=fine'; by lengths the comment ends before the last record.
+    // A parser that splits on newlines sees only 'path=fine'. By its length, the comment ends
+    // before the last record.
     let comment = record("comment", "x\n14 path=fine");
     let hidden = [comment.as_slice(), &record("path", "protected/x")].concat();
     assert_eq!(
@@ -110,7 +111,8 @@ fn a_newline_in_a_comment_hides_no_record() {
         ),
         ["protected/x"]
     );
-    // By lines this says 'path=protected/x', by lengths nothing but a comment.
+    // A parser that splits on newlines sees 'path=protected/x'. By its length, everything is a
+    // comment.
     let shown = record("comment", "x\n20 path=protected/x");
     assert_eq!(
         names(
@@ -224,7 +226,7 @@ fn every_form_of_a_name_is_read() {
 }
 
 #[test]
-fn git_archives_global_comment_is_accepted_and_no_other_global_header() {
+fn only_git_archives_global_comment_is_accepted() {
     let global = |records: &[u8]| {
         ArchiveBuilder::default()
             .add(EntryType::XGlobalHeader, b"pax_global_header", b"", records)
@@ -243,7 +245,7 @@ fn git_archives_global_comment_is_accepted_and_no_other_global_header() {
 
 #[test]
 // invariant: one-reader
-fn what_can_be_read_in_two_ways_is_refused() {
+fn ambiguous_archives_are_refused() {
     let path = record("path", "a");
     let mut negative = TarHeader::new_gnu();
     negative.as_old_mut().name[0] = b'x';
@@ -443,7 +445,7 @@ fn what_can_be_read_in_two_ways_is_refused() {
 }
 
 #[test]
-fn paths_stay_below_the_target_and_outside_the_archives_own_links() {
+fn entries_stay_below_the_target_and_never_traverse_own_symlinks() {
     for (archive, expected) in [
         (ArchiveBuilder::default().file("../x", ""), "'..'"),
         (ArchiveBuilder::default().file("a/../x", ""), "'..'"),
@@ -504,7 +506,7 @@ fn paths_stay_below_the_target_and_outside_the_archives_own_links() {
 }
 
 #[test]
-fn every_bound_holds_from_both_sides() {
+fn limits_accept_the_maximum_and_refuse_one_more() {
     let long = |length: usize| {
         let path = "p".repeat(length);
         ArchiveBuilder::default()
@@ -603,10 +605,10 @@ proptest! {
     }
 
     #[test]
-    fn damage_never_panics_and_no_entry_escapes(
+    fn corrupt_archives_never_panic_or_escape(
         position in 0_usize..4_096,
         byte in any::<u8>(),
-        fix in any::<bool>(),
+        fix_checksum in any::<bool>(),
     ) {
         let mut bytes = ArchiveBuilder::default()
             .records(&record("path", "a/b"))
@@ -616,7 +618,7 @@ proptest! {
             .end();
         let position = position % bytes.len();
         bytes[position] = byte;
-        if fix {
+        if fix_checksum {
             let block = position / BLOCK * BLOCK;
             let mut header = TarHeader::new_old();
             header

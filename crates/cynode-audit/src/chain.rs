@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     // invariant: api-boundaries
-    fn a_hash_never_changes_its_meaning() {
+    fn the_hash_of_a_known_record_is_stable() {
         let hash = hash(
             &genesis(Uuid::nil()),
             Uuid::nil(),

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signed_checkpoint_survives_as_one_line() {
+    fn a_signed_checkpoint_round_trips_as_one_line() {
         let key = SigningKey::from_seed([1; 32]);
         let signed = checkpoint().sign(&key);
         let line = signed.to_line();
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_that_was_changed_in_memory_is_not_what_was_signed() {
+    fn a_checkpoint_changed_in_memory_does_not_verify() {
         let key = SigningKey::from_seed([1; 32]);
         let mut signed = checkpoint().sign(&key);
         signed.checkpoint.truncated_records += 1;
@@ -196,7 +196,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_byte_of_a_line_can_be_changed(
+        fn a_line_with_a_changed_byte_does_not_verify(
             place in any::<prop::sample::Index>(),
             byte in any::<u8>(),
         ) {

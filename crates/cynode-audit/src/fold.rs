@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     // invariant: audit-trail
-    fn one_says_what_all_said() {
+    fn a_folded_checkpoint_has_the_newest_head_of_every_stream() {
         let key = SigningKey::from_seed([1; 32]);
         let lines = chain(
             &key,
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_removed_by_retention_stay_removed_and_cuts_stay() {
+    fn a_folded_checkpoint_keeps_removals_and_cuts() {
         let key = SigningKey::from_seed([1; 32]);
         let lines = chain(
             &key,
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     // invariant: audit-trail
-    fn nothing_is_folded_that_is_not_whole() {
+    fn checkpoints_with_a_gap_or_a_bad_signature_are_not_folded() {
         let key = SigningKey::from_seed([1; 32]);
         let lines = chain(
             &key,

@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hash_reads_as_it_was_written_and_in_no_other_way() {
+    fn a_hash_parses_only_in_lowercase_hexadecimal() {
         let hash: Hash = std::array::from_fn(|index| u8::try_from(index * 8).expect("below 256"));
         let text = hex::encode(hash);
         assert_eq!(decode(&text), Some(hash));

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_public_key_survives_as_text() {
+    fn a_public_key_round_trips_as_text() {
         let key = SigningKey::from_seed([3; 32]).public();
         assert_eq!(PublicKey::from_text(&key.to_text()), Ok(key));
         for text in [
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signing_key_does_not_show_itself() {
+    fn the_debug_output_of_a_signing_key_hides_it() {
         assert_eq!(
             format!("{:?}", SigningKey::from_seed([65; 32])),
             "SigningKey(…)"

@@ -20,7 +20,7 @@ fn event_of(body: AuditBody) -> Value {
 }
 
 #[test]
-fn an_intent_to_run_a_command() {
+fn an_exec_intent_is_a_process_event() {
     snapshot!(event_of(intent(
         "session.exec",
         1,
@@ -29,7 +29,7 @@ fn an_intent_to_run_a_command() {
 }
 
 #[test]
-fn the_end_of_a_command() {
+fn an_exec_outcome_has_its_exit() {
     let detail = json!({"exit_code": 2, "signal": null, "timed_out": false, "duration_ms": 1200, "bytes": {"stdout": 4000, "stderr": 100}});
     snapshot!(event_of(outcome(
         "session.exec",
@@ -40,7 +40,7 @@ fn the_end_of_a_command() {
 }
 
 #[test]
-fn a_file_that_was_written() {
+fn a_file_write_has_its_hashes() {
     let detail = json!({"changes": [{"path": "/workspace/a.py", "sha256_before": "ab".repeat(32), "sha256_after": "cd".repeat(32)}]});
     snapshot!(event_of(outcome(
         "file.write",
@@ -51,7 +51,7 @@ fn a_file_that_was_written() {
 }
 
 #[test]
-fn a_read_that_was_denied() {
+fn a_denied_read_has_its_rules() {
     let body = AuditBody {
         decision: Some(AuditDecision::Deny),
         stage: Some("policy".to_owned()),
@@ -65,7 +65,7 @@ fn a_read_that_was_denied() {
 }
 
 #[test]
-fn a_token_that_was_made() {
+fn a_created_token_is_listed_as_a_resource() {
     let body = AuditBody {
         resource: Some("token:9".to_owned()),
         ..outcome(
@@ -79,7 +79,7 @@ fn a_token_that_was_made() {
 }
 
 #[test]
-fn a_caller_who_was_not_known() {
+fn an_unknown_caller_is_a_failed_authentication() {
     let body = AuditBody {
         decision: Some(AuditDecision::Deny),
         subject: Some(cynode_api::AuditSubject {
@@ -98,7 +98,7 @@ fn a_caller_who_was_not_known() {
 }
 
 #[test]
-fn an_event_that_a_node_told() {
+fn a_node_event_has_the_node_as_actor() {
     let body = AuditBody {
         subject: Some(cynode_api::AuditSubject {
             node_id: Some(NodeId::from_uuid(Uuid::from_u128(7))),
@@ -112,7 +112,7 @@ fn an_event_that_a_node_told() {
 }
 
 #[test]
-fn the_beginning_of_a_stream() {
+fn a_stream_record_is_an_api_event() {
     snapshot!(event_of(event(
         AuditKind::Stream,
         "stream.begin",
@@ -121,7 +121,7 @@ fn the_beginning_of_a_stream() {
 }
 
 #[test]
-fn every_event_has_what_the_schema_requires_of_all() {
+fn every_event_has_the_fields_that_ocsf_requires() {
     let bodies = [
         intent("session.exec", 1, json!({})),
         outcome(

@@ -26,7 +26,7 @@ fn descriptions(bodies: Vec<AuditBody>) -> Vec<String> {
 }
 
 #[test]
-fn a_session_is_told_in_order_with_what_it_came_to() {
+fn the_story_of_a_session_lists_calls_in_order_with_outcomes() {
     let agent = AuditBody {
         subject: Some(subject("project_manager", "ada")),
         ..intent(
@@ -74,7 +74,7 @@ fn a_session_is_told_in_order_with_what_it_came_to() {
 }
 
 #[test]
-fn the_ends_of_commands_are_told_apart() {
+fn each_way_a_command_ends_has_its_own_text() {
     let end = |result: AuditResult, code: Option<&str>, detail: Value| {
         let outcome = AuditBody {
             code: code.map(ToOwned::to_owned),
@@ -129,7 +129,7 @@ fn the_ends_of_commands_are_told_apart() {
 }
 
 #[test]
-fn changes_of_files_say_what_they_were_before_and_after() {
+fn file_changes_show_the_hashes_before_and_after() {
     let write = |changes: Value| {
         descriptions(vec![outcome(
             "file.write",
@@ -193,7 +193,7 @@ fn a_denial_names_its_rules_or_its_stage() {
 }
 
 #[test]
-fn a_record_by_itself_has_its_headline() {
+fn each_record_has_a_headline() {
     let lines: Vec<String> = records(vec![
         intent("session.exec", 1, json!({"argv": ["make", "test"]})),
         outcome(
@@ -277,7 +277,7 @@ fn an_empty_trail_says_so() {
 }
 
 #[test]
-fn an_outcome_without_its_intent_still_has_its_line() {
+fn an_outcome_without_an_intent_has_a_line() {
     assert_eq!(
         descriptions(vec![outcome(
             "session.exec",
@@ -290,7 +290,7 @@ fn an_outcome_without_its_intent_still_has_its_line() {
 }
 
 #[test]
-fn hostile_text_does_not_drive_a_terminal() {
+fn hostile_text_is_escaped_for_the_terminal() {
     let evil = "\u{1b}]0;owned\u{7}\u{9b}2J\r\n\u{202e}txt.\0\u{200b}";
     let body = AuditBody {
         subject: Some(subject("user", evil)),
@@ -329,7 +329,7 @@ fn hostile_text_does_not_drive_a_terminal() {
 
 proptest! {
     #[test]
-    fn whatever_is_in_a_detail_a_story_is_told_in_plain_lines(
+    fn stories_have_no_control_characters_whatever_the_detail(
         argv in prop::collection::vec("(?s).*", 0..4),
         path in "(?s).*",
         number in any::<i64>(),

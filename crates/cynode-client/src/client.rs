@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn loopback_is_told_from_other_hosts() {
+    fn loopback_is_distinguished_from_other_hosts() {
         for (address, expected) in [
             ("http://127.0.0.1:1", true),
             ("http://[::1]:1", true),
@@ -508,6 +508,6 @@ mod tests {
     fn a_refusal_that_is_no_problem_document_keeps_its_status() {
         let error = refusal("http://h/".into(), 502, b"<html>");
         assert!(matches!(&error, Error::Status { status: 502, body, .. } if body == "<html>"));
-        assert!(error.is_passing());
+        assert!(error.is_transient());
     }
 }

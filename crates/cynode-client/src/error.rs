@@ -13,7 +13,7 @@ pub enum Error {
     #[error("{}", .0.detail)]
     Problem(Box<Problem>),
     /// The server refused without a problem document.
-    #[error("{url} answered {status}{}", note(.body))]
+    #[error("{url} answered {status}{}", after_colon(.body))]
     Status {
         url: String,
         status: u16,
@@ -66,7 +66,7 @@ impl Error {
 
     /// Whether a retry may succeed: the server is restarting, or the connection broke.
     #[must_use]
-    pub fn is_passing(&self) -> bool {
+    pub fn is_transient(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::Broken { .. } => true,
             Self::Problem(problem) => [
@@ -118,7 +118,7 @@ impl Error {
     }
 }
 
-fn note(body: &str) -> String {
+fn after_colon(body: &str) -> String {
     if body.is_empty() {
         String::new()
     } else {

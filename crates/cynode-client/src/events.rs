@@ -22,21 +22,21 @@ pub enum ExecEvent {
     /// The first event, except on a resumed stream.
     Start {
         exec_id: ExecId,
-        /// Set if earlier pieces are no longer retained.
+        /// Set if earlier chunks are no longer retained.
         lost_before_seq: Option<u64>,
     },
     Output {
         seq: u64,
         stream: Stream,
         data: Bytes,
-        /// Set if pieces before this one are no longer retained.
+        /// Set if chunks before this one are no longer retained.
         lost_before_seq: Option<u64>,
     },
     /// The last event.
     Exit(ExecExit),
 }
 
-/// The events of one exec, in order. After an error that [`Error::is_passing`], resume with
+/// The events of one exec, in order. After an error that [`Error::is_transient`], resume with
 /// [`exec_output_stream`](crate::SessionClient::exec_output_stream) from [`Self::last_seq`].
 #[derive(Debug)]
 pub struct ExecEvents {
@@ -61,7 +61,7 @@ impl ExecEvents {
         }
     }
 
-    /// The number of the last piece yielded.
+    /// The number of the last chunk yielded.
     #[must_use]
     pub fn last_seq(&self) -> u64 {
         self.last_seq
@@ -75,7 +75,7 @@ impl ExecEvents {
                     continue;
                 };
                 match &event {
-                    // A resumed stream may repeat pieces.
+                    // A resumed stream may repeat chunks.
                     ExecEvent::Output { seq, .. } if *seq <= self.last_seq => continue,
                     ExecEvent::Output { seq, .. } => self.last_seq = *seq,
                     ExecEvent::Exit(_) => self.finished = true,
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn output_is_bytes_whether_it_came_as_text_or_base64() {
+    fn output_is_decoded_from_text_and_from_base64() {
         let at = "2030-01-01T00:00:00Z";
         for (field, value) in [("data", "hi"), ("data_b64", "aGk=")] {
             let Ok(Some(ExecEvent::Output {
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_events_are_passed_over_and_broken_ones_are_not() {
+    fn unknown_events_are_skipped_and_malformed_ones_are_errors() {
         assert!(matches!(parse("weather", "sunny"), Ok(None)));
         assert!(matches!(parse("stdout", "sunny"), Err(Malformed::Json(_))));
         assert!(matches!(

@@ -211,7 +211,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn where_the_bytes_are_split_does_not_matter(
+        fn events_parse_the_same_in_any_split(
             text in prop::collection::vec(prop::sample::select(b"data: id event\r\n\r\n\n:x\xef\xbb\xbf\xc3\xa9\0".to_vec()), 0..200),
             cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..12),
         ) {
@@ -221,7 +221,7 @@ mod tests {
         }
 
         #[test]
-        fn what_was_written_comes_out(
+        fn events_round_trip_in_any_split(
             sent in prop::collection::vec(("[a-z]{1,8}", "[^\r\n]{0,40}", 0u64..1000), 0..8),
             cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..12),
             ending in prop::sample::select(vec!["\n", "\r\n", "\r"]),

@@ -406,7 +406,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_people_name_stays_in_its_part_of_the_path() {
+    fn names_are_escaped_within_their_path_segment() {
         assert_eq!(segment("a/b?c#d é"), "a%2Fb%3Fc%23d%20%C3%A9");
         assert_eq!(segments("dir/my file").expect("a path"), "dir/my%20file");
         for path in ["../up", "a/../b", "/etc", "a//b", ".", ""] {

@@ -58,7 +58,7 @@ fn is_whole(request: &[u8]) -> bool {
 const RECORD: &str = r#"{"cursor":8,"stream":"01890000-0000-7000-8000-000000000001","seq":3,"at":"2026-01-02T03:04:05.000006Z","version":1,"kind":"event","action":"node.lost","weather":"rain","hash":"00"}"#;
 
 #[tokio::test]
-async fn what_is_asked_for_is_in_the_query_and_what_is_not_known_survives_in_a_raw_page() {
+async fn the_query_has_the_filters_and_a_raw_page_keeps_unknown_members() {
     let page = format!(r#"{{"items":[{RECORD}],"next_cursor":9}}"#);
     let (client, served) = server(vec![("200 OK", page.clone()), ("200 OK", page)]).await;
     let filter = AuditFilter {
@@ -97,7 +97,7 @@ async fn what_is_asked_for_is_in_the_query_and_what_is_not_known_survives_in_a_r
 const VERDICT: &str = r#"{"verdict":{"intact":true,"records":2,"streams":1,"checkpoints":1,"truncated":0,"open":0,"key":"k","problems":[],"more_problems":false}}"#;
 
 #[tokio::test]
-async fn a_verification_tells_its_progress_and_ends_with_its_verdict() {
+async fn a_verification_reports_progress_and_ends_with_a_verdict() {
     let lines = format!("{{\"checked\":1,\"of\":2}}\n\n{VERDICT}\n");
     for body in [lines.clone(), lines.trim_end().to_owned()] {
         let (client, _served) = server(vec![("200 OK", body)]).await;
@@ -135,7 +135,7 @@ async fn a_verification_without_a_verdict_is_an_error() {
 }
 
 #[tokio::test]
-async fn policies_go_where_they_belong_whatever_their_names() {
+async fn policy_names_are_escaped_in_paths() {
     let policy = r#"{"id":"a/b","text":"permit","revision":2,"updated_at":"2026-01-02T03:04:05Z","updated_by":"ada","is_default":false,"rules":[{"name":"a/b/0","effect":"permit"}]}"#;
     let refused = r#"{"type":"urn:cynode:error:policy_invalid","title":"t","status":422,"detail":"line 1: no","code":"policy_invalid","remedy":"r"}"#;
     let (client, served) = server(vec![

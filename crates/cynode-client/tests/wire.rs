@@ -101,7 +101,7 @@ async fn a_problem_document_becomes_a_problem_and_other_refusals_keep_their_stat
 }
 
 #[tokio::test]
-async fn nobody_there_is_unreachable_and_surely_not_sent() {
+async fn a_refused_connection_is_unreachable_and_never_sent() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
     let client = SessionClient::new(
         &format!("http://{}", listener.local_addr().expect("address")),
@@ -114,7 +114,7 @@ async fn nobody_there_is_unreachable_and_surely_not_sent() {
         matches!(&error, Error::Unreachable { never_sent: true, url, .. } if url.contains("/v1/worker/sessions/")),
         "{error:?}"
     );
-    assert!(error.is_passing());
+    assert!(error.is_transient());
 }
 
 #[tokio::test]
@@ -149,7 +149,9 @@ async fn events_are_typed_and_a_stream_that_stops_is_broken() {
     assert!(
         matches!(events.next().await, Ok(Some(ExecEvent::Output { seq: 1, stream: Stream::Stdout, data, .. })) if data == "hi")
     );
-    assert!(matches!(events.next().await, Err(error @ Error::Broken { .. }) if error.is_passing()));
+    assert!(
+        matches!(events.next().await, Err(error @ Error::Broken { .. }) if error.is_transient())
+    );
 
     let mut events = client
         .exec_output_stream(id(), exec_id, events.last_seq())
@@ -157,7 +159,7 @@ async fn events_are_typed_and_a_stream_that_stops_is_broken() {
         .expect("resumed");
     assert!(
         matches!(events.next().await, Ok(Some(ExecEvent::Output { seq: 2, stream: Stream::Stderr, data, .. })) if data == b"\xff"[..]),
-        "a repeated piece is passed over"
+        "a repeated chunk was not skipped"
     );
     assert!(
         matches!(events.next().await, Ok(Some(ExecEvent::Exit(exit))) if exit.exit_code == Some(7))
@@ -230,7 +232,7 @@ async fn files_carry_their_mode_and_a_body_cut_short_is_an_error() {
 }
 
 #[tokio::test]
-async fn an_unready_worker_says_why() {
+async fn an_unready_worker_gives_its_reason() {
     let (client, _served) = server(vec![
         "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 10\r\n\r\nno podman\n",
         "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 6\r\n\r\nready\n",
@@ -244,7 +246,7 @@ async fn an_unready_worker_says_why() {
 }
 
 #[tokio::test]
-async fn what_answers_at_an_address_is_identified() {
+async fn the_server_at_an_address_is_identified() {
     let problem = r#"{"type":"urn:cynode:error:not_found","title":"t","status":404,"detail":"d","code":"not_found","remedy":"r"}"#;
     for (status, body, expected) in [
         (
@@ -298,7 +300,7 @@ async fn what_answers_at_an_address_is_identified() {
 }
 
 #[tokio::test]
-async fn a_terminal_speaks_bytes_and_small_messages() {
+async fn a_terminal_exchanges_bytes_and_control_messages() {
     use futures_util::{SinkExt, StreamExt};
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
     let client = SessionClient::new(
@@ -381,7 +383,7 @@ async fn a_terminal_speaks_bytes_and_small_messages() {
 }
 
 #[tokio::test]
-async fn a_terminal_that_is_refused_says_why() {
+async fn a_refused_terminal_gives_its_reason() {
     let (client, _served) = server(vec![
         "HTTP/1.1 403 Forbidden\r\nconnection: close\r\ncontent-length: 111\r\n\r\n{\"type\":\"urn:x\",\"title\":\"t\",\"status\":403,\"detail\":\"no terminal here\",\"code\":\"pty_not_allowed\",\"remedy\":\"r\"}      ",
     ])

@@ -350,7 +350,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn nothing_more_is_taken_when_the_disk_is_nearly_full() {
+    async fn uploads_are_refused_when_the_disk_is_nearly_full() {
         let directory = tempfile::tempdir().expect("a directory");
         let with = |least| {
             Blobs::open(&Config {
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_never_finished_is_swept_also_while_the_store_does_not_list_it() {
+    async fn unfinished_uploads_are_swept_even_if_the_store_does_not_list_them() {
         let directory = tempfile::tempdir().expect("a directory");
         let blobs = Blobs::open(&Config {
             state_dir: directory.path().to_owned(),

@@ -212,7 +212,7 @@ mod tests {
 
     #[tokio::test]
     // invariant: no-starvation
-    async fn a_caller_has_its_budget_and_no_more_and_others_have_theirs() {
+    async fn each_caller_has_its_own_budget() {
         let budget = budget(100);
         let mut first = grown(budget, user(1), 60).await.expect("there is room");
         let refused = grown(budget, user(1), 41).await.expect_err("there is not");
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn bodies_that_stall_hold_up_their_own_caller_only() {
+    async fn stalled_bodies_delay_only_their_own_caller() {
         let budget = budget(3 << 20);
         let stalled = |caller| {
             let pieces = stream::iter([(), ()])

@@ -256,7 +256,7 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(50);
     const PATIENCE: Duration = Duration::from_secs(30);
 
-    fn turns(permits: usize) -> &'static FairPermits {
+    fn pool(permits: usize) -> &'static FairPermits {
         Box::leak(Box::new(FairPermits::with(permits, SHORT, Duration::ZERO)))
     }
 
@@ -278,13 +278,13 @@ mod tests {
 
     #[tokio::test]
     // invariant: no-starvation
-    async fn a_silent_body_gives_its_permit_back_and_takes_one_again_when_bytes_come() {
-        let turns = turns(1);
+    async fn a_silent_body_returns_its_permit_and_takes_one_when_bytes_arrive() {
+        let permits = pool(1);
         let (sender, receiver) = tokio::sync::mpsc::channel(1);
         let pieces = stream::unfold(receiver, async |mut receiver| {
             receiver.recv().await.map(|piece| (piece, receiver))
         });
-        let mut body = turns.read(user(1), Body::from_stream(pieces).into_data_stream());
+        let mut body = permits.read(user(1), Body::from_stream(pieces).into_data_stream());
         body.require_permit().await;
         let send = async || {
             sender
@@ -299,13 +299,13 @@ mod tests {
             (piece.is_some_and(|piece| piece.is_ok()), body)
         });
         // The body is silent, so the only permit is free again.
-        let other = tokio::time::timeout(PATIENCE, turns.acquire(user(2)))
+        let other = tokio::time::timeout(PATIENCE, permits.acquire(user(2)))
             .await
             .expect("given back");
         send().await;
         assert!(
             is_waiting(&reading).await,
-            "the piece has arrived, but there is no permit"
+            "the body was read without a permit"
         );
         drop(other);
         let (came, body) = reading.await.expect("read");
@@ -314,42 +314,42 @@ mod tests {
 
     #[tokio::test]
     // invariant: no-starvation
-    async fn slow_bodies_give_a_permit_to_a_caller_that_has_fewer() {
-        let turns = turns(8);
+    async fn slow_bodies_yield_a_permit_to_a_caller_with_fewer() {
+        let permits = pool(8);
         // Each piece arrives long before the silence counts.
         for _ in 0..9 {
-            let mut body = turns.read(user(1), slow());
+            let mut body = permits.read(user(1), slow());
             tokio::spawn(async move {
                 body.require_permit().await;
                 while body.next().await.is_some() {}
             });
         }
-        while turns.state.lock().held(user(1)) < 8 {
+        while permits.state.lock().held(user(1)) < 8 {
             tokio::task::yield_now().await;
         }
         for caller in 2..=5 {
             drop(
-                tokio::time::timeout(PATIENCE, turns.acquire(user(caller)))
+                tokio::time::timeout(PATIENCE, permits.acquire(user(caller)))
                     .await
-                    .expect("it has its turn"),
+                    .expect("a permit"),
             );
         }
     }
 
     #[tokio::test]
-    async fn a_free_permit_goes_to_the_caller_with_the_fewest_and_then_by_order() {
-        let turns = turns(3);
+    async fn a_free_permit_goes_to_the_caller_with_the_fewest_then_in_arrival_order() {
+        let permits = pool(3);
         let (one, two, _three) = (
-            turns.acquire(user(1)).await,
-            turns.acquire(user(1)).await,
-            turns.acquire(user(1)).await,
+            permits.acquire(user(1)).await,
+            permits.acquire(user(1)).await,
+            permits.acquire(user(1)).await,
         );
-        let (told, mut heard) = tokio::sync::mpsc::unbounded_channel();
+        let (sender, mut receiver) = tokio::sync::mpsc::unbounded_channel();
         for (name, caller) in [("again", 1), ("first", 2), ("second", 3), ("gone", 4)] {
-            let told = told.clone();
+            let sender = sender.clone();
             let waiting = tokio::spawn(async move {
-                let permit = turns.acquire(user(caller)).await;
-                told.send(name).expect("somebody hears it");
+                let permit = permits.acquire(user(caller)).await;
+                sender.send(name).expect("the receiver is open");
                 std::future::pending::<()>().await;
                 drop(permit);
             });
@@ -360,10 +360,10 @@ mod tests {
             }
         }
         drop(one);
-        assert_eq!(heard.recv().await, Some("first"));
+        assert_eq!(receiver.recv().await, Some("first"));
         drop(two);
-        assert_eq!(heard.recv().await, Some("second"));
-        let state = turns.state.lock();
+        assert_eq!(receiver.recv().await, Some("second"));
+        let state = permits.state.lock();
         assert_eq!(
             (
                 state.free,
@@ -376,15 +376,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_permit_that_is_not_needed_any_more_is_not_lost() {
-        let turns = turns(1);
-        let held = turns.acquire(user(1)).await;
-        let waiting = tokio::spawn(turns.acquire(user(2)));
+    async fn an_aborted_waiter_loses_no_permit() {
+        let permits = pool(1);
+        let held = permits.acquire(user(1)).await;
+        let waiting = tokio::spawn(permits.acquire(user(2)));
         assert!(is_waiting(&waiting).await);
         waiting.abort();
         drop(waiting.await);
         drop(held);
-        drop(turns.acquire(user(3)).await);
-        assert_eq!(turns.state.lock().free, 1);
+        drop(permits.acquire(user(3)).await);
+        assert_eq!(permits.state.lock().free, 1);
     }
 }

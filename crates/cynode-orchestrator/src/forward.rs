@@ -123,14 +123,17 @@ pub(crate) async fn forward(
         reason = &mut must_end => return Err(reason.problem()),
     };
     let (status, headers) = (answer.status(), from_node(answer.headers()));
-    let mut response = Response::new(Body::from_stream(until(answer.bytes_stream(), must_end)));
+    let mut response = Response::new(Body::from_stream(abort_when(
+        answer.bytes_stream(),
+        must_end,
+    )));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     Ok(response)
 }
 
-/// Aborts a stream when the call must end.
-fn until<E: std::error::Error + Send + Sync + 'static>(
+/// Aborts a stream when its call must end.
+fn abort_when<E: std::error::Error + Send + Sync + 'static>(
     bytes: impl Stream<Item = Result<Bytes, E>> + Send + 'static,
     must_end: impl Future<Output = EndReason> + Send + Unpin + 'static,
 ) -> impl Stream<Item = Result<Bytes, io::Error>> + Send {
@@ -293,7 +296,7 @@ mod tests {
             ("x-request-id", "r-1"),
             ("range", "bytes=1-2"),
         ]);
-        assert!(to_node(&parts).is_err(), "a call without an id is not sent");
+        assert!(to_node(&parts).is_err(), "a call without an id was sent");
         parts.extensions.insert(CallId::from_uuid(id));
         let sent = to_node(&parts).expect("it has an id");
         assert_eq!(

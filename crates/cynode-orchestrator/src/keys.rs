@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn derived_tokens_differ_by_use_node_and_epoch_and_are_the_same_again() {
+    fn derived_tokens_are_stable_and_differ_by_use_node_and_epoch() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("key");
         let keys = Keys::open(&path).expect("made");

@@ -206,7 +206,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let checkpoints = Checkpoints::open(signing, lines, config.audit_checkpoints)
         .map_err(state("reading the audit checkpoints"))?;
     let (abandoned, left) = AbandonedCalls::new();
-    let scanner = Scanner::new(held(&keys, &config), true);
+    let scanner = Scanner::new(held_secrets(&keys, &config), true);
     let shapes = ShapePolicies::open(&db, &config.secret_shapes)
         .await
         .map_err(start("reading the settings for credential shapes"))?;
@@ -302,7 +302,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     // be aborted.
     finish(reconcilers, SHUTDOWN_TIMEOUT).await;
     for body in last.failures.rest() {
-        last.audit.tell(body);
+        last.audit.enqueue_detached(body);
     }
     // All calls are answered: flush the audit trail and sign it.
     closing.cancel();
@@ -464,7 +464,7 @@ fn hostname() -> String {
 }
 
 /// Secrets of this process that must never enter a sandbox. Tokens are recognized by their shape.
-fn held(keys: &Keys, config: &Config) -> HeldSecrets {
+fn held_secrets(keys: &Keys, config: &Config) -> HeldSecrets {
     let mut held = HeldSecrets::new(keys.secrets_seed());
     let password = config
         .database_url

@@ -233,13 +233,13 @@ pub(crate) struct Placement {
 
 impl Placement {
     /// The node with the most capacity that has the image and the labels. A node that is
-    /// unreachable from here or did not answer recently is chosen only when no other is left. `not`
-    /// lists nodes that had the job before and consider it ended.
+    /// unreachable from here or did not answer recently is chosen only when no other is left.
+    /// `excluded` lists nodes that had the job before and consider it ended.
     pub(crate) async fn choose_node(
         &self,
         version: ImageVersionId,
         wanted: &NodeRequirements<'_>,
-        not: &[NodeId],
+        excluded: &[NodeId],
     ) -> Result<NodeRow, Error> {
         let nodes = self.db.nodes().await?;
         let with_image = self.db.nodes_with(version).await?;
@@ -248,7 +248,7 @@ impl Placement {
         let mut reasons: Vec<(String, Unfit)> = Vec::new();
         let mut best: Option<((bool, f64), NodeRow)> = None;
         for node in nodes {
-            if not.contains(&node.id) {
+            if excluded.contains(&node.id) {
                 reasons.push((node.name, Unfit::HadItBefore));
                 continue;
             }

@@ -378,7 +378,7 @@ impl Sessions {
         end: &SessionEnd,
     ) -> Result<Session, Error> {
         let client = self.fleet.client(&self.db, row.node_id).await?;
-        if let Err(error) = self.execs.settle(row.session_id).await {
+        if let Err(error) = self.execs.record_exits(row.session_id).await {
             tracing::debug!(session_id = %row.session_id, %error, "The exits of a session's execs are unknown.");
         }
         let session = response_for(
@@ -407,7 +407,7 @@ impl Sessions {
         if matches!(row.state, SessionState::Ended | SessionState::Failed) {
             return Ok(row.object);
         }
-        let asked = async {
+        let query = async {
             let client = self.fleet.client(&self.db, row.node_id).await.ok()?;
             response_for(
                 row.session_id,
@@ -421,7 +421,7 @@ impl Sessions {
             )
             .ok()
         };
-        if let Some(session) = asked.await {
+        if let Some(session) = query.await {
             if row.differs_from(&session) {
                 self.db.observe_session(&session, row.read_at).await?;
                 self.readers.notify();

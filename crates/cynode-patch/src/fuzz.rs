@@ -142,11 +142,11 @@ pub fn there_and_back(old: &[u8], new: &[u8], context: usize) {
     );
     assert!(
         apply_diff(old, &diff).expect("it applies to its old side") == new,
-        "a diff gives its new side"
+        "a diff did not produce its new side"
     );
     assert!(
         apply_diff(new, &back).expect("it applies to its new side") == old,
-        "a reversed diff gives its old side"
+        "a reversed diff did not produce its old side"
     );
 }
 
@@ -163,13 +163,17 @@ pub fn anywhere(old: &[u8], new: &[u8], other: &[u8]) {
     assert_eq!(
         count(other) + count(new),
         count(result.as_slice()) + count(old),
-        "removed and added lines"
+        "other lines than those of the diff were removed or added"
     );
 }
 
 fn apply_diff(content: &[u8], diff: &[u8]) -> Result<Vec<u8>, String> {
     let patch = Patch::parse(diff, 1).map_err(|error| error.to_string())?;
-    assert_eq!(patch.sections().len(), 1, "one file, one section");
+    assert_eq!(
+        patch.sections().len(),
+        1,
+        "a diff of one file has several sections"
+    );
     apply(
         content,
         &patch.sections()[0].hunks,
@@ -220,7 +224,7 @@ pub fn parsed(diff: &[u8], strip: u32) {
                 let result = apply(&old, &section.hunks, strip_cr, &mut SearchBudget::default());
                 assert!(
                     result.expect("hunks at their line numbers") == new,
-                    "hunks give the file that they describe"
+                    "hunks did not produce the file that they describe"
                 );
             }
         }

@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hunk_that_moved_is_found_nearest_to_its_place() {
+    fn a_moved_hunk_is_found_nearest_to_its_position() {
         let hunk = "@@ -2,3 +2,3 @@\n a\n-b\n+B\n c\n";
         assert_eq!(applied(b"a\nb\nc\n", hunk).expect("moved up"), b"a\nB\nc\n");
         assert_eq!(
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn insertions_without_context_stand_behind_their_line() {
+    fn insertions_without_context_go_after_their_line() {
         assert_eq!(
             applied(b"a\nb\n", "@@ -1,0 +2 @@\n+x\n").expect("applied"),
             b"a\nx\nb\n"
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn without_budget_hunks_still_apply_at_their_place() {
+    fn hunks_apply_at_their_position_without_search_budget() {
         let patch = Patch::parse(b"--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", 1).expect("parsed");
         let sections = patch.sections();
         assert_eq!(
@@ -425,7 +425,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_diff_gives_its_new_side_and_reversed_its_old_side(
+        fn a_diff_applies_forwards_and_reversed(
             old in content(),
             new in content(),
             context in 0_usize..4,
@@ -434,7 +434,7 @@ mod tests {
         }
 
         #[test]
-        fn applying_to_anything_never_panics(
+        fn applying_to_arbitrary_files_never_panics(
             old in content(),
             one in content(),
             two in content(),

@@ -882,7 +882,7 @@ mod tests {
     }
 
     #[test]
-    fn names_with_spaces_are_told_apart_by_the_length_of_the_line() {
+    fn names_with_spaces_are_split_by_the_length_of_the_line() {
         let spaces = "a/b ".repeat(200) + "x";
         let diff = format!("diff --git a/{spaces} b/{spaces}\nnew file mode 100644\n");
         assert_eq!(names(&one(&diff)).1, Some(spaces));

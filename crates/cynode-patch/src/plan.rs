@@ -151,7 +151,7 @@ pub fn plan<T: Tree>(tree: &T, patch: &Patch<'_>) -> Result<Plan<T::Stamp>, Plan
     let mut planner = Planner::new(tree, patch.sections());
     for section in patch.sections() {
         let step = planner.apply(section);
-        planner.settle(step)?;
+        planner.collect_reject(step)?;
         if planner.rejects_cut() {
             break;
         }
@@ -279,7 +279,8 @@ impl<'a, T: Tree> Planner<'a, T> {
         }
     }
 
-    fn settle(&mut self, step: Step<(), T::Failure>) -> Result<(), PlanError<T::Failure>> {
+    /// Collects a reject, so that all of them are reported; returns other failures.
+    fn collect_reject(&mut self, step: Step<(), T::Failure>) -> Result<(), PlanError<T::Failure>> {
         match step {
             Ok(()) => Ok(()),
             Err(StepError::Reject(path, reason)) => {
@@ -502,10 +503,10 @@ impl<'a, T: Tree> Planner<'a, T> {
 
     /// Whether the location holds a file that no section of the diff removes.
     fn is_taken(&self, target: &Location, name: &[u8]) -> bool {
-        let goes = || Location::parse(name).is_ok_and(|name| self.renamed.contains(&name));
+        let is_renamed = || Location::parse(name).is_ok_and(|name| self.renamed.contains(&name));
         self.entries
             .get(target)
-            .is_some_and(|entry| entry.now.is_some() && (entry.written || !goes()))
+            .is_some_and(|entry| entry.now.is_some() && (entry.written || !is_renamed()))
     }
 
     /// The content after the hunks; `None` if some were rejected.

@@ -158,7 +158,7 @@ fn a_directory_becomes_a_link_and_the_reverse() {
 }
 
 #[test]
-fn nothing_is_put_below_a_link_of_the_same_diff() {
+fn a_file_below_a_link_of_the_same_diff_is_refused() {
     let empty = Memory::default();
     let linked = tree(&[
         ("l", link("old")),
@@ -227,7 +227,7 @@ fn nothing_is_put_below_a_link_of_the_same_diff() {
 }
 
 #[test]
-fn a_diff_says_whether_it_is_of_a_link() {
+fn a_section_must_match_the_type_of_its_file() {
     let both = tree(&[("l", link("t")), ("f", regular("t"))]);
     let plain = |path: &str| {
         format!(
@@ -386,7 +386,7 @@ proptest! {
     }
 
     #[test]
-    fn anything_is_parsed_in_memory_that_its_length_bounds(text in proptest::collection::vec(prop_oneof![
+    fn the_memory_of_parsing_is_bounded_by_the_length(text in proptest::collection::vec(prop_oneof![
         Just("diff --git ".to_owned()), Just("a/b ".to_owned()), Just("\"a\\040".to_owned()), Just("\n".to_owned()), Just("--- ".to_owned()), Just("+++ ".to_owned()),
         Just("rename from ".to_owned()), Just("@@ -1 +1 @@\n-a\n+b\n".to_owned()),
     ], 0..400)) {

@@ -606,7 +606,7 @@ mod tests {
 
     /// Even if a caller of this crate passes such a place.
     #[test]
-    fn a_project_and_a_task_are_never_in_themselves() {
+    fn no_project_or_task_contains_itself() {
         let place = Place {
             task: Some(id(1)),
             project: Some(id(2)),

@@ -231,7 +231,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn frames_survive_any_split_of_the_bytes(
+        fn frames_decode_in_any_split(
             frames in proptest::collection::vec(any_frame(), 0..20),
             cut in 1_usize..50,
         ) {

@@ -560,17 +560,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_request_arrives_as_it_was_sent(request in request()) {
+        fn requests_round_trip(request in request()) {
             prop_assert_eq!(round_trip(&request), request);
         }
 
         #[test]
-        fn a_reply_arrives_as_it_was_sent(reply in reply()) {
+        fn replies_round_trip(reply in reply()) {
             prop_assert_eq!(round_trip(&reply), reply);
         }
 
         #[test]
-        fn fields_that_a_newer_side_adds_do_not_disturb(
+        fn unknown_fields_of_a_newer_peer_are_ignored(
             request in request(),
             name in "x_[a-z]{1,8}",
             value in any::<i64>(),

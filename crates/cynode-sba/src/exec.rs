@@ -36,6 +36,8 @@ const START_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_UNACKED_CHUNKS: usize = 4_096;
 /// The number of started ids to remember.
 const MAX_RECENT_IDS: usize = 1_024;
+/// The connection generation once the worker has acknowledged the exit: no connection is current.
+const EXIT_ACKNOWLEDGED: u64 = u64::MAX;
 
 #[derive(Debug)]
 pub(crate) struct Chunk {
@@ -76,7 +78,7 @@ pub(crate) struct Exec {
     room: Notify,
     pub(crate) stdin: RefCell<Option<Rc<AsyncFd<OwnedFd>>>>,
     /// The generation of the current connection: a newer connection replaces an older one.
-    attached: Cell<u64>,
+    generation: Cell<u64>,
 }
 
 /// The commands of this sandbox.
@@ -191,7 +193,7 @@ impl Execs {
                     .map(|fd| register(fd, Interest::WRITABLE).map(Rc::new))
                     .transpose()?,
             ),
-            attached: Cell::default(),
+            generation: Cell::default(),
         });
         let (stdout, stderr) = (
             Rc::new(register(stdout, Interest::READABLE)?),
@@ -213,7 +215,8 @@ impl Execs {
 
     /// Stops tracking a command once the worker has its exit and no process of it is left.
     pub(crate) fn forget_if_done(&self, exec: &Exec) {
-        let acknowledged = exec.exit.borrow().is_some() && exec.attached.get() == u64::MAX;
+        let acknowledged =
+            exec.exit.borrow().is_some() && exec.generation.get() == EXIT_ACKNOWLEDGED;
         if acknowledged && !self.processes.is_owned(exec.subreaper) {
             self.live.borrow_mut().remove(&exec.id);
         }
@@ -359,7 +362,7 @@ impl Exec {
         let mut timed_out = false;
         let ended = tokio::select! {
             ended = main_end(&report) => ended,
-            () = until(deadline) => {
+            () = deadline_passed(deadline) => {
                 timed_out = true;
                 self.end_at_deadline(&report).await
             }
@@ -461,14 +464,14 @@ impl Exec {
     /// Makes a connection the current one for this exec; the worker has output up to `after_seq`.
     pub(crate) fn attach(&self, after_seq: u64) -> u64 {
         self.acknowledge(after_seq);
-        let generation = self.attached.get() + 1;
-        self.attached.set(generation);
+        let generation = self.generation.get() + 1;
+        self.generation.set(generation);
         self.activity.notify_waiters();
         generation
     }
 
     pub(crate) fn is_attached(&self, generation: u64) -> bool {
-        self.attached.get() == generation
+        self.generation.get() == generation
     }
 
     pub(crate) fn acknowledge(&self, seq: u64) {
@@ -485,7 +488,7 @@ impl Exec {
 
     /// Records that the worker has received the exit.
     pub(crate) fn acknowledge_exit(&self) {
-        self.attached.set(u64::MAX);
+        self.generation.set(EXIT_ACKNOWLEDGED);
         self.unacked.borrow_mut().clear();
         self.unacked_bytes.set(0);
     }
@@ -532,7 +535,8 @@ async fn subreaper_end(report: &AsyncFd<OwnedFd>) {
     while let Ok(Some(_)) = read_report(report).await {}
 }
 
-async fn until(deadline: Option<Instant>) {
+/// Never completes without a deadline.
+async fn deadline_passed(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => tokio::time::sleep_until(deadline).await,
         None => std::future::pending().await,

@@ -39,7 +39,7 @@ const SEPARATOR: u8 = 0xff;
 pub(crate) fn split(input: &[u8]) -> (u8, &[u8]) {
     input
         .split_first()
-        .map_or((0, input), |(knob, rest)| (*knob, rest))
+        .map_or((0, input), |(options, rest)| (*options, rest))
 }
 
 pub(crate) fn fields(input: &[u8]) -> impl Iterator<Item = &[u8]> {
@@ -104,12 +104,12 @@ mod tests {
     }
 
     #[test]
-    fn contents_that_fuzzing_found_go_there_and_back_by_their_diff() {
+    fn contents_that_fuzzing_found_round_trip_through_their_diff() {
         replay("diffs");
     }
 
     #[test]
-    fn diffs_that_fuzzing_found_apply_wholly_or_not_at_all() {
+    fn diffs_that_fuzzing_found_apply_completely_or_not_at_all() {
         replay("patches");
     }
 
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn searches_that_fuzzing_found_tell_the_truth() {
+    fn searches_that_fuzzing_found_match_the_oracle() {
         replay("searches");
     }
 
@@ -216,18 +216,18 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn a_diff_applies_wholly_or_not_at_all_and_tells_what_it_did(
+        fn a_diff_applies_completely_or_not_at_all_and_reports_its_changes(
             sections in proptest::collection::vec(section(), 1..5),
         ) {
             patches(format!("\x01{}", sections.concat()).as_bytes());
         }
 
         #[test]
-        fn no_path_leaves_its_root_whatever_links_are_there(
-            knob in any::<u8>(),
+        fn no_path_leaves_its_root_through_links(
+            options in any::<u8>(),
             places in proptest::collection::vec(place(), 1..16),
         ) {
-            let mut input = vec![knob];
+            let mut input = vec![options];
             input.extend(
                 places
                     .iter()

@@ -33,7 +33,7 @@ use crate::{
 
 const INITIAL_RETRY_DELAY: Duration = Duration::from_millis(10);
 const LONGEST_RETRY_DELAY: Duration = Duration::from_millis(250);
-/// File operations that take longer are killed: the worker has given up long before.
+/// File operations that take longer are killed: the worker has stopped waiting long before.
 const FILE_OPERATION_TIMEOUT: Duration = Duration::from_secs(3_600);
 /// Time from the worker's disconnect to killing the child that serves the connection.
 const FILE_GRACE_PERIOD: Duration = Duration::from_secs(2);
@@ -315,7 +315,7 @@ async fn read_worker(
     let reading = async move {
         loop {
             match decoder.next_frame() {
-                Ok(Some(Frame::Ack(u64::MAX))) => return exec.acknowledge_exit(),
+                Ok(Some(Frame::ACK_EXIT)) => return exec.acknowledge_exit(),
                 Ok(Some(Frame::Ack(seq))) => {
                     exec.acknowledge(seq);
                     continue;
@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_operation_that_is_stopped_or_late_or_not_wanted_any_more_is_killed() {
+    async fn a_stopped_late_or_abandoned_file_operation_is_killed() {
         let hour = Duration::from_secs(3_600);
         for (reason, stop, limit, close) in [
             ("stopped", true, hour, false),
@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_operation_that_works_is_let_alone() {
+    async fn a_running_file_operation_is_not_killed() {
         let processes = Processes::default();
         let (pid, ended, connection, _worker) = child(&processes);
         let attending = supervise_file_operation(

@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_a_token_of_its_own_the_roles_token_is_the_only_one() {
+    async fn the_roles_token_admits_alone_if_metrics_has_none() {
         let reader = by_tokens(None, Tokens::new(vec![Token::new("role")]));
         assert!(reader("role".to_owned(), None).await.is_ok());
         for wrong in ["", "scraper"] {

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn unread_answers_of_a_caller_make_room_for_newer_ones_and_others_are_not_touched() {
+    async fn the_oldest_unread_responses_of_a_caller_are_dropped_for_newer_ones() {
         let buffer = Arc::new(ResponseBuffer::default());
         let take = |payer: u128| ResponseBuffer::insert(&buffer, Payer(payer), vec![7; MIB].into());
         let other = take(1);
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(
             read(unread.remove(0)).await,
             None,
-            "it was cut off, not ended"
+            "the oldest unread response was not cut off"
         );
         assert_eq!(read(unread.pop().expect("the newest")).await, Some(MIB));
         assert_eq!(read(other).await, Some(MIB));
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn all_callers_together_stay_within_the_budget_and_who_reads_keeps_its_answer() {
+    async fn all_callers_share_one_budget_and_a_reader_keeps_its_response() {
         let buffer = Arc::new(ResponseBuffer::default());
         let mut reader = Body::new(ResponseBuffer::insert(
             &buffer,
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_is_the_same_through_here() {
+    async fn a_buffered_response_is_unchanged() {
         let router = axum::Router::new()
             .route(
                 "/{size}",

@@ -70,7 +70,7 @@ impl Tokens {
 pub async fn require(State(token): State<Tokens>, request: Request, next: Next) -> Response {
     match offered(request.headers()) {
         Ok(offered) if token.admits(offered) => {
-            match connections::attribute(request.extensions(), CallerId::Orchestrator) {
+            match connections::assign_to_caller(request.extensions(), CallerId::Orchestrator) {
                 Ok(()) => next.run(request).await,
                 Err(error) => error.into_response(),
             }
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_several_tokens_each_is_good_until_they_change() {
+    fn each_of_several_tokens_is_valid_until_they_are_replaced() {
         let tokens = Tokens::new(vec![Token::new("one"), Token::new("two")]);
         assert!(tokens.admits("one") && tokens.admits("two") && !tokens.admits("three"));
         tokens.set(vec![Token::new("three")]);

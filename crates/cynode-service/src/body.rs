@@ -121,7 +121,7 @@ impl TimedBody {
         if self.is_awaited
             && let Some(connection) = &self.connection
         {
-            connection.resume();
+            connection.mark_body_ended();
         }
         self.is_awaited = false;
     }
@@ -150,7 +150,7 @@ impl HttpBody for TimedBody {
         if !self.is_awaited {
             self.is_awaited = true;
             if let Some(connection) = &self.connection {
-                connection.await_body();
+                connection.mark_waiting_for_body();
             }
         }
         let limit = self.pause.min(self.left());
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_body_that_stops_coming_is_refused_and_a_slow_one_is_not() {
+    async fn a_stalled_body_is_refused_and_a_slow_one_is_not() {
         // Blanks alone are not an object: a 400 shows that the body was read to its end.
         assert_eq!(status(vec![LIMIT / 5; 10], EASY).await, 400);
         assert_eq!(status(vec![LIMIT / 5, FOREVER], EASY).await, 408);
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_that_is_left_follows_from_the_bytes_and_the_waiting() {
+    fn the_remaining_time_depends_on_bytes_and_waiting() {
         let body = |bytes, waited| {
             let mut body = TimedBody::new(Body::empty(), MAX_PAUSE, PACE, None);
             (body.bytes, body.waited) = (bytes, Duration::from_secs(waited));

@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_and_a_variable_are_as_long_as_a_process_takes() {
+    fn an_argument_and_a_variable_may_be_as_long_as_the_kernel_allows() {
         let max_length = MAX_ARGUMENT_LENGTH - 1;
         assert_eq!(
             check(
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn argv_and_environment_together_are_counted_as_the_kernel_counts() {
+    fn argv_and_environment_are_limited_together_like_in_the_kernel() {
         // One byte, its terminator and a pointer: as many arguments as fit exactly, then one byte
         // more.
         let each = 1 + 1 + POINTER_BYTES;
@@ -287,12 +287,12 @@ mod tests {
         assert_eq!(check(&argv, &[]), Ok(()));
         assert!(
             check(&argv, &[("A", String::new())]).is_err(),
-            "the environment counts"
+            "the environment was not counted"
         );
     }
 
     #[test]
-    fn what_no_process_takes_is_named() {
+    fn invalid_arguments_and_variables_are_named() {
         for (argv, env, prefix) in [
             (vec![], vec![], "argv: "),
             (vec![""], vec![], "argv: "),

@@ -50,7 +50,7 @@ impl Permit {
 }
 
 /// Runs work on `bytes` of input, off the serving threads if the input is large.
-pub async fn apart<T>(bytes: usize, work: impl FnOnce() -> T) -> T {
+pub async fn run<T>(bytes: usize, work: impl FnOnce() -> T) -> T {
     permit(bytes).await.run(work)
 }
 
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-    async fn long_work_leaves_the_thread_and_no_more_of_it_runs_than_there_are_permits() {
+    async fn long_work_leaves_the_thread_within_the_permits() {
         let permits = PERMITS.available_permits();
         let (running, peak) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let (done, waiting) = std::sync::mpsc::channel::<()>();
@@ -76,7 +76,7 @@ mod tests {
                     Arc::clone(&peak),
                     Arc::clone(&waiting),
                 );
-                tokio::spawn(apart(INLINE_BYTES + 1, move || {
+                tokio::spawn(run(INLINE_BYTES + 1, move || {
                     peak.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
                     waiting.lock().recv().expect("a word");
                     running.fetch_sub(1, Ordering::SeqCst);

@@ -1,13 +1,13 @@
 //! Fair shares of a listener's connections.
 //!
 //! All clients share one limit of connections, so a client that opens many could lock out the
-//! others. Each connection therefore counts against a share: that of the unauthenticated until its
-//! first valid token, then its caller's.
+//! others. Each connection therefore counts against a share: first the unauthenticated share, and
+//! from its first valid token on its caller's.
 //!
-//! Invariants: a new connection always gets in, because the unauthenticated share closes the member
-//! that has kept the server waiting longest; no caller exceeds its share; nodes and administrators
-//! have reserved connections. None of this ever cuts off a call in flight of an authenticated
-//! caller.
+//! Invariants: a new connection always gets in, because a full unauthenticated share closes the
+//! connection that has waited longest for its client; no caller exceeds its share; nodes and
+//! administrators have reserved connections. None of this ever cuts off an authenticated call in
+//! flight.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -28,18 +28,19 @@ use crate::ApiError;
 /// A connection that has been idle for less than this is not closed for a new one: its head may be
 /// in flight. New connections queue meanwhile.
 const IDLE_GRACE: Duration = Duration::from_millis(50);
-/// An unauthenticated request that the server has processed for this long is closed if no
-/// connection is waiting for its client.
+/// If the server is processing requests on all unauthenticated connections, the oldest is closed
+/// after this time.
 const PROCESSING_GRACE: Duration = Duration::from_secs(1);
-/// Unauthenticated bodies that are read concurrently; beyond that, the one awaited longest is
-/// closed.
+/// Unauthenticated bodies that are read concurrently; beyond that, the connection that has waited
+/// longest for its client is closed.
 const MAX_UNAUTHENTICATED_BODIES: usize = 64;
-/// The shares, as fractions of all connections: the unauthenticated, those reserved for nodes and
-/// administrators, one caller, and one agent token.
-const UNAUTHENTICATED_PART: usize = 4;
-const RESERVED_PART: usize = 16;
-const CALLER_PART: usize = 8;
-const TOKEN_PART: usize = 16;
+/// A share is the number of all connections divided by one of these: the unauthenticated share, the
+/// connections reserved for nodes and administrators, the share of a caller, and that of an agent
+/// token.
+const UNAUTHENTICATED_DIVISOR: usize = 4;
+const RESERVED_DIVISOR: usize = 16;
+const CALLER_DIVISOR: usize = 8;
+const TOKEN_DIVISOR: usize = 16;
 
 /// The owner of a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -87,10 +88,10 @@ impl CallerId {
 
 /// Counts the connection of a request against its caller's share. A request without a connection (a
 /// tool's) does not count.
-pub fn attribute(extensions: &http::Extensions, caller: CallerId) -> Result<(), ApiError> {
+pub fn assign_to_caller(extensions: &http::Extensions, caller: CallerId) -> Result<(), ApiError> {
     extensions
         .get::<Connection>()
-        .map_or(Ok(()), |connection| connection.attribute(caller))
+        .map_or(Ok(()), |connection| connection.assign_to(caller))
 }
 
 /// The division of a listener's connections into shares.
@@ -100,12 +101,12 @@ pub(crate) struct Capacity {
 }
 
 impl Capacity {
-    fn part(self, divisor: usize) -> usize {
+    fn share(self, divisor: usize) -> usize {
         (self.connections / divisor).max(1)
     }
 
     pub(crate) fn unauthenticated(self) -> usize {
-        self.part(UNAUTHENTICATED_PART)
+        self.share(UNAUTHENTICATED_DIVISOR)
     }
 
     fn authenticated(self) -> usize {
@@ -116,19 +117,19 @@ impl Capacity {
 
     /// Connections for users and agents; the rest is reserved for nodes and administrators.
     fn ordinary(self) -> usize {
-        self.authenticated() - self.part(RESERVED_PART)
+        self.authenticated() - self.share(RESERVED_DIVISOR)
     }
 
     fn of_caller(self, caller: CallerId) -> usize {
         if caller == CallerId::Orchestrator {
             self.authenticated()
         } else {
-            self.part(CALLER_PART)
+            self.share(CALLER_DIVISOR)
         }
     }
 
     fn of_token(self) -> usize {
-        self.part(TOKEN_PART)
+        self.share(TOKEN_DIVISOR)
     }
 }
 
@@ -141,7 +142,7 @@ enum Phase {
     /// Waiting for the client to read the response to an unauthenticated request.
     Answer,
     /// The server processes a request, or the connection was upgraded.
-    Served,
+    Processing,
 }
 
 #[derive(Debug)]
@@ -153,8 +154,8 @@ struct Member {
     closer: Arc<Closer>,
 }
 
-/// Tells the task of a connection to close it. The task first handles what has arrived: a complete
-/// request rejoins the share.
+/// Tells the task of a connection to close it. The task first handles what has arrived: if that is
+/// a complete request, the connection rejoins the share.
 #[derive(Debug, Default)]
 struct Closer {
     is_closing: AtomicBool,
@@ -183,7 +184,7 @@ impl Pool {
 
 #[derive(Debug, Default)]
 struct Table {
-    next: u64,
+    last_seq: u64,
     /// The share of a connection (none for the unauthenticated), and its position there.
     places: HashMap<u64, (Option<CallerId>, u64)>,
     unauthenticated: Pool,
@@ -194,9 +195,9 @@ struct Table {
 }
 
 impl Table {
-    fn turn(&mut self) -> u64 {
-        self.next += 1;
-        self.next
+    fn next_seq(&mut self) -> u64 {
+        self.last_seq += 1;
+        self.last_seq
     }
 
     fn pool(&mut self, share: Option<CallerId>) -> &mut Pool {
@@ -207,18 +208,18 @@ impl Table {
     }
 
     fn put(&mut self, share: Option<CallerId>, member: Member) {
-        let turn = self.turn();
-        self.places.insert(member.id, (share, turn));
+        let seq = self.next_seq();
+        self.places.insert(member.id, (share, seq));
         if let Some(caller) = share {
             self.authenticated += 1;
             self.ordinary += usize::from(!caller.is_privileged());
         }
-        self.pool(share).0.insert(turn, member);
+        self.pool(share).0.insert(seq, member);
     }
 
     fn take(&mut self, id: u64) -> Option<Member> {
-        let (share, turn) = self.places.remove(&id)?;
-        let member = self.pool(share).0.remove(&turn);
+        let (share, seq) = self.places.remove(&id)?;
+        let member = self.pool(share).0.remove(&seq);
         if let Some(caller) = share {
             self.authenticated -= 1;
             self.ordinary -= usize::from(!caller.is_privileged());
@@ -241,13 +242,13 @@ impl Table {
         }
     }
 
-    fn set(&mut self, id: u64, phase: Phase) {
-        let Some((share, turn)) = self.places.get(&id).copied() else {
+    fn set_phase(&mut self, id: u64, phase: Phase) {
+        let Some((share, seq)) = self.places.get(&id).copied() else {
             return;
         };
-        let next = self.turn();
+        let next = self.next_seq();
         let pool = self.pool(share);
-        if let Some(member) = pool.0.remove(&turn) {
+        if let Some(member) = pool.0.remove(&seq) {
             pool.0.insert(
                 next,
                 Member {
@@ -260,7 +261,7 @@ impl Table {
         }
     }
 
-    /// Closes an idle connection of a caller.
+    /// Closes an idle connection of a caller, and returns whether there was one.
     fn close_idle(&mut self, share: CallerId, token: Option<Uuid>) -> bool {
         let idle = |member: &Member| {
             member.phase == Phase::Head && (token.is_none() || member.token == token)
@@ -270,6 +271,7 @@ impl Table {
     }
 
     /// Closes an idle connection of the caller with the most, if it has more than `more_than`.
+    /// Returns whether there was one.
     fn close_idle_of_largest(&mut self, more_than: usize, fits: impl Fn(CallerId) -> bool) -> bool {
         let has_idle = |pool: &Pool| pool.first(|member| member.phase == Phase::Head).is_some();
         let largest = self
@@ -286,8 +288,8 @@ impl Table {
 #[derive(Debug)]
 pub(crate) struct Shares {
     capacity: Capacity,
-    grace: Duration,
-    served: Duration,
+    idle_grace: Duration,
+    processing_grace: Duration,
     table: Mutex<Table>,
     /// Signals a free place in the unauthenticated share.
     freed: Notify,
@@ -298,11 +300,11 @@ impl Shares {
         Self::with(capacity, IDLE_GRACE, PROCESSING_GRACE)
     }
 
-    fn with(capacity: Capacity, grace: Duration, served: Duration) -> Arc<Self> {
+    fn with(capacity: Capacity, idle_grace: Duration, processing_grace: Duration) -> Arc<Self> {
         Arc::new(Self {
             capacity,
-            grace,
-            served,
+            idle_grace,
+            processing_grace,
             table: Mutex::default(),
             freed: Notify::new(),
         })
@@ -316,20 +318,20 @@ impl Shares {
                 if table.unauthenticated.0.len() < self.capacity.unauthenticated() {
                     return;
                 }
-                let awaited = table
+                let waiting_for_client = table
                     .unauthenticated
-                    .first(|member| member.phase != Phase::Served)
-                    .map(|(id, since)| (id, since, self.grace));
-                let oldest = awaited.or_else(|| {
+                    .first(|member| member.phase != Phase::Processing)
+                    .map(|(id, since)| (id, since, self.idle_grace));
+                let oldest = waiting_for_client.or_else(|| {
                     table
                         .unauthenticated
                         .first(|_| true)
-                        .map(|(id, since)| (id, since, self.served))
+                        .map(|(id, since)| (id, since, self.processing_grace))
                 });
-                let Some((id, since, patience)) = oldest else {
+                let Some((id, since, grace)) = oldest else {
                     return;
                 };
-                let left = patience.saturating_sub(since.elapsed());
+                let left = grace.saturating_sub(since.elapsed());
                 if left.is_zero() {
                     table.close(id, "unauthenticated");
                     continue;
@@ -340,13 +342,13 @@ impl Shares {
         }
     }
 
-    /// Closes the connection awaited longest, without the grace period: the process is out of
-    /// descriptors.
+    /// Closes the connection that has waited longest for its client, without the grace period: the
+    /// process is out of descriptors. Returns whether there was one.
     pub(crate) fn close_oldest(&self) -> bool {
         let mut table = self.table.lock();
         let oldest = table
             .unauthenticated
-            .first(|member| member.phase != Phase::Served);
+            .first(|member| member.phase != Phase::Processing);
         let closed = oldest
             .inspect(|(id, _)| table.close(*id, "unauthenticated"))
             .is_some();
@@ -356,7 +358,7 @@ impl Shares {
     pub(crate) fn admit(shares: &Arc<Self>) -> Place {
         let closer = Arc::<Closer>::default();
         let mut table = shares.table.lock();
-        let id = table.turn();
+        let id = table.next_seq();
         table.put(
             None,
             Member {
@@ -373,14 +375,15 @@ impl Shares {
             closer,
             requests: AtomicU64::new(0),
             is_authenticated: AtomicBool::new(false),
-            is_served: AtomicBool::new(false),
+            is_processing: AtomicBool::new(false),
             is_upgraded: AtomicBool::new(false),
             streams: AtomicBool::new(false),
         })))
     }
 
-    /// Makes room in a caller's share.
-    fn enter(&self, table: &mut Table, caller: CallerId) -> bool {
+    /// Makes room for one more connection of a caller, if necessary by closing an idle one. Returns
+    /// false if its share is full of requests in flight.
+    fn try_make_room(&self, table: &mut Table, caller: CallerId) -> bool {
         let share = caller.share();
         let members = |table: &Table| table.callers.get(&share).map_or(0, |pool| pool.0.len());
         if let Some(token) = caller.token() {
@@ -443,7 +446,7 @@ struct Inner {
     /// Counts requests and the handshake, to tell one head from the next.
     requests: AtomicU64,
     is_authenticated: AtomicBool,
-    is_served: AtomicBool,
+    is_processing: AtomicBool,
     is_upgraded: AtomicBool,
     /// Whether the current response is an open-ended stream.
     streams: AtomicBool,
@@ -451,19 +454,19 @@ struct Inner {
 
 impl Connection {
     /// Moves this connection to its caller's share. Fails if requests in flight fill the share.
-    pub fn attribute(&self, caller: CallerId) -> Result<(), ApiError> {
+    pub fn assign_to(&self, caller: CallerId) -> Result<(), ApiError> {
         let inner = &self.0;
         let share = caller.share();
         let mut table = inner.shares.table.lock();
         self.rejoin(&mut table);
-        let Some((present, turn)) = table.places.get(&inner.id).copied() else {
+        let Some((present, seq)) = table.places.get(&inner.id).copied() else {
             return Ok(());
         };
         if present == Some(share)
             && table
                 .pool(present)
                 .0
-                .get(&turn)
+                .get(&seq)
                 .is_some_and(|member| member.token == caller.token())
         {
             return Ok(());
@@ -471,17 +474,17 @@ impl Connection {
         let Some(member) = table.take(inner.id) else {
             return Ok(());
         };
-        let entered = inner.shares.enter(&mut table, caller);
-        let (share, token) = if entered {
+        let has_room = inner.shares.try_make_room(&mut table, caller);
+        let (share, token) = if has_room {
             (Some(share), caller.token())
         } else {
             (None, None)
         };
         table.put(share, Member { token, ..member });
         drop(table);
-        inner.is_authenticated.store(entered, Ordering::Relaxed);
+        inner.is_authenticated.store(has_room, Ordering::Relaxed);
         inner.shares.freed.notify_one();
-        if entered {
+        if has_room {
             return Ok(());
         }
         metrics::counter!("cynode_connections_refused_total").increment(1);
@@ -493,7 +496,7 @@ impl Connection {
 
     /// Moves this connection back to the unauthenticated share, after its token turned out to be
     /// invalid.
-    pub fn disown(&self) {
+    pub fn move_to_unauthenticated(&self) {
         let inner = &self.0;
         let mut table = inner.shares.table.lock();
         if let Some(member) = table.take(inner.id) {
@@ -512,11 +515,11 @@ impl Connection {
         self.0.is_authenticated.load(Ordering::Relaxed)
     }
 
-    /// A complete head has arrived.
+    /// Marks the arrival of a complete head.
     pub(crate) fn begin(&self) {
-        self.0.is_served.store(true, Ordering::Relaxed);
+        self.0.is_processing.store(true, Ordering::Relaxed);
         self.rejoin(&mut self.0.shares.table.lock());
-        self.set(Phase::Served);
+        self.set_phase(Phase::Processing);
     }
 
     /// Rejoins the share if the connection was about to be closed: the request arrived first.
@@ -527,7 +530,7 @@ impl Connection {
                 None,
                 Member {
                     id: inner.id,
-                    phase: Phase::Served,
+                    phase: Phase::Processing,
                     since: Instant::now(),
                     token: None,
                     closer: Arc::clone(&inner.closer),
@@ -537,32 +540,33 @@ impl Connection {
         }
     }
 
-    /// The response has been sent.
+    /// Marks the response as sent.
     pub(crate) fn finish(&self) {
         if self.0.is_upgraded.load(Ordering::Relaxed) {
             return;
         }
         self.next_head();
-        self.set(Phase::Head);
+        self.set_phase(Phase::Head);
     }
 
-    /// Bytes read from here on belong to another head.
+    /// Marks the end of a head or handshake: bytes read from here on belong to the next head.
     pub(crate) fn next_head(&self) {
         self.0.requests.fetch_add(1, Ordering::Relaxed);
-        self.0.is_served.store(false, Ordering::Relaxed);
+        self.0.is_processing.store(false, Ordering::Relaxed);
     }
 
     /// The number of the head being read, if any.
     pub(crate) fn head(&self) -> Option<u64> {
-        (!self.0.is_served.load(Ordering::Relaxed)).then(|| self.0.requests.load(Ordering::Relaxed))
+        (!self.0.is_processing.load(Ordering::Relaxed))
+            .then(|| self.0.requests.load(Ordering::Relaxed))
     }
 
     pub(crate) fn requests(&self) -> u64 {
         self.0.requests.load(Ordering::Relaxed)
     }
 
-    /// The connection is no longer HTTP: it keeps its place until it is closed.
-    pub(crate) fn upgrade(&self) {
+    /// Marks the connection as no longer HTTP: it keeps its place until it is closed.
+    pub(crate) fn mark_upgraded(&self) {
         self.0.is_upgraded.store(true, Ordering::Relaxed);
         self.set_streams(true);
     }
@@ -575,12 +579,12 @@ impl Connection {
         self.0.streams.load(Ordering::Relaxed)
     }
 
-    /// Waits for the body of an unauthenticated request.
-    pub(crate) fn await_body(&self) {
+    /// Marks an unauthenticated connection as waiting for the body of its request.
+    pub(crate) fn mark_waiting_for_body(&self) {
         if self.is_authenticated() {
             return;
         }
-        self.set(Phase::Body);
+        self.set_phase(Phase::Body);
         let mut table = self.0.shares.table.lock();
         let bodies = table
             .unauthenticated
@@ -597,30 +601,30 @@ impl Connection {
         }
     }
 
-    /// The body of an unauthenticated request has arrived.
-    pub(crate) fn resume(&self) {
+    /// Marks the end of the body of an unauthenticated request: the server processes it.
+    pub(crate) fn mark_body_ended(&self) {
         if !self.is_authenticated() {
-            self.set(Phase::Served);
+            self.set_phase(Phase::Processing);
         }
     }
 
-    /// Waits for the client to read the response to an unauthenticated request.
-    pub(crate) fn answer(&self) {
+    /// Marks an unauthenticated connection as waiting for its client to read the response.
+    pub(crate) fn mark_waiting_for_reader(&self) {
         if !self.is_authenticated() && !self.0.is_upgraded.load(Ordering::Relaxed) {
-            self.set(Phase::Answer);
+            self.set_phase(Phase::Answer);
         }
     }
 
     /// Resolves when the connection must be closed for another.
-    pub(crate) async fn closed(&self) {
+    pub(crate) async fn close_requested(&self) {
         while !self.0.closer.is_closing.load(Ordering::Relaxed) {
             self.0.closer.wake.notified().await;
         }
     }
 
-    fn set(&self, phase: Phase) {
-        self.0.shares.table.lock().set(self.0.id, phase);
-        if phase != Phase::Served {
+    fn set_phase(&self, phase: Phase) {
+        self.0.shares.table.lock().set_phase(self.0.id, phase);
+        if phase != Phase::Processing {
             self.0.shares.freed.notify_one();
         }
     }
@@ -646,30 +650,34 @@ mod tests {
     }
 
     /// Connections of a caller, each with a request in flight or idle.
-    fn entered(shares: &Arc<Shares>, caller: CallerId, number: usize, served: bool) -> Vec<Place> {
-        let enter = |_| {
+    fn connections_of(
+        shares: &Arc<Shares>,
+        caller: CallerId,
+        number: usize,
+        in_flight: bool,
+    ) -> Vec<Place> {
+        let connect = |_| {
             let place = Shares::admit(shares);
             place.0.begin();
-            place.0.attribute(caller).expect("there is room");
-            if !served {
+            place.0.assign_to(caller).expect("there is room");
+            if !in_flight {
                 place.0.finish();
             }
             place
         };
-        (0..number).map(enter).collect()
+        (0..number).map(connect).collect()
     }
 
-    fn refused(shares: &Arc<Shares>, caller: CallerId) -> bool {
+    fn is_refused(shares: &Arc<Shares>, caller: CallerId) -> bool {
         let place = Shares::admit(shares);
         place.0.begin();
         place
             .0
-            .attribute(caller)
+            .assign_to(caller)
             .is_err_and(|error| error.is(ErrorCode::TooManyRequests) && error.status == 429)
     }
 
-    /// Whether a new connection has to wait.
-    async fn waits(shares: &Shares) -> bool {
+    async fn new_connection_must_wait(shares: &Shares) -> bool {
         tokio::time::timeout(Duration::from_millis(20), shares.make_room())
             .await
             .is_err()
@@ -679,73 +687,79 @@ mod tests {
 
     #[tokio::test]
     // invariant: no-starvation
-    async fn when_the_unauthenticated_share_is_full_the_longest_awaited_connection_makes_room() {
+    async fn a_full_unauthenticated_share_closes_the_connection_waiting_longest_for_its_client() {
         // 16 connections: four for the unauthenticated.
         let shares = Shares::with(Capacity { connections: 16 }, Duration::ZERO, NEVER);
         let mut places = Vec::new();
         for number in 0..4 {
-            assert!(!waits(&shares).await, "{number} fits");
+            assert!(
+                !new_connection_must_wait(&shares).await,
+                "connection {number} had to wait"
+            );
             places.push(Shares::admit(&shares));
         }
-        // The first is in flight, the second has since been answered, the third is the one awaited
-        // longest.
+        // The first is in flight, the second has since been answered: the third has waited longest
+        // for its client.
         places[0].0.begin();
         places[1].0.begin();
         places[1].0.finish();
-        assert!(!waits(&shares).await);
+        assert!(!new_connection_must_wait(&shares).await);
         assert_eq!(
             places.iter().map(is_closed).collect::<Vec<_>>(),
             [false, false, true, false]
         );
         places.push(Shares::admit(&shares));
-        // Unread responses and missing bodies count as awaited too.
+        // A connection with an unread response or a missing body waits for its client too.
         places[3].0.begin();
         places[1].0.begin();
-        places[1].0.await_body();
-        places[3].0.answer();
+        places[1].0.mark_waiting_for_body();
+        places[3].0.mark_waiting_for_reader();
         for expected in [4, 1, 3] {
-            assert!(!waits(&shares).await);
+            assert!(!new_connection_must_wait(&shares).await);
             assert!(is_closed(&places[expected]), "{expected}");
             let place = Shares::admit(&shares);
             place.0.begin();
             places.push(place);
         }
         // Now all are in flight, and none is closed.
-        assert!(waits(&shares).await && !is_closed(&places[0]));
+        assert!(new_connection_must_wait(&shares).await && !is_closed(&places[0]));
     }
 
     #[tokio::test]
-    async fn of_unauthenticated_requests_that_take_the_server_long_the_oldest_makes_room() {
+    async fn an_unauthenticated_share_full_of_slow_requests_closes_the_oldest() {
         let shares = Shares::with(Capacity { connections: 8 }, NEVER, Duration::ZERO);
         let places = [Shares::admit(&shares), Shares::admit(&shares)];
-        assert!(waits(&shares).await, "they may still send their heads");
+        assert!(
+            new_connection_must_wait(&shares).await,
+            "closed a connection that may still send its head"
+        );
         for place in &places {
             place.0.begin();
         }
-        assert!(!waits(&shares).await);
+        assert!(!new_connection_must_wait(&shares).await);
         assert!(is_closed(&places[0]) && !is_closed(&places[1]));
     }
 
     #[tokio::test]
-    async fn a_request_that_came_whole_before_its_connection_was_closed_is_served() {
+    async fn a_request_that_arrives_before_its_connection_is_closed_is_served() {
         let shares = Shares::with(Capacity { connections: 8 }, Duration::ZERO, NEVER);
         let places = [Shares::admit(&shares), Shares::admit(&shares)];
-        assert!(!waits(&shares).await && is_closed(&places[0]));
+        assert!(!new_connection_must_wait(&shares).await && is_closed(&places[0]));
         places[0].0.begin();
         assert!(
             !is_closed(&places[0])
-                && tokio::time::timeout(Duration::from_millis(20), places[0].0.closed())
+                && tokio::time::timeout(Duration::from_millis(20), places[0].0.close_requested())
                     .await
                     .is_err()
         );
-        // It has rejoined, so the next new connection closes another.
-        assert!(!waits(&shares).await && is_closed(&places[1]));
+        // The first connection has rejoined, so the next new connection closes the second.
+        assert!(!new_connection_must_wait(&shares).await && is_closed(&places[1]));
         assert!(
-            tokio::time::timeout(NEVER, places[1].0.closed())
+            tokio::time::timeout(NEVER, places[1].0.close_requested())
                 .await
                 .is_ok()
         );
-        places[1].0.attribute(user(1)).expect("there is room");
+        places[1].0.assign_to(user(1)).expect("there is room");
         assert!(!is_closed(&places[1]) && places[1].0.is_authenticated());
     }
 
@@ -758,32 +772,32 @@ mod tests {
             let shares = Arc::clone(&shares);
             async move { shares.make_room().await }
         });
-        assert!(waits(&shares).await && !waiting.is_finished());
-        first.0.attribute(user(1)).expect("there is room");
+        assert!(new_connection_must_wait(&shares).await && !waiting.is_finished());
+        first.0.assign_to(user(1)).expect("there is room");
         waiting.await.expect("it got in");
         assert!(!is_closed(&first));
     }
 
     #[tokio::test]
     // invariant: no-starvation
-    async fn a_caller_has_a_share_whose_idle_connections_make_room_and_whose_calls_do_not() {
+    async fn a_full_share_closes_only_idle_connections() {
         // 32 connections: four for a caller, two for a token.
         let shares = Shares::new(Capacity { connections: 32 });
-        let busy = entered(&shares, user(1), 3, true);
-        let idle = entered(&shares, user(1), 1, false);
-        let fifth = entered(&shares, user(1), 1, true);
+        let busy = connections_of(&shares, user(1), 3, true);
+        let idle = connections_of(&shares, user(1), 1, false);
+        let fifth = connections_of(&shares, user(1), 1, true);
         assert!(is_closed(&idle[0]) && !busy.iter().chain(&fifth).any(is_closed));
-        assert!(refused(&shares, user(1)));
-        assert!(!refused(&shares, user(2)));
+        assert!(is_refused(&shares, user(1)));
+        assert!(!is_refused(&shares, user(2)));
         // Agents have a share apart from their user's, and one token has half of it.
-        let one = entered(&shares, agent(1, 1), 2, true);
-        assert!(refused(&shares, agent(1, 1)) && !refused(&shares, agent(1, 2)));
-        let two = entered(&shares, agent(1, 2), 2, true);
-        assert!(refused(&shares, agent(1, 3)));
+        let one = connections_of(&shares, agent(1, 1), 2, true);
+        assert!(is_refused(&shares, agent(1, 1)) && !is_refused(&shares, agent(1, 2)));
+        let two = connections_of(&shares, agent(1, 2), 2, true);
+        assert!(is_refused(&shares, agent(1, 3)));
         drop((one, two));
-        assert!(!refused(&shares, agent(1, 1)));
+        assert!(!is_refused(&shares, agent(1, 1)));
         drop(busy);
-        assert!(!refused(&shares, user(1)));
+        assert!(!is_refused(&shares, user(1)));
     }
 
     #[tokio::test]
@@ -793,37 +807,37 @@ mod tests {
         // eight for each caller.
         let shares = Shares::new(Capacity { connections: 64 });
         let crowd: Vec<_> = (0..44)
-            .flat_map(|number| entered(&shares, user(number / 8), 1, true))
+            .flat_map(|number| connections_of(&shares, user(number / 8), 1, true))
             .collect();
-        assert!(refused(&shares, user(100)));
+        assert!(is_refused(&shares, user(100)));
         let privileged = [
             CallerId::Administrator(Uuid::from_u128(1)),
             CallerId::Node(Uuid::from_u128(2)),
         ];
         let first: Vec<_> = privileged
             .iter()
-            .flat_map(|caller| entered(&shares, *caller, 2, true))
+            .flat_map(|caller| connections_of(&shares, *caller, 2, true))
             .collect();
         assert!(
-            refused(&shares, privileged[0]),
-            "their places are taken by themselves"
+            is_refused(&shares, privileged[0]),
+            "an administrator got in although the reserved places are full"
         );
         assert!(!crowd.iter().chain(&first).any(is_closed));
         // A caller with many idle connections loses one to a caller with few.
         crowd[0].0.finish();
-        assert!(!refused(&shares, user(100)));
+        assert!(!is_refused(&shares, user(100)));
         assert!(is_closed(&crowd[0]));
         drop(first);
-        assert!(!refused(&shares, CallerId::Orchestrator));
+        assert!(!is_refused(&shares, CallerId::Orchestrator));
     }
 
     #[tokio::test]
-    async fn a_connection_counts_where_its_last_good_token_says() {
+    async fn a_connection_counts_against_the_caller_of_its_last_valid_token() {
         let shares = Shares::new(Capacity { connections: 32 });
-        let places = entered(&shares, user(1), 4, true);
-        places[0].0.attribute(user(2)).expect("there is room");
-        assert!(!refused(&shares, user(1)));
-        places[1].0.disown();
+        let places = connections_of(&shares, user(1), 4, true);
+        places[0].0.assign_to(user(2)).expect("there is room");
+        assert!(!is_refused(&shares, user(1)));
+        places[1].0.move_to_unauthenticated();
         assert!(!places[1].0.is_authenticated() && places[0].0.is_authenticated());
         assert_eq!(shares.table.lock().unauthenticated.0.len(), 1);
         drop(places);
@@ -837,7 +851,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_many_unauthenticated_bodies_the_longest_awaited_is_given_up() {
+    async fn too_many_unauthenticated_bodies_close_the_connection_waiting_longest() {
         let shares = Shares::new(Capacity { connections: 4_096 });
         let places: Vec<_> = (0..=MAX_UNAUTHENTICATED_BODIES)
             .map(|_| Shares::admit(&shares))
@@ -845,7 +859,7 @@ mod tests {
         for place in &places {
             place.0.begin();
             assert!(!is_closed(&places[0]));
-            place.0.await_body();
+            place.0.mark_waiting_for_body();
         }
         assert_eq!(places.iter().filter(|place| is_closed(place)).count(), 1);
         assert!(is_closed(&places[0]));
@@ -854,11 +868,13 @@ mod tests {
     #[tokio::test]
     async fn an_upgraded_connection_counts_until_it_is_closed() {
         let shares = Shares::new(Capacity { connections: 8 });
-        let place = entered(&shares, user(1), 1, true).pop().expect("one");
-        place.0.upgrade();
+        let place = connections_of(&shares, user(1), 1, true)
+            .pop()
+            .expect("one");
+        place.0.mark_upgraded();
         place.0.finish();
-        assert!(refused(&shares, user(1)) && !is_closed(&place));
+        assert!(is_refused(&shares, user(1)) && !is_closed(&place));
         drop(place);
-        assert!(!refused(&shares, user(1)));
+        assert!(!is_refused(&shares, user(1)));
     }
 }

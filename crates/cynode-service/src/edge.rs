@@ -161,7 +161,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for JsonBody<T> {
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
         let JsonBytes { bytes, .. } = &JsonBytes::from_request(request, state).await?;
-        compute::apart(bytes.len(), || parse(bytes)).await.map(Self)
+        compute::run(bytes.len(), || parse(bytes)).await.map(Self)
     }
 }
 
@@ -386,7 +386,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_parameter_is_taken_up_to_its_bound_and_not_beyond() {
+    fn a_parameter_is_accepted_up_to_its_limit() {
         let check = |query: &str| {
             check_query(&format!("/x?{query}").parse().expect("an address"))
                 .map_err(|error| error.0.detail)

@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_many_that_make_a_token_at_once_all_have_the_same() {
+    fn concurrent_creators_of_a_token_get_the_same_one() {
         let directory =
             std::env::temp_dir().join(format!("cynode-{}", uuid::Uuid::new_v4().simple()));
         fs_err::create_dir(&directory).expect("a directory");
@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(
             fs_err::read_dir(&directory).expect("a directory").count(),
             1,
-            "nothing is left beside it"
+            "a temporary file was left"
         );
         fs_err::remove_dir_all(directory).expect("removed");
     }

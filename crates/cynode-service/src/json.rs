@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_values_as_the_bound_are_taken_and_one_more_is_not() {
+    fn a_body_may_have_the_maximum_of_values_and_no_more() {
         let list = |count: usize| format!("[{}0]", "0,".repeat(count - 1));
         // The list itself counts as a value too.
         assert_eq!(count(list(MAX_NODES - 1).as_bytes()).ok(), Some(MAX_NODES));
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn the_depth_of_the_parser_is_taken_and_one_more_is_not() {
+    fn a_body_may_nest_as_deep_as_the_parser_and_no_deeper() {
         let nested = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
         assert_eq!(code(&nested(MAX_DEPTH)), None);
         assert!(serde_json::from_str::<serde_json::Value>(&nested(MAX_DEPTH)).is_ok());
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stands_in_strings_is_not_counted_however_the_text_is_cut() {
+    fn strings_are_not_counted_as_values_in_any_split() {
         let text = format!(
             r#"{{"a":"{}","b\"[":["\\",",[{{:"]}}"#,
             r#"[[[[,,,,::::\"{{{{\\"#.repeat(100_000)
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn the_count_is_never_below_what_a_parser_makes() {
+    fn the_count_is_at_least_that_of_the_parser() {
         fn nodes(value: &serde_json::Value) -> usize {
             1 + match value {
                 serde_json::Value::Array(items) => items.iter().map(nodes).sum(),

@@ -21,14 +21,14 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Drains the body of every request whose handler drops it early.
 pub async fn drain_body(request: Request, next: Next) -> Response {
-    let waits = request.headers().contains_key(header::EXPECT);
+    let expects_continue = request.headers().contains_key(header::EXPECT);
     let request = request.map(|body| {
         if body.is_end_stream() {
             body
         } else {
             Body::from_stream(DrainedBody {
                 rest: Some(body.into_data_stream()),
-                waits,
+                expects_continue,
             })
         }
     });
@@ -40,14 +40,14 @@ struct DrainedBody {
     /// `None` after the end.
     rest: Option<BodyDataStream>,
     /// The client waits for `100 Continue`, which reading would send.
-    waits: bool,
+    expects_continue: bool,
 }
 
 impl Stream for DrainedBody {
     type Item = Result<Bytes, axum::Error>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        self.waits = false;
+        self.expects_continue = false;
         let Some(rest) = &mut self.rest else {
             return Poll::Ready(None);
         };
@@ -61,7 +61,7 @@ impl Stream for DrainedBody {
 
 impl Drop for DrainedBody {
     fn drop(&mut self) {
-        let Some(mut rest) = self.rest.take().filter(|_| !self.waits) else {
+        let Some(mut rest) = self.rest.take().filter(|_| !self.expects_continue) else {
             return;
         };
         tokio::spawn(tokio::time::timeout(DRAIN_TIMEOUT, async move {
@@ -82,7 +82,10 @@ mod tests {
 
     use super::*;
 
-    fn body(seen: &std::sync::Arc<parking_lot::Mutex<usize>>, waits: bool) -> DrainedBody {
+    fn body(
+        seen: &std::sync::Arc<parking_lot::Mutex<usize>>,
+        expects_continue: bool,
+    ) -> DrainedBody {
         let seen = std::sync::Arc::clone(seen);
         let pieces = stream::iter((0..10).map(Ok::<_, std::io::Error>)).map(move |piece| {
             *seen.lock() += 1;
@@ -90,13 +93,13 @@ mod tests {
         });
         DrainedBody {
             rest: Some(Body::from_stream(pieces).into_data_stream()),
-            waits,
+            expects_continue,
         }
     }
 
     #[tokio::test]
-    async fn what_nobody_reads_is_read_away_unless_the_caller_waits() {
-        for (waits, read_before, expected) in [
+    async fn an_unread_body_is_drained_unless_the_caller_waits_for_100_continue() {
+        for (expects_continue, read_before, expected) in [
             (false, 0, 10),
             (false, 3, 10),
             (true, 0, 0),
@@ -104,7 +107,7 @@ mod tests {
             (false, 10, 10),
         ] {
             let seen = std::sync::Arc::default();
-            let mut body = body(&seen, waits);
+            let mut body = body(&seen, expects_continue);
             for _ in 0..read_before {
                 assert!(matches!(body.next().await, Some(Ok(_))));
             }
@@ -116,7 +119,7 @@ mod tests {
             assert_eq!(
                 *seen.lock(),
                 expected,
-                "waits: {waits}, read before: {read_before}"
+                "expects_continue: {expects_continue}, read before: {read_before}"
             );
         }
     }

@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn a_boundary_is_read_as_clients_write_it() {
+    fn a_boundary_is_parsed_in_every_notation() {
         let read = |kind: &str| {
             let mut headers = HeaderMap::new();
             headers.insert(
@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn a_form_as_curl_sends_it_is_read() {
+    fn a_form_sent_by_curl_is_parsed() {
         let form = b"--B\r\nContent-Disposition: form-data; name=\"request\"; filename=\"a \\\"b;c.json\"\r\nContent-Type: application/json\r\n\r\n{}\r\n--B\r\ncontent-disposition:form-data;name=stdin\r\nContent-Transfer-Encoding: binary\r\n\r\n\r\n--B--\r\n";
         for piece in [1, 2, 5, 1_000] {
             assert_eq!(exec(form, piece), Ok((b"{}".to_vec(), Vec::new())));
@@ -507,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_form_is_said() {
+    fn a_malformed_form_is_refused_with_the_reason() {
         let part = |name: &str| {
             format!("--B\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\nx\r\n")
         };
@@ -630,7 +630,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_input_comes_out_as_it_went_in(
+        fn any_input_round_trips_through_a_form(
             // Full of near-delimiters.
             stdin in proptest::collection::vec(prop_oneof![any::<u8>(), proptest::sample::select(&b"\r\n--B"[..])], 0..300),
             piece in 1_usize..40,

@@ -211,7 +211,7 @@ impl PacedStream {
         ))
     }
 
-    fn written(
+    fn on_write(
         &mut self,
         context: &mut Context<'_>,
         written: Poll<io::Result<usize>>,
@@ -249,7 +249,7 @@ impl AsyncWrite for PacedStream {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(context, bytes);
-        self.written(context, written)
+        self.on_write(context, written)
     }
 
     fn poll_write_vectored(
@@ -258,7 +258,7 @@ impl AsyncWrite for PacedStream {
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(context, bytes);
-        self.written(context, written)
+        self.on_write(context, written)
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn the_size_is_that_of_the_text() {
+    fn the_computed_size_is_that_of_the_json_text() {
         for value in [
             serde_json::json!({"a": ["\u{1}", "ü", 1.5, null]}),
             serde_json::json!("x".repeat(10_000)),

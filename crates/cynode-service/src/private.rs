@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_private_directory_is_made_closed_and_refused_when_somebody_else_could_have_made_it() {
+    fn a_private_directory_is_created_closed_and_refused_if_another_user_may_own_it() {
         let root = tempfile::tempdir().expect("a directory");
         let path = root.path().join("own");
         private_directory(&path).expect("made");
@@ -168,7 +168,11 @@ mod tests {
                 message.contains("chmod 700") && message.contains(&format!("{open:03o}")),
                 "{message}"
             );
-            assert_eq!(mode(&path), open, "it is left as it was");
+            assert_eq!(
+                mode(&path),
+                open,
+                "the mode of a refused directory was changed"
+            );
         }
         set_mode(&path, 0o700);
         symlink(&path, root.path().join("link")).expect("linked");
@@ -221,7 +225,7 @@ mod tests {
         assert_eq!(
             mode(&path),
             0o755,
-            "what the link leads to is left as it was"
+            "the mode of the target of a link was changed"
         );
         if give_away(&path) {
             assert!(
@@ -260,7 +264,7 @@ mod tests {
                 .to_string()
                 .contains("symbolic link")
         );
-        assert!(!elsewhere.exists(), "nothing is made where it leads to");
+        assert!(!elsewhere.exists(), "the target of a link was created");
         fs_err::create_dir(root.path().join("directory")).expect("made");
         assert!(open_lock(&root.path().join("directory")).is_err());
         if give_away(&path) {

@@ -125,7 +125,8 @@ async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, lim
             let (stream, peer) = match listener.accept().await {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // Most likely out of descriptors: close the connection awaited longest.
+                    // Most likely out of descriptors: close the connection that has waited longest
+                    // for its client.
                     tracing::warn!(%error, "Accepting a connection failed.");
                     let pause = if shares.close_oldest() { 1 } else { 100 };
                     tokio::time::sleep(Duration::from_millis(pause)).await;
@@ -146,8 +147,8 @@ async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, lim
                 tokio::select! {
                     // Handle what has arrived before closing the connection.
                     biased;
-                    () = attend(stream, Peer(peer), tls, router, &connection, stop, limits) => {}
-                    () = connection.closed() => {}
+                    () = serve_one(stream, Peer(peer), tls, router, &connection, stop, limits) => {}
+                    () = connection.close_requested() => {}
                 }
             });
         }
@@ -161,7 +162,7 @@ async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, lim
     drop(tokio::time::timeout(DRAIN, connections.wait()).await);
 }
 
-async fn attend(
+async fn serve_one(
     stream: PacedStream,
     peer: Peer,
     tls: Option<TlsAcceptor>,
@@ -171,18 +172,18 @@ async fn attend(
     limits: Limits,
 ) {
     match tls {
-        None => attend_http(stream, peer, router, connection, stop, limits).await,
+        None => serve_http(stream, peer, router, connection, stop, limits).await,
         Some(tls) => {
             if let Ok(Ok(stream)) = tokio::time::timeout(limits.handshake, tls.accept(stream)).await
             {
                 connection.next_head();
-                attend_http(stream, peer, router, connection, stop, limits).await;
+                serve_http(stream, peer, router, connection, stop, limits).await;
             }
         }
     }
 }
 
-async fn attend_http(
+async fn serve_http(
     stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
     peer: Peer,
     router: Router,
@@ -200,9 +201,9 @@ async fn attend_http(
             let Ok(response) = router.oneshot(request).await;
             connection.set_streams(is_stream(&response));
             if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-                connection.upgrade();
+                connection.mark_upgraded();
             }
-            connection.answer();
+            connection.mark_waiting_for_reader();
             Ok::<_, Infallible>(response.map(|body| {
                 Body::new(ResponseBody {
                     body,
@@ -350,7 +351,7 @@ mod tests {
             .extensions()
             .get::<Connection>()
             .expect("every request has it");
-        match number.map(|number| connection.attribute(CallerId::User(Uuid::from_u128(number)))) {
+        match number.map(|number| connection.assign_to(CallerId::User(Uuid::from_u128(number)))) {
             Some(Err(error)) => error.into_response(),
             _ => next.run(request).await,
         }
@@ -386,9 +387,9 @@ mod tests {
             CancellationToken::new(),
             Arc::new(Semaphore::new(0)),
         );
-        let waits = Arc::clone(&go);
+        let permits = Arc::clone(&go);
         let slow = async move || {
-            waits.acquire().await.expect("open").forget();
+            permits.acquire().await.expect("open").forget();
             "answer"
         };
         let events = async || {
@@ -427,7 +428,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_that_is_being_read_slowly_is_not_taken_for_an_idle_connection() {
+    async fn a_slowly_read_response_is_not_an_idle_connection() {
         let (address, _go, stop, serving) = server(8).await;
         let mut slow = connected(
             address,
@@ -467,7 +468,7 @@ mod tests {
 
     #[tokio::test]
     // invariant: deadlines
-    async fn who_does_not_finish_the_head_of_a_request_is_closed() {
+    async fn a_connection_with_an_unfinished_head_is_closed() {
         let (address, ..) = server(10).await;
         for sent in [&b""[..], b"GET /sl", b"GET /slow HTTP/1.1\r\nHost: x\r\n"] {
             let mut stream = connected(address, sent).await;
@@ -540,7 +541,7 @@ mod tests {
 
     #[tokio::test]
     // invariant: deadlines
-    async fn an_answer_that_nobody_reads_is_given_up_and_a_stream_of_events_is_not() {
+    async fn an_unread_response_is_cut_off_and_an_event_stream_is_not() {
         let paces = Paces {
             answer_pause: Duration::from_millis(300),
             stream_pause: Duration::from_secs(3_600),
@@ -557,8 +558,14 @@ mod tests {
         let mut unread = connected(address, ask("/large").as_bytes()).await;
         let mut events = connected(address, ask("/events").as_bytes()).await;
         tokio::time::sleep(paces.answer_pause * 4).await;
-        assert!(rest(&mut unread).await.len() < LARGE, "it was given up");
-        assert!(rest(&mut events).await.len() > LARGE, "it was cut off");
+        assert!(
+            rest(&mut unread).await.len() < LARGE,
+            "an unread response was not cut off"
+        );
+        assert!(
+            rest(&mut events).await.len() > LARGE,
+            "an event stream was cut off"
+        );
     }
 
     #[tokio::test]
@@ -580,7 +587,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn idle_connections_make_room_and_those_that_are_served_stay() {
+    async fn idle_connections_are_closed_for_new_ones_and_requests_in_flight_are_not() {
         let (address, go, ..) = server(8).await;
         let mut served = connected(address, WHOLE).await;
         let mut crowd = Vec::new();
@@ -594,7 +601,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_crowd_with_a_good_token_fills_its_own_share_only() {
+    async fn a_crowd_with_a_valid_token_fills_only_its_own_share() {
         // 64 connections: eight for a caller.
         let (address, go, ..) = server(64).await;
         let head = |caller: u32| {
@@ -625,7 +632,10 @@ mod tests {
         }
         for stream in &mut crowd {
             stream.write_all(b"i").await.expect("still open");
-            assert!(rest(stream).await.ends_with("hi"), "its own calls go on");
+            assert!(
+                rest(stream).await.ends_with("hi"),
+                "a call in flight was cut off"
+            );
         }
         drop(go);
     }
@@ -645,7 +655,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stop_lets_a_request_end_and_takes_no_new_one() {
+    async fn a_shutdown_finishes_requests_in_flight_and_accepts_no_new_ones() {
         let (address, go, stop, serving) = server(16).await;
         let mut open = connected(address, WHOLE).await;
         let mut idle = connected(address, b"").await;

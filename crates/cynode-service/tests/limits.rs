@@ -48,7 +48,7 @@ fn rows() -> Vec<Row> {
                 .unwrap_or_else(|| panic!("{bound}: {cell}"))
                 .to_owned()
         };
-        let value = written(value).unwrap_or_else(|| panic!("{bound}: {value} is not a value"));
+        let value = parse_value(value).unwrap_or_else(|| panic!("{bound}: {value} is not a value"));
         Row {
             bound: bound.clone(),
             value,
@@ -60,7 +60,7 @@ fn rows() -> Vec<Row> {
 }
 
 /// Parses a value of the table.
-fn written(text: &str) -> Option<Value> {
+fn parse_value(text: &str) -> Option<Value> {
     let (number, unit) = text.split_once(' ').unwrap_or((text, ""));
     let number: u64 = number.replace(',', "").parse().ok()?;
     Some(match unit {
@@ -156,7 +156,7 @@ fn agrees(stated: Value, actual: Value, constant: &str) -> bool {
 
 #[test]
 // invariant: bounded
-fn the_table_of_limits_says_what_the_constants_hold() {
+fn the_table_of_limits_matches_the_constants() {
     let rows = rows();
     assert!(
         rows.len() > 100,

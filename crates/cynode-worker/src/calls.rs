@@ -195,7 +195,7 @@ impl Calls {
             },
         );
         memory.evict();
-        Ok(Some(OpenCall(CallNotes {
+        Ok(Some(OpenCall(ResultRecorder {
             calls: Arc::clone(self),
             id,
         })))
@@ -204,13 +204,13 @@ impl Calls {
 
 /// Records the result of a call before its response is complete.
 #[derive(Clone, Debug)]
-pub struct CallNotes {
+pub struct ResultRecorder {
     calls: Arc<Calls>,
     id: CallId,
 }
 
-impl CallNotes {
-    pub fn note(&self, result: &impl Serialize) {
+impl ResultRecorder {
+    pub fn record(&self, result: &impl Serialize) {
         let result = ascii_json(result).into_boxed_str();
         self.calls
             .0
@@ -221,7 +221,7 @@ impl CallNotes {
 
 /// A call in flight. Dropping it without a response marks the call abandoned.
 #[derive(Debug)]
-struct OpenCall(CallNotes);
+struct OpenCall(ResultRecorder);
 
 impl OpenCall {
     fn finish(self, response: &Response) {

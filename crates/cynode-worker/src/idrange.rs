@@ -286,7 +286,7 @@ mod tests {
         assert_eq!(
             claim(8, &registry, state.path()).expect("a range"),
             3,
-            "claims are preserved"
+            "an earlier claim was lost"
         );
         let mode =
             |name: &str| fs_err::metadata(registry.join(name)).expect("there").mode() & 0o777;
@@ -323,11 +323,11 @@ mod tests {
         let _held = crate::lock_state(&config).expect("holds");
         assert!(
             !is_unused(&config.directory()),
-            "a running worker is detected"
+            "a running worker was not detected"
         );
         assert!(
             crate::lock_state(&config).is_err(),
-            "and a second one is refused"
+            "a second worker got the lock"
         );
     }
 
@@ -357,7 +357,7 @@ mod tests {
         );
         assert!(
             IdBlocks::new(usual, registry.path(), two.path()).is_err(),
-            "one worker has all blocks"
+            "a second worker got blocks although the first has all"
         );
         let more = IdSpace::Within(IdMap {
             first: 1,

@@ -45,7 +45,7 @@ pub use api::openapi;
 pub use config::{Config, DEFAULT_IMAGE, Engine};
 use jobs::Jobs;
 use journal::Journal;
-pub use rootless::enter as enter_user_namespace;
+pub use rootless::enter_user_namespace;
 use runtime::{Docker, DockerOptions, IdSpace, Podman, PodmanOptions, Runtime, ServiceOptions};
 use sessions::{Sessions, SessionsConfig};
 

@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_gone_only_when_the_kernel_says_so() {
+    fn a_process_has_exited_only_when_the_kernel_says_so() {
         let own = start_time(std::process::id().cast_signed()).expect("readable");
         assert!(own.is_some());
         // Beyond the largest pid on Linux.

@@ -131,7 +131,10 @@ mod tests {
         let first = check
             .check(async move || waiting.await.unwrap_or(Ok(())))
             .await;
-        assert!(first.is_err(), "no success yet");
+        assert!(
+            first.is_err(),
+            "a pending check succeeded before any success"
+        );
         answer
             .send(Ok(()))
             .expect("runs to completion although nobody waits");

@@ -97,7 +97,7 @@ pub(crate) fn too_few(ids: u32) -> Option<(String, String)> {
 
 /// Re-executes this program with the same arguments in Podman's namespace. Returns only if that is
 /// not necessary, or on failure.
-pub async fn enter(config: &Config) -> Result<(), Error> {
+pub async fn enter_user_namespace(config: &Config) -> Result<(), Error> {
     if is_root() || config.engine == Engine::Docker {
         return Ok(());
     }

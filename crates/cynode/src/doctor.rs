@@ -127,7 +127,7 @@ fn print(report: &Report) -> Result<(), Failure> {
         .iter()
         .filter(|check| check.is_problem())
         .count();
-    output::note(&match problems {
+    output::message(&match problems {
         0 => "this machine can run CyNode".to_owned(),
         1 => "1 problem must be fixed first".to_owned(),
         n => format!("{n} problems must be fixed first"),

@@ -44,7 +44,7 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
     if config.directory().exists()
         && let Err(error) = roles::enter_user_namespace(&config).await
     {
-        output::note(&format!("cynode: {error}"));
+        output::message(&format!("cynode: {error}"));
     }
     let sandboxes = if args.keep_sessions {
         Sandboxes::Keep
@@ -66,7 +66,7 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
         })
         .await?;
         if !clean {
-            output::note("cynode: the worker did not stop in time");
+            output::message("cynode: the worker did not stop in time");
         }
     }
     if is_up(&state)? {
@@ -91,13 +91,13 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
             cleanup,
         })?,
         Format::Table => {
-            output::note(match (was_running, sandboxes) {
+            output::message(match (was_running, sandboxes) {
                 (false, _) => "nothing was running",
                 (true, Sandboxes::End) => "CyNode has stopped; its sandboxes have ended",
                 (true, Sandboxes::Keep) => "CyNode has stopped; its sandboxes keep running",
             });
             if let Some(cleanup) = cleanup {
-                output::note(&cleanup);
+                output::message(&cleanup);
             }
         }
     }
@@ -132,7 +132,7 @@ async fn request_shutdown(
         Err(Error::Unreachable { .. } | Error::Broken { .. }) => Ok(false),
         Err(error) if error.status() == Some(401) => Ok(false),
         Err(error) => {
-            output::note(&format!(
+            output::message(&format!(
                 "cynode: the worker refused to shut down: {}",
                 error.chain()
             ));
@@ -141,12 +141,12 @@ async fn request_shutdown(
     }
 }
 
-/// Waits for the roles of a killed `up`, which end by themselves, and ends its PostgreSQL. Returns
-/// whether there were any.
+/// Waits for the roles of a killed `up`, which end without a signal, and ends its PostgreSQL.
+/// Returns whether there were any.
 async fn end_orphaned_roles(state: &StateDir) -> Result<bool, Failure> {
     let orchestrator = Lock::orchestrator_runs(state)?;
     if orchestrator && !wait_until(DRAIN_TIMEOUT, || Ok(!Lock::orchestrator_runs(state)?)).await? {
-        output::note(
+        output::message(
             "cynode: an orchestrator that 'cynode up' did not start runs on this state directory",
         );
     }

@@ -109,16 +109,16 @@ impl Failure {
     pub fn report(&self, format: Format) -> ExitCode {
         match format {
             _ if self.reported => {}
-            Format::Json => output::note(&ascii(&self.document().to_string())),
+            Format::Json => output::message(&ascii(&self.document().to_string())),
             Format::Table => {
                 // Details may contain names that a sandbox chose.
-                output::note(&format!(
+                output::message(&format!(
                     "cynode: error[{}]: {}",
                     sanitize::line(&self.code),
                     sanitize::line(&self.message)
                 ));
                 if let Some(remedy) = &self.remedy {
-                    output::note(&format!("  remedy: {}", sanitize::line(remedy)));
+                    output::message(&format!("  remedy: {}", sanitize::line(remedy)));
                 }
             }
         }
@@ -233,7 +233,7 @@ pub fn usage(error: &clap::Error, format: Format) -> ExitCode {
             .remedy(one_line(hints))
             .report(format);
     }
-    output::note(&format!("cynode: error[usage]: {text}"));
+    output::message(&format!("cynode: error[usage]: {text}"));
     ExitCode::from(USAGE)
 }
 

@@ -73,7 +73,7 @@ pub fn table<const N: usize>(
 }
 
 /// Prints a message to stderr. Ignores a closed stderr.
-pub fn note(text: &str) {
+pub fn message(text: &str) {
     drop(writeln!(io::stderr().lock(), "{}", sanitize::lines(text)));
 }
 

@@ -274,7 +274,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_dangerous_comes_out_and_splits_do_not_matter(
+        fn sanitized_output_is_safe_and_the_same_in_any_split(
             bytes in prop::collection::vec(prop_oneof![any::<u8>(), special_bytes()], 0..120),
             cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
         ) {

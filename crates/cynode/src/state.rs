@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn only_one_holds_the_lock_and_others_learn_who() {
+    fn only_one_process_holds_the_lock_and_others_see_its_pid() {
         let directory = tempfile::tempdir().expect("temporary directory");
         let state = state(&directory);
         assert!(Lock::holder(&state).expect("no lock yet").is_none());
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_are_for_the_owner_only_and_come_back() {
+    fn endpoints_are_private_and_round_trip() {
         use std::os::unix::fs::PermissionsExt;
         let directory = tempfile::tempdir().expect("temporary directory");
         let state = state(&directory);

@@ -267,7 +267,7 @@ mod tests {
         );
         assert!(
             trail.check(&answered(Some(id), 404, "not_found")).is_err(),
-            "recorded with another status"
+            "a record with another status passed"
         );
         assert!(
             trail
@@ -279,13 +279,13 @@ mod tests {
                 .check(&answered(Some(Uuid::now_v7()), 200, ""))
                 .is_err()
                 && trail.check(&answered(None, 200, "")).is_err(),
-            "not recorded"
+            "a call without a record passed"
         );
         assert!(
             trail
                 .check(&answered(Some(Uuid::now_v7()), 503, "store_unavailable"))
                 .is_ok(),
-            "the call had no effect"
+            "a call without effect needs a record"
         );
         for broken in [
             vec![intent.clone()],

@@ -1,8 +1,8 @@
 //! The harness of the end-to-end tests: a real worker with its own state directory and its own
-//! store or daemon.
+//! image store or Docker daemon.
 //!
 //! Everything that a test creates is removed even when the test is killed: a watcher process,
-//! started first, waits for the end of a pipe that only the test holds open, and then cleans up.
+//! started first, waits for EOF on a pipe that only the test holds open, and then cleans up.
 #![forbid(unsafe_code)]
 #![allow(
     clippy::disallowed_methods,

@@ -77,7 +77,10 @@ impl Postgres {
                 .arg("postgres:postgres")
                 .arg(&directory)
                 .status()?;
-            ensure!(chown.success(), "giving the directory to postgres");
+            ensure!(
+                chown.success(),
+                "the directory could not be given to postgres"
+            );
         }
         let mut command = server_program("initdb")?;
         command.arg("-D").arg(directory.join("data")).args([

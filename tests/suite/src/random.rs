@@ -20,18 +20,21 @@ impl Random {
         })
     }
 
-    /// Seeds from `CYNODE_SEED`, or with a fixed seed.
+    /// Seeds from `CYNODE_SEED`, or with the default.
     #[must_use]
-    pub fn with_seed(seed: u64) -> Self {
+    pub fn with_default_seed(seed: u64) -> Self {
         Self::from_env_or(|| seed)
     }
 
-    fn from_env_or(otherwise: impl FnOnce() -> u64) -> Self {
-        let from_env_or = std::env::var("CYNODE_SEED")
+    fn from_env_or(default: impl FnOnce() -> u64) -> Self {
+        let from_env = std::env::var("CYNODE_SEED")
             .ok()
             .and_then(|text| text.parse().ok());
-        let seed = from_env_or.unwrap_or_else(otherwise);
-        #[expect(clippy::print_stdout, reason = "the seed repeats a failed run")]
+        let seed = from_env.unwrap_or_else(default);
+        #[expect(
+            clippy::print_stdout,
+            reason = "the seed allows repeating a failed run"
+        )]
         {
             println!("seed: CYNODE_SEED={seed}");
         }
@@ -68,8 +71,8 @@ impl Random {
     #[must_use]
     pub fn shuffled<T, const N: usize>(&mut self, mut items: [T; N]) -> [T; N] {
         for last in (1..N).rev() {
-            let from_env_or = self.below(last as u64 + 1);
-            items.swap(last, usize::try_from(from_env_or).unwrap_or(0));
+            let other = self.below(last as u64 + 1);
+            items.swap(last, usize::try_from(other).unwrap_or(0));
         }
         items
     }

@@ -55,7 +55,10 @@ impl World {
             .args(["--recursive", &format!("{TEST_USER}:{TEST_USER}")])
             .arg(self.directory())
             .status()?;
-        ensure!(chown.success(), "giving the world to {TEST_USER}");
+        ensure!(
+            chown.success(),
+            "the world could not be given to {TEST_USER}"
+        );
         // Creates the user namespace that all of this user's Podman commands share.
         let made = self
             .as_user(Path::new("podman"))

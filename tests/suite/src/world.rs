@@ -590,7 +590,7 @@ impl RunningWorker {
         Ok(rustix::process::kill_process(pid, signal)?)
     }
 
-    /// Waits until the worker exits by itself.
+    /// Waits until the worker exits.
     pub async fn wait(&mut self, limit: Duration) -> Result<std::process::ExitStatus> {
         let deadline = Instant::now() + limit;
         loop {

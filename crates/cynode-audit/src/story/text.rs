@@ -114,7 +114,7 @@ pub(super) fn plural(count: u64, one: &str, many: &str) -> String {
 }
 
 /// `2026-01-02 03:04:05.678`, in UTC.
-fn moment(at: OffsetDateTime) -> String {
+fn utc_timestamp(at: OffsetDateTime) -> String {
     let at = at.to_offset(UtcOffset::UTC);
     let (date, time) = (at.date(), at.time());
     format!(
@@ -139,7 +139,12 @@ impl Story {
         let mut text = String::new();
         for line in &self.lines {
             escape(
-                format_args!("{}  {:<width$}  {}\n", moment(line.at), line.who, line.what),
+                format_args!(
+                    "{}  {:<width$}  {}\n",
+                    utc_timestamp(line.at),
+                    line.who,
+                    line.what
+                ),
                 &mut text,
             );
         }
@@ -163,8 +168,8 @@ impl Story {
         };
         let mut text = format!(
             "From {} to {} UTC ({}), by {by}\n",
-            moment(from),
-            moment(to),
+            utc_timestamp(from),
+            utc_timestamp(to),
             duration(took)
         );
         let mut facts = vec![plural(summary.commands.count, "command", "commands")];

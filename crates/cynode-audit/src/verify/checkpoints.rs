@@ -274,7 +274,7 @@ impl Checkpoints {
 
     /// Reports missing checkpoints, and returns the newest one and all streams with their signed
     /// heads.
-    pub(super) fn settle(&mut self, problems: &mut Problems) -> (Newest, HashMap<Uuid, Stream>) {
+    pub(super) fn evaluate(&mut self, problems: &mut Problems) -> (Newest, HashMap<Uuid, Stream>) {
         let first = self.table.first_key_value().map(|(number, _)| *number);
         let mut expected = match first {
             // A full checkpoint replaces all earlier ones.

@@ -89,7 +89,10 @@ impl Verifier {
 
     /// Adds the next checkpoint of the table.
     pub fn checkpoint(&mut self, signed: &SignedCheckpoint) {
-        debug_assert!(self.newest.is_none(), "checkpoints come before records");
+        debug_assert!(
+            self.newest.is_none(),
+            "a checkpoint was added after records"
+        );
         self.checkpoints.add_from_table(
             signed.checkpoint.number,
             signed,
@@ -100,7 +103,10 @@ impl Verifier {
 
     /// Adds the next checkpoint of the table as its line, with the number of its row.
     pub fn checkpoint_line(&mut self, number: u64, line: &str) {
-        debug_assert!(self.newest.is_none(), "checkpoints come before records");
+        debug_assert!(
+            self.newest.is_none(),
+            "a checkpoint was added after records"
+        );
         match SignedCheckpoint::parse(line) {
             Ok(signed) => {
                 self.checkpoints
@@ -116,7 +122,10 @@ impl Verifier {
     /// too, and equal. The file may lack checkpoints, may be older than a table that begins with a
     /// full one, and its last line may be incomplete.
     pub fn witness(&mut self, line: &str) {
-        debug_assert!(self.newest.is_none(), "checkpoints come before records");
+        debug_assert!(
+            self.newest.is_none(),
+            "a checkpoint was added after records"
+        );
         self.checkpoints
             .add_from_file(line, &self.key, &mut self.problems);
     }
@@ -126,7 +135,7 @@ impl Verifier {
     pub fn writers(&mut self, heads: &BTreeMap<Uuid, Head>) {
         debug_assert!(
             self.newest.is_none(),
-            "heads of writers come before records"
+            "heads of writers were added after records"
         );
         self.checkpoints.add_heads(heads, Witness::Writer);
     }
@@ -134,7 +143,10 @@ impl Verifier {
     /// Adds a line that was signed to a separate file while the database accepted no checkpoint. It
     /// is not part of the checkpoint chain, but its heads count.
     pub fn interim(&mut self, line: &str) {
-        debug_assert!(self.newest.is_none(), "interim heads come before records");
+        debug_assert!(
+            self.newest.is_none(),
+            "interim heads were added after records"
+        );
         match SignedCheckpoint::parse(line) {
             Ok(signed) if signed.verify(&self.key) => {
                 self.checkpoints.add_heads(
@@ -210,7 +222,7 @@ impl Verifier {
 
     /// Adds the next record.
     pub fn record(&mut self, cursor: i64, link: &Link) {
-        let newest = self.settle();
+        let newest = self.evaluate();
         self.records += 1;
         let stream = self
             .streams
@@ -254,14 +266,14 @@ impl Verifier {
 
     #[must_use]
     pub fn finish(mut self) -> AuditVerdict {
-        let newest = self.settle();
+        let newest = self.evaluate();
         let mut streams: Vec<Stream> = self.streams.into_values().collect();
         streams.sort_unstable_by_key(Stream::id);
         let seen = streams.iter().filter(|stream| stream.is_seen()).count();
         for stream in streams {
             stream.finish(&mut self.problems);
         }
-        let (problems, more_problems) = self.problems.into_parts();
+        let (problems, more_problems) = self.problems.into_sorted();
         AuditVerdict {
             intact: problems.is_empty(),
             records: self.records,
@@ -279,11 +291,11 @@ impl Verifier {
     }
 
     /// Evaluates the checkpoints, once all have been added.
-    fn settle(&mut self) -> Newest {
+    fn evaluate(&mut self) -> Newest {
         if let Some(newest) = self.newest {
             return newest;
         }
-        let (newest, streams) = self.checkpoints.settle(&mut self.problems);
+        let (newest, streams) = self.checkpoints.evaluate(&mut self.problems);
         self.streams = streams;
         *self.newest.insert(newest)
     }

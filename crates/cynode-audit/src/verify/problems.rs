@@ -1,4 +1,4 @@
-//! Collects problems, up to the number that a person can read.
+//! Collects problems, at most `MAX_AUDIT_PROBLEMS` of them.
 
 use cynode_api::{AuditProblem, MAX_AUDIT_PROBLEMS};
 use uuid::Uuid;
@@ -46,7 +46,7 @@ impl ProblemKind {
     }
 }
 
-/// A reported problem that later records may reclassify.
+/// The index of a listed problem, which later records may reclassify.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ProblemId(usize);
 
@@ -118,16 +118,17 @@ impl Problems {
         })
     }
 
-    /// Reclassifies a reported problem.
-    pub(super) fn amend(&mut self, listed: Option<ProblemId>, kind: ProblemKind, detail: &str) {
-        if let Some(problem) = listed.and_then(|ProblemId(place)| self.listed.get_mut(place)) {
+    /// Reclassifies a problem, if it is listed.
+    pub(super) fn amend(&mut self, id: Option<ProblemId>, kind: ProblemKind, detail: &str) {
+        if let Some(problem) = id.and_then(|ProblemId(index)| self.listed.get_mut(index)) {
             kind.code().clone_into(&mut problem.what);
             detail.clone_into(&mut problem.detail);
         }
     }
 
-    /// Sorts problems: those of checkpoints first, then those of records in cursor order.
-    pub(super) fn into_parts(mut self) -> (Vec<AuditProblem>, bool) {
+    /// The problems, those of checkpoints first, then those of records in cursor order, and whether
+    /// there were more.
+    pub(super) fn into_sorted(mut self) -> (Vec<AuditProblem>, bool) {
         self.listed
             .sort_by_key(|problem| (problem.stream.is_some(), problem.cursor.unwrap_or(i64::MAX)));
         (self.listed, self.more)

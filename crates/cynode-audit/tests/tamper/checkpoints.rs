@@ -31,7 +31,7 @@ fn lines(trail: &Trail) -> Vec<(u64, String)> {
 
 proptest! {
     #[test]
-    fn lines_in_either_order_verify_as_their_checkpoints_do(trail in trails()) {
+    fn checkpoint_lines_verify_in_either_order(trail in trails()) {
         prop_assert!(with_lines(&trail, &lines(&trail)).intact);
         let mut verifier = Verifier::new(key().public());
         trail.file.iter().for_each(|line| verifier.witness(line));
@@ -42,7 +42,7 @@ proptest! {
     }
 
     #[test]
-    fn a_removed_checkpoint_is_found_by_the_file_outside_and_its_heads_still_speak(
+    fn a_removed_checkpoint_is_found_by_the_file_and_its_heads_still_count(
         trail in sealed(),
         which in any::<Index>(),
     ) {
@@ -58,7 +58,7 @@ proptest! {
         {
             prop_assert!(
                 verdict.intact,
-                "a full checkpoint replaces those before it: {:#?}",
+                "a full checkpoint did not replace those before it: {:#?}",
                 verdict.problems
             );
         } else {
@@ -160,7 +160,7 @@ proptest! {
     }
 
     #[test]
-    fn two_checkpoints_that_changed_places_are_found(
+    fn two_swapped_checkpoints_are_found(
         trail in sealed(),
         one in any::<Index>(),
         other in any::<Index>(),
@@ -195,7 +195,7 @@ proptest! {
     }
 
     #[test]
-    fn another_history_signed_by_the_same_key_is_not_the_one_in_the_file(
+    fn another_history_signed_by_the_same_key_contradicts_the_file(
         trail in sealed(),
         which in any::<Index>(),
     ) {
@@ -243,7 +243,7 @@ fn a_table_that_begins_with_a_full_checkpoint_needs_none_before_it() {
 }
 
 #[test]
-fn a_table_that_begins_with_another_lacks_those_before_it() {
+fn a_table_that_begins_with_a_partial_checkpoint_lacks_earlier_ones() {
     let mut trail = three();
     trail.table.remove(0);
     for file in [trail.file.clone(), Vec::new()] {
@@ -294,7 +294,7 @@ fn a_line_of_the_file_that_was_damaged_is_found() {
 }
 
 #[test]
-fn a_database_that_was_put_back_to_an_earlier_day_is_found() {
+fn a_database_restored_to_an_earlier_state_is_found() {
     let mut trail = three();
     trail.table.truncate(1);
     trail.records.truncate(1);
@@ -313,13 +313,13 @@ fn a_database_that_was_put_back_to_an_earlier_day_is_found() {
 }
 
 #[test]
-fn a_trail_without_anything_is_intact() {
+fn an_empty_trail_is_intact() {
     let verdict = Trail::default().verify();
     assert!(verdict.intact && verdict.records == 0 && verdict.last_signed_at.is_none());
 }
 
 #[test]
-fn a_checkpoint_that_was_replaced_before_all_were_folded_into_one_is_found_by_the_file() {
+fn a_checkpoint_replaced_before_folding_is_found_by_the_file() {
     let mut trail = three();
     let mut other = trail.table[0].checkpoint.clone();
     other.at += time::Duration::SECOND;
@@ -335,7 +335,7 @@ fn a_checkpoint_that_was_replaced_before_all_were_folded_into_one_is_found_by_th
 }
 
 #[test]
-fn what_was_signed_before_the_table_begins_still_speaks_from_the_file() {
+fn checkpoints_older_than_the_table_still_count_from_the_file() {
     let write = |n: u32| Step::Write {
         stream: 0,
         body: json!({"n": n}),

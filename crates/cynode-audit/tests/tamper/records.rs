@@ -10,7 +10,7 @@ use crate::trail::{Step, Trail, key, only_problem, reports, sealed, trails};
 
 proptest! {
     #[test]
-    fn what_nobody_touched_is_intact(trail in trails()) {
+    fn an_untouched_trail_is_intact(trail in trails()) {
         let verdict = trail.verify();
         prop_assert!(verdict.intact, "{:#?}", verdict.problems);
         prop_assert_eq!(verdict.records, trail.records.len() as u64);
@@ -104,7 +104,7 @@ proptest! {
     }
 
     #[test]
-    fn a_record_changed_with_its_own_hash_only_is_found_there_or_where_the_next_one_stands_on_it(
+    fn a_record_changed_with_its_hash_is_found_there_or_at_its_successor(
         trail in sealed(),
         place in any::<Index>(),
     ) {
@@ -147,7 +147,7 @@ proptest! {
 
     #[test]
     // invariant: audit-trail
-    fn a_stream_that_was_changed_and_chained_anew_is_found_by_the_first_head_that_was_signed_after(
+    fn a_rechained_stream_is_found_by_the_first_later_signed_head(
         trail in sealed(),
         place in any::<Index>(),
     ) {
@@ -211,7 +211,7 @@ proptest! {
     }
 
     #[test]
-    fn a_record_that_is_removed_from_a_stream_that_is_numbered_and_chained_anew_is_found(
+    fn a_record_removed_from_a_renumbered_and_rechained_stream_is_found(
         trail in sealed(),
         place in any::<Index>(),
     ) {
@@ -240,7 +240,7 @@ proptest! {
     }
 
     #[test]
-    fn an_inserted_record_is_found_wherever_it_is_put(
+    fn an_inserted_record_is_found_anywhere(
         trail in sealed(),
         after in any::<Index>(),
         number in any::<Index>(),
@@ -294,7 +294,7 @@ proptest! {
     }
 
     #[test]
-    fn a_record_put_before_the_true_one_with_its_number_is_one_problem(
+    fn a_record_inserted_under_an_existing_number_is_one_problem(
         trail in sealed(),
         place in any::<Index>(),
     ) {
@@ -340,7 +340,7 @@ proptest! {
     }
 
     #[test]
-    fn a_whole_stream_that_is_put_below_the_last_checkpoint_is_found(
+    fn a_stream_inserted_below_the_last_checkpoint_is_found(
         trail in sealed(),
         at in any::<Index>(),
         length in 1..5i64,
@@ -362,7 +362,7 @@ proptest! {
 
     #[test]
     // invariant: audit-trail
-    fn a_whole_stream_that_was_removed_is_found(trail in sealed(), place in any::<Index>()) {
+    fn a_removed_stream_is_found(trail in sealed(), place in any::<Index>()) {
         let mut trail = trail;
         let stream = place.get(&trail.records).1.stream;
         trail.records.retain(|(_, link)| link.stream != stream);
@@ -372,7 +372,7 @@ proptest! {
     }
 
     #[test]
-    fn two_records_of_a_stream_that_changed_places_are_found(
+    fn two_swapped_records_of_a_stream_are_found(
         trail in trails(),
         one in any::<Index>(),
         other in any::<Index>(),
@@ -405,7 +405,7 @@ proptest! {
     }
 
     #[test]
-    fn two_records_that_changed_bodies_are_both_named(
+    fn two_records_with_swapped_bodies_are_both_named(
         trail in trails(),
         one in any::<Index>(),
         other in any::<Index>(),
@@ -442,7 +442,7 @@ proptest! {
 
 #[test]
 // invariant: audit-trail
-fn what_was_not_signed_yet_is_only_chained() {
+fn the_removal_of_unsigned_records_is_found_only_inside_the_chain() {
     // A documented limit, not a goal: see the crate's documentation.
     let write = |body: Value| Step::Write { stream: 0, body };
     let mut trail = Trail::write(vec![
@@ -458,7 +458,7 @@ fn what_was_not_signed_yet_is_only_chained() {
 }
 
 #[test]
-fn a_number_that_is_not_an_integer_is_found_even_when_it_was_chained_by_somebody() {
+fn a_chained_number_that_is_not_an_integer_is_found() {
     let mut trail = Trail::write(vec![
         Step::Write {
             stream: 0,
@@ -494,7 +494,7 @@ fn cursors_that_do_not_rise_are_found() {
 }
 
 #[test]
-fn of_a_thousand_problems_a_hundred_are_named() {
+fn a_verdict_lists_the_first_hundred_of_a_thousand_problems() {
     let mut trail = Trail::write(
         (0..1_000)
             .map(|n| Step::Write {
@@ -571,7 +571,7 @@ fn calls(calls: &[(&str, u128, &str)]) -> Trail {
 }
 
 #[test]
-fn intents_without_outcomes_are_open_and_no_problem() {
+fn intents_without_outcomes_are_counted_as_open() {
     let verdict = calls(&[
         ("intent", 1, "allow"),
         ("intent", 2, "allow"),

@@ -32,7 +32,7 @@ fn cut() -> Trail {
 
 #[test]
 // invariant: audit-trail
-fn what_retention_removed_is_no_problem_and_is_counted() {
+fn records_removed_by_retention_are_counted_and_no_problem() {
     let verdict = cut().verify();
     assert!(
         verdict.intact && verdict.truncated == 4 && verdict.records == 16,
@@ -41,7 +41,7 @@ fn what_retention_removed_is_no_problem_and_is_counted() {
 }
 
 #[test]
-fn a_stream_may_be_cut_again_and_wholly() {
+fn a_stream_may_be_cut_again_and_completely() {
     let mut steps = write(0, 10);
     steps.extend([
         Step::Sign { full: false },
@@ -79,7 +79,7 @@ fn a_full_checkpoint_carries_the_cuts_when_those_before_it_are_gone() {
 }
 
 #[test]
-fn a_record_that_was_removed_and_is_there_again_is_found() {
+fn a_removed_record_that_reappears_is_found() {
     let whole = Trail::write(write(0, 10));
     let mut trail = cut();
     trail.records.insert(0, whole.records[2].clone());
@@ -117,7 +117,7 @@ fn an_outcome_may_outlive_its_intent() {
 proptest! {
     #[test]
     // invariant: audit-trail
-    fn more_than_was_cut_is_missing(more in 1..6usize) {
+    fn records_missing_beyond_the_cut_are_found(more in 1..6usize) {
         let mut trail = cut();
         trail.records.drain(..more);
         let verdict = trail.verify();
@@ -126,7 +126,7 @@ proptest! {
     }
 
     #[test]
-    fn the_beginning_of_a_stream_that_no_checkpoint_cut_is_missing(
+    fn a_missing_beginning_that_no_checkpoint_cut_is_found(
         trail in sealed(),
         place in any::<Index>(),
         count in 1..4usize,

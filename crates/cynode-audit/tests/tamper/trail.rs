@@ -123,15 +123,15 @@ impl Writer {
                 let mut left = records;
                 let mut removed = Vec::new();
                 self.trail.records.retain(|(_, link)| {
-                    let goes = link.stream == stream && left > 0;
-                    left -= usize::from(goes);
-                    if goes {
+                    let is_cut = link.stream == stream && left > 0;
+                    left -= usize::from(is_cut);
+                    if is_cut {
                         removed.push(Head {
                             seq: link.seq,
                             hash: link.hash,
                         });
                     }
-                    !goes
+                    !is_cut
                 });
                 let Some(last) = removed.last() else { return };
                 self.truncated += removed.len() as u64;

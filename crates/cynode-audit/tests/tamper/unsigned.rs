@@ -97,7 +97,7 @@ fn records_after_the_last_checkpoint_are_counted() {
 }
 
 #[test]
-fn what_is_not_signed_is_found_by_its_writer_and_by_what_was_signed_beside_the_database() {
+fn missing_unsigned_records_are_found_by_the_writers_heads_and_the_file() {
     let whole = trail();
     let (heads, line) = (head(&whole), interim(&head(&whole)));
     let witnesses: [Source<'_>; 2] = [
@@ -114,12 +114,15 @@ fn what_is_not_signed_is_found_by_its_writer_and_by_what_was_signed_beside_the_d
         let verdict = verify(&whole, add_source);
         assert!(
             verdict.intact && verdict.unsigned == 3,
-            "{who}: what they say is signed nowhere: {verdict:?}"
+            "{who}: not intact with three unsigned records: {verdict:?}"
         );
 
         let mut cut = whole.clone();
         cut.records.truncate(4);
-        assert!(cut.verify().intact, "the checkpoint does not know it");
+        assert!(
+            cut.verify().intact,
+            "the checkpoint covers the removed records"
+        );
         let found = verify(&cut, add_source);
         let problem = only_problem(&found);
         assert_eq!(
@@ -147,7 +150,7 @@ fn what_is_not_signed_is_found_by_its_writer_and_by_what_was_signed_beside_the_d
 }
 
 #[test]
-fn heads_that_another_key_signed_say_nothing() {
+fn heads_signed_by_another_key_are_ignored() {
     let other = cynode_audit::SigningKey::from_seed([8; 32]);
     let mut forged = head(&trail());
     for head in forged.values_mut() {
@@ -174,7 +177,7 @@ fn heads_that_another_key_signed_say_nothing() {
 }
 
 #[test]
-fn a_checkpoint_that_does_not_come_is_a_problem() {
+fn an_overdue_checkpoint_is_a_problem() {
     let trail = trail();
     let mut verifier = Verifier::new(key().public());
     trail
@@ -203,7 +206,7 @@ fn a_checkpoint_that_does_not_come_is_a_problem() {
 }
 
 #[test]
-fn a_column_that_says_something_else_than_the_body_is_a_problem_that_names_both() {
+fn a_column_that_contradicts_the_body_is_a_problem_that_names_both() {
     let id = Uuid::now_v7().to_string();
     let body = json!({"version": 1, "kind": "intent", "action": "session.exec", "call_id": id, "subject": {"kind": "user", "name": "ada"}, "session_id": id.to_uppercase()});
     let trail = Trail::write(vec![Step::Write { stream: 0, body }]);

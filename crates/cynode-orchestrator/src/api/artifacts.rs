@@ -142,7 +142,7 @@ pub(super) async fn put(
         .stage(bytes, artifact_limits::MAX_BYTES, expected.as_deref())
         .await?;
     let flags = match orchestrator
-        .judge_seed(parts.extensions.get::<SeedScan>(), &path, &staged)
+        .check_seed(parts.extensions.get::<SeedScan>(), &path, &staged)
         .await
     {
         Ok(flags) => flags,

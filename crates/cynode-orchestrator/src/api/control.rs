@@ -77,9 +77,10 @@ async fn authenticate(
     };
     match orchestrator.db.authenticate_node(&offered).await {
         Ok(Some(node)) => {
-            if let Err(error) =
-                connections::attribute(request.extensions(), CallerId::Node(*node.id.as_uuid()))
-            {
+            if let Err(error) = connections::assign_to_caller(
+                request.extensions(),
+                CallerId::Node(*node.id.as_uuid()),
+            ) {
                 return error.into_response();
             }
             request.extensions_mut().insert(CallingNode(node));
@@ -128,7 +129,7 @@ async fn register(
         );
         return Err(identity::reject_token(&orchestrator, failure).await);
     };
-    orchestrator.note_registration(&node).await?;
+    orchestrator.record_registration(&node).await?;
     tracing::info!(node_id = %node.id, name = node.name, "A node registered.");
     orchestrator.jobs_due.notify_one();
     let registered = NodeRegistered {
@@ -240,7 +241,9 @@ async fn artifact(
         ));
     }
     let artifact = orchestrator.db.artifact(id).await?;
-    orchestrator.note_artifact(&node, &artifact).await?;
+    orchestrator
+        .record_artifact_download(&node, &artifact)
+        .await?;
     super::artifacts::send(&orchestrator, &artifact, &headers).await
 }
 
@@ -259,10 +262,10 @@ impl Orchestrator {
     /// its last report counts.
     pub(crate) async fn refresh_images(&self) -> Result<(), ApiError> {
         let nodes = self.db.nodes().await?;
-        let asked = stream::iter(nodes)
+        let queries = stream::iter(nodes)
             .map(|node| async move { (self.local_images(&node).await, node) })
             .buffer_unordered(MAX_CONCURRENT_QUERIES);
-        let mut answers: Vec<_> = asked.collect().await;
+        let mut answers: Vec<_> = queries.collect().await;
         // Current answers are applied before old reports.
         answers.sort_by_key(|(answer, _)| answer.is_none());
         for (answer, node) in answers {

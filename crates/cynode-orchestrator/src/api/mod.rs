@@ -290,7 +290,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
             check_no_nul(bytes)?;
             Ok(Self(value))
         };
-        compute::apart(bytes.len(), read).await
+        compute::run(bytes.len(), read).await
     }
 }
 

@@ -269,7 +269,7 @@ impl NodeCall {
         let must_end = orchestrator.call_must_end(&caller, node_id);
         if is_websocket && below.ends_with("/pty") {
             let call_id = request.extensions().get::<CallId>().copied();
-            let closed = orchestrator.note_closed_terminal(&caller, id, call_id);
+            let closed = orchestrator.terminal_close_recorder(&caller, id, call_id);
             forward::upgrade(&client, &path, request, must_end, closed).await
         } else {
             forward::forward(&client, &path, request, must_end).await

@@ -60,7 +60,7 @@ struct SignedStreams {
 }
 
 impl SignedStreams {
-    fn learn(&mut self, checkpoint: &Checkpoint) {
+    fn add(&mut self, checkpoint: &Checkpoint) {
         if checkpoint.full {
             self.streams
                 .retain(|stream, _| checkpoint.heads.contains_key(stream));
@@ -151,7 +151,7 @@ impl Checkpoints {
             );
             // Only the holder of the key writes this file.
             if let Some(signed) = &signed {
-                streams.learn(&signed.checkpoint);
+                streams.add(&signed.checkpoint);
             }
         }
         let signed = Arc::new(Mutex::new(streams));
@@ -254,15 +254,15 @@ impl Checkpoints {
             .is_some_and(|since| since.elapsed() > INTERIM_AFTER)
     }
 
-    /// Learns the stored lines that have valid signatures.
-    fn learn(&self, lines: &[(u64, String)]) {
+    /// Adds the stored lines that have valid signatures.
+    fn add_stored(&self, lines: &[(u64, String)]) {
         let public = self.key.public();
         for signed in lines
             .iter()
             .filter_map(|(_, line)| SignedCheckpoint::parse(line).ok())
             .filter(|signed| signed.verify(&public))
         {
-            self.signed.lock().learn(&signed.checkpoint);
+            self.signed.lock().add(&signed.checkpoint);
         }
     }
 
@@ -287,7 +287,7 @@ impl Checkpoints {
         }
         cynode_service::files::replace(&self.path, format!("{line}\n").as_bytes())?;
         if let Some(signed) = signed {
-            self.signed.lock().learn(&signed.checkpoint);
+            self.signed.lock().add(&signed.checkpoint);
             // Heads that retention removed need not exist any more.
             let mut interim = self.interim.lock();
             let mut left = interim.clone();
@@ -525,7 +525,7 @@ impl Signer {
             copy_new(checkpoints, dedicated).await?;
             if let Err(error) = dedicated
                 .with(STEP_TIMEOUT, async |connection| {
-                    Db::note_signed(connection, &written).await
+                    Db::record_signed(connection, &written).await
                 })
                 .await
             {
@@ -573,7 +573,7 @@ async fn copy_new(
     }
     let copying = checkpoints.clone();
     let written = tokio::task::spawn_blocking(move || {
-        copying.learn(&new);
+        copying.add_stored(&new);
         copying.copy(last, &new)
     });
     written.await.unwrap_or_else(|error| Err(std::io::Error::other(error))).map_err(|error| {

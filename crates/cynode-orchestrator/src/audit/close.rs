@@ -48,7 +48,8 @@ impl AbandonedCalls {
         (Self(sender), receiver)
     }
 
-    pub(crate) fn leave(&self, intent: AuditBody, since: Instant) {
+    /// Hands an open call to the closer.
+    pub(crate) fn add(&self, intent: AuditBody, since: Instant) {
         drop(self.0.send(OpenCallRow {
             at: OffsetDateTime::now_utc() - since.elapsed(),
             since: Some(since),
@@ -87,8 +88,8 @@ pub(crate) struct CallCloser {
 }
 
 impl CallCloser {
-    /// Follows abandoned calls until they are closed. Calls that are open when the process ends are
-    /// closed by another one.
+    /// Follows abandoned calls until they are closed. Another orchestrator closes the calls that
+    /// are open when the process ends.
     pub(crate) async fn follow_abandoned(
         self,
         mut left: mpsc::UnboundedReceiver<OpenCallRow>,
@@ -115,7 +116,7 @@ impl CallCloser {
                 let mut pause = FIRST_QUERY_INTERVAL;
                 loop {
                     let permit = room.acquire().await;
-                    let settled = closer.settle(&call).await;
+                    let settled = closer.determine_outcome(&call).await;
                     drop(permit);
                     if let Ok(Some(outcome)) = settled {
                         // An outcome that can't be written in time is written later.
@@ -145,19 +146,19 @@ impl CallCloser {
             .await?
         {
             let mut left = false;
-            let mut asked = HashSet::new();
+            let mut queried = HashSet::new();
             loop {
                 let calls = self.db.open_calls(stream, BATCH).await?;
                 let new: Vec<_> = calls
                     .into_iter()
-                    .filter(|call| call.intent.call_id.is_some_and(|id| asked.insert(id)))
+                    .filter(|call| call.intent.call_id.is_some_and(|id| queried.insert(id)))
                     .collect();
                 if new.is_empty() {
                     break;
                 }
                 for call in new {
                     self.db.extend_stream_lease(stream).await?;
-                    match self.settle(&call).await {
+                    match self.determine_outcome(&call).await {
                         // An outcome that can't be written now is written later; the call is not
                         // queried again.
                         Ok(Some(outcome)) => left |= self.audit.outcome(outcome).await.is_err(),
@@ -174,7 +175,7 @@ impl CallCloser {
     }
 
     /// The outcome of a call; `None` while it is in flight or its node does not answer.
-    async fn settle(&self, call: &OpenCallRow) -> Result<Option<AuditBody>, Error> {
+    async fn determine_outcome(&self, call: &OpenCallRow) -> Result<Option<AuditBody>, Error> {
         let Some((result, status, detail)) = self.resolve(call).await? else {
             return Ok(None);
         };
@@ -373,18 +374,18 @@ fn remembers(known: &cynode_api::Call, call: &OpenCallRow) -> bool {
 /// Whether an exec belongs to the call. `ahead` is the lead of the node's clock, if it reports one;
 /// it reports none when it knows the call, and then the exec is that call's.
 fn is_same(exec: &cynode_api::Exec, call: &OpenCallRow, ahead: Option<time::Duration>) -> bool {
-    let asked = call.intent.detail.get("argv").and_then(Value::as_array);
+    let recorded = call.intent.detail.get("argv").and_then(Value::as_array);
     // The record truncates long arguments and long lists.
-    let is_word = |asked: &Value, word: &String| {
-        asked
+    let is_word = |recorded: &Value, word: &String| {
+        recorded
             .as_str()
-            .is_none_or(|asked| asked == word || asked.contains('…'))
+            .is_none_or(|recorded| recorded == word || recorded.contains('…'))
     };
-    let is_argv = asked.is_none_or(|asked| {
-        asked
+    let is_argv = recorded.is_none_or(|recorded| {
+        recorded
             .iter()
             .zip(&exec.argv)
-            .all(|(asked, word)| is_word(asked, word))
+            .all(|(recorded, word)| is_word(recorded, word))
     });
     is_argv && ahead.is_none_or(|ahead| exec.started_at - ahead >= call.at - CLOCK_TOLERANCE)
 }
@@ -394,7 +395,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_node_that_remembers_back_to_before_a_call_says_that_it_never_came() {
+    fn only_a_node_whose_memory_predates_a_call_can_report_it_as_never_received() {
         let now = OffsetDateTime::now_utc();
         let seconds = time::Duration::seconds;
         let call = |ago: i64| OpenCallRow {
@@ -419,16 +420,16 @@ mod tests {
             assert!(remembers(&known(Some(36), ahead), &call(30)));
             assert!(
                 !remembers(&known(Some(35), ahead), &call(30)),
-                "within what clocks and ways may differ by"
+                "the tolerance for clocks and delays was ignored"
             );
             assert!(
                 !remembers(&known(Some(10), ahead), &call(30)),
-                "it was started, or has forgotten, since"
+                "a memory younger than the call was trusted"
             );
         }
         assert!(
             !remembers(&known(None, 0), &call(30)),
-            "it does not say since when"
+            "a node without a start of its memory was trusted"
         );
         assert!(
             !remembers(
@@ -438,11 +439,11 @@ mod tests {
                 },
                 &call(30)
             ),
-            "it does not say its clock"
+            "a node without a clock was trusted"
         );
         assert!(
             !remembers(&known(Some(3_600), 0), &call(-60)),
-            "the clock that dated the call was set back"
+            "a call dated in the future was trusted"
         );
         // For a call of this process, only the monotonic clock counts.
         let own = OpenCallRow {

@@ -1,10 +1,10 @@
 //! Failed authentications, aggregated by source, so that an attacker who tries many tokens is
 //! recorded without filling the disk.
 //!
-//! Invariant: every failure is recorded, by itself or in a count. The first failure of a source and
-//! its first few tokens are recorded at once; further ones are counted, and the count is recorded
-//! once per interval, with all details that identify the source. Memory is bounded; sources that
-//! exceed the bound are counted together.
+//! Invariant: every failure has a record of its own or is in a count. The first failure of a source
+//! and its first few tokens are recorded at once; further ones are counted, and the count is
+//! recorded once per interval, with all details that identify the source. Memory is bounded;
+//! sources that exceed the bound are counted together.
 
 use std::{
     collections::BTreeMap,
@@ -159,7 +159,8 @@ impl<T: Ord> Tally<T> {
         }
     }
 
-    fn tell(
+    /// Lists what was counted, and how often, in the detail of a record.
+    fn insert_into(
         &self,
         name: &str,
         item_name: &str,
@@ -208,7 +209,7 @@ impl Count {
         detail.insert("first_at".to_owned(), json!(time(self.first)));
         detail.insert("last_at".to_owned(), json!(time(self.last)));
         self.tokens
-            .tell("tokens", "token", |token| hex::encode(token), &mut detail);
+            .insert_into("tokens", "token", |token| hex::encode(token), &mut detail);
         match network {
             Some(_) if self.addresses.listed.len() == 1 => {
                 let address = self.addresses.listed.keys().next().map(text);
@@ -220,12 +221,12 @@ impl Count {
                     json!(format!("{}/64", text(&network))),
                 );
                 self.addresses
-                    .tell("addresses", "address", text, &mut detail);
+                    .insert_into("addresses", "address", text, &mut detail);
             }
             // Sources beyond the bound.
             None => self
                 .addresses
-                .tell("addresses", "address", text, &mut detail),
+                .insert_into("addresses", "address", text, &mut detail),
         }
         record(surface, detail)
     }
@@ -253,7 +254,7 @@ pub(crate) struct Failures(Arc<Mutex<Sources>>);
 impl Failures {
     /// Adds a failure. Returns whether it must be recorded immediately; otherwise it is counted.
     #[must_use]
-    pub(crate) fn note(&self, failure: &Failure, now: Instant) -> bool {
+    pub(crate) fn add(&self, failure: &Failure, now: Instant) -> bool {
         let mut sources = self.0.lock();
         let key = (failure.surface, network(failure.address));
         if !sources.known.contains_key(&key) && sources.known.len() >= MAX_SOURCES {
@@ -309,19 +310,19 @@ impl Failures {
             if !is_due(source.since) {
                 return true;
             }
-            let was_heard = source.counted.count > 0;
-            if was_heard {
+            let has_failed = source.counted.count > 0;
+            if has_failed {
                 records.push(std::mem::take(&mut source.counted).record(*surface, Some(*network)));
             }
             source.since = now;
-            was_heard
+            has_failed
         });
         sources.others.retain(|surface, (since, counted)| {
-            let goes = is_due(*since);
-            if goes {
+            let is_over = is_due(*since);
+            if is_over {
                 records.push(counted.record(*surface, None));
             }
-            !goes
+            !is_over
         });
         records
     }
@@ -339,7 +340,7 @@ pub(crate) async fn keep(failures: Failures, audit: Audit, closing: Cancellation
             continue;
         }
         for body in failures.due(Instant::now()) {
-            audit.tell(body);
+            audit.enqueue_detached(body);
         }
     }
 }
@@ -362,16 +363,16 @@ mod tests {
     }
 
     #[test]
-    fn one_source_is_recorded_at_once_and_then_once_an_interval_with_all_that_names_it() {
+    fn a_source_is_recorded_at_once_and_then_once_per_interval_with_what_identifies_it() {
         let (failures, begin) = (Failures::default(), Instant::now());
         let one = failure(Surface::UserApi, "192.0.2.1", 7);
-        assert!(failures.note(&one, begin));
+        assert!(failures.add(&one, begin));
         assert_eq!(
             Value::Object(one.record().detail),
             json!({"address": "192.0.2.1", "count": 1, "route": "user_api", "token": "00000007"})
         );
         for _ in 0..1_000 {
-            assert!(!failures.note(&one, begin));
+            assert!(!failures.add(&one, begin));
         }
         assert!(
             failures
@@ -413,15 +414,15 @@ mod tests {
         // After a silent interval the source is forgotten, and its next failure is a first one
         // again.
         assert!(failures.due(begin + 2 * INTERVAL).is_empty());
-        assert!(failures.note(&one, begin + 2 * INTERVAL));
-        assert!(failures.rest().is_empty(), "nothing is counted twice");
+        assert!(failures.add(&one, begin + 2 * INTERVAL));
+        assert!(failures.rest().is_empty(), "a failure was counted twice");
     }
 
     #[test]
-    fn a_few_tokens_of_a_source_are_recorded_at_once_and_the_others_are_listed_as_far_as_fits() {
+    fn the_first_tokens_of_a_source_are_recorded_at_once_and_further_ones_listed_up_to_the_limit() {
         let (failures, now) = (Failures::default(), Instant::now());
         let immediate = (0..100)
-            .filter(|token| failures.note(&failure(Surface::Mcp, "192.0.2.1", *token), now))
+            .filter(|token| failures.add(&failure(Surface::Mcp, "192.0.2.1", *token), now))
             .count();
         assert_eq!(immediate, MAX_IMMEDIATE);
         let records = failures.rest();
@@ -443,12 +444,12 @@ mod tests {
     }
 
     #[test]
-    fn many_sources_take_a_bounded_place_and_none_is_passed_over() {
+    fn many_sources_take_bounded_memory_and_all_are_recorded() {
         let (failures, now) = (Failures::default(), Instant::now());
         let mut immediate = 0;
         for number in 0..1_000_u32 {
             for _ in 0..3 {
-                immediate += u64::from(failures.note(
+                immediate += u64::from(failures.add(
                     &failure(
                         Surface::Control,
                         &std::net::Ipv4Addr::from_bits(number).to_string(),
@@ -467,9 +468,11 @@ mod tests {
         assert_eq!(
             immediate + counted(&records),
             3_000,
-            "every one is in a record"
+            "a failure is in no record"
         );
-        let rest = records.last().expect("those that found no room");
+        let rest = records
+            .last()
+            .expect("a record of the sources beyond the bound");
         assert_eq!(
             rest.detail["addresses"].as_array().map(Vec::len),
             Some(MAX_LISTED)
@@ -486,20 +489,20 @@ mod tests {
     }
 
     #[test]
-    fn a_network_of_many_addresses_is_one_source_and_its_addresses_are_told() {
+    fn an_ipv6_network_is_one_source_and_its_addresses_are_listed() {
         let (failures, now) = (Failures::default(), Instant::now());
-        assert!(failures.note(&failure(Surface::UserApi, "2001:db8::1", 1), now));
+        assert!(failures.add(&failure(Surface::UserApi, "2001:db8::1", 1), now));
         for last in 1..=3 {
-            assert!(!failures.note(
+            assert!(!failures.add(
                 &failure(Surface::UserApi, &format!("2001:db8::{last}"), 1),
                 now
             ));
         }
         // Another network, another surface, and an address in another notation.
-        assert!(failures.note(&failure(Surface::UserApi, "2001:db8:0:1::1", 1), now));
-        assert!(failures.note(&failure(Surface::Mcp, "2001:db8::1", 1), now));
-        assert!(failures.note(&failure(Surface::UserApi, "192.0.2.9", 1), now));
-        assert!(!failures.note(&failure(Surface::UserApi, "::ffff:192.0.2.9", 1), now));
+        assert!(failures.add(&failure(Surface::UserApi, "2001:db8:0:1::1", 1), now));
+        assert!(failures.add(&failure(Surface::Mcp, "2001:db8::1", 1), now));
+        assert!(failures.add(&failure(Surface::UserApi, "192.0.2.9", 1), now));
+        assert!(!failures.add(&failure(Surface::UserApi, "::ffff:192.0.2.9", 1), now));
         let records = failures.rest();
         let of = |address: &str| {
             records
@@ -518,10 +521,10 @@ mod tests {
     }
 
     #[test]
-    fn one_that_could_not_be_written_is_counted() {
+    fn a_failure_that_could_not_be_written_is_counted() {
         let (failures, now) = (Failures::default(), Instant::now());
         let one = failure(Surface::UserApi, "192.0.2.1", 1);
-        assert!(failures.note(&one, now));
+        assert!(failures.add(&one, now));
         failures.count(&one);
         assert_eq!(counted(&failures.rest()), 1);
     }

@@ -109,7 +109,7 @@ mod tests {
         assert_eq!(
             (heads.unsigned_for(), heads.overdue()),
             (None, None),
-            "nothing waits"
+            "an empty trail has unsigned records"
         );
         let stream = Uuid::now_v7();
         heads.committed(stream, head(1));
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_that_are_over_are_remembered_until_they_are_signed_and_no_more_than_fit() {
+    fn ended_streams_are_kept_until_signed_and_bounded_in_number() {
         let heads = OwnHeads::default();
         let streams: Vec<Uuid> = (0..MAX_STREAMS as u128 + 5).map(Uuid::from_u128).collect();
         let (old, live) = (streams[0], streams[1]);
@@ -145,7 +145,11 @@ mod tests {
             &heads.mark(),
             &[live],
         );
-        assert_eq!(heads.newest().len(), 2, "its end is not signed");
+        assert_eq!(
+            heads.newest().len(),
+            2,
+            "a stream was forgotten before its end was signed"
+        );
         heads.signed(
             &HashMap::from([(old, 5), (live, 1)]),
             &heads.mark(),

@@ -1,9 +1,9 @@
 //! The audit writer: one task that chains records and commits them in batches.
 //!
-//! Invariants: an acknowledged intent is in the database; an intent that was given up is not, or
-//! has the outcome `not_started`. An outcome that can't be written now is written when the database
-//! is back, as long as this process lives; otherwise another one closes the call. No call gets two
-//! outcomes: a writer that is considered dead adds nothing to its earlier calls.
+//! Invariants: an acknowledged intent is in the database; an abandoned intent is absent or has the
+//! outcome `not_started`. An outcome that can't be written now is written when the database is
+//! back, as long as this process lives; otherwise another orchestrator closes the call. No call
+//! gets two outcomes: a writer that is considered dead adds nothing to its earlier calls.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -29,11 +29,11 @@ use uuid::Uuid;
 use super::{Error, OwnHeads};
 use crate::db::{self, AppendOutcome, Db, DedicatedConnection, to_json};
 
-/// How long a call waits for its intent. Without one it does nothing.
+/// How long a call waits for its intent. Without an intent the call fails.
 const INTENT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a response waits for its outcome.
 const OUTCOME_TIMEOUT: Duration = Duration::from_secs(5);
-/// A slower commit is retried on another connection. The server gives up earlier.
+/// A slower commit is retried on another connection. PostgreSQL's own timeout is shorter.
 const COMMIT_TIMEOUT: Duration = Duration::from_secs(35);
 /// Bounds the queue of records; beyond it, calls are rejected immediately.
 const QUEUE_CAPACITY: usize = 10_000;
@@ -51,8 +51,8 @@ struct QueuedRecord {
     at: OffsetDateTime,
     body: AuditBody,
     done: oneshot::Sender<()>,
-    /// Written even when nobody waits for the record any more.
-    lasting: bool,
+    /// Whether the record is written even when nobody waits for it any more.
+    must_write: bool,
 }
 
 /// The handle of the writer. Cheap to clone.
@@ -134,11 +134,12 @@ impl Audit {
         self.waiting() > QUEUE_CAPACITY
     }
 
-    fn enter(&self, body: AuditBody, lasting: bool) -> oneshot::Receiver<()> {
-        let (done, waits) = oneshot::channel();
+    /// Queues a record. The receiver completes when it is written.
+    fn enqueue(&self, body: AuditBody, must_write: bool) -> oneshot::Receiver<()> {
+        let (done, written) = oneshot::channel();
         if cfg!(feature = "unaudited") {
             done.send(()).ok();
-            return waits;
+            return written;
         }
         self.waiting.fetch_add(1, Ordering::Relaxed);
         if self
@@ -147,13 +148,13 @@ impl Audit {
                 at: OffsetDateTime::now_utc(),
                 body,
                 done,
-                lasting,
+                must_write,
             })
             .is_err()
         {
             self.waiting.fetch_sub(1, Ordering::Relaxed);
         }
-        waits
+        written
     }
 
     /// Writes an intent. Nothing may take effect before this succeeds.
@@ -161,16 +162,16 @@ impl Audit {
         if self.is_full() {
             return Err(Error::Unavailable);
         }
-        let mut waits = IntentGuard {
-            written: self.enter(body.clone(), false),
+        let mut guard = IntentGuard {
+            written: self.enqueue(body.clone(), false),
             audit: self,
             body: Some(body),
         };
         if matches!(
-            timeout(INTENT_TIMEOUT, &mut waits.written).await,
+            timeout(INTENT_TIMEOUT, &mut guard.written).await,
             Ok(Ok(()))
         ) {
-            waits.body = None;
+            guard.body = None;
             return Ok(());
         }
         // The intent may still be written; then its outcome is that nothing was started.
@@ -179,25 +180,25 @@ impl Audit {
 
     /// Writes an outcome. On a timeout it is written later.
     pub(crate) async fn outcome(&self, body: AuditBody) -> Result<(), OutcomePending> {
-        let waits = self.enter(body, true);
-        timeout(OUTCOME_TIMEOUT, waits)
+        let written = self.enqueue(body, true);
+        timeout(OUTCOME_TIMEOUT, written)
             .await
             .ok()
             .and_then(Result::ok)
             .ok_or(OutcomePending)
     }
 
-    /// Writes records of something without effects, all together.
-    pub(crate) async fn note(&self, bodies: Vec<AuditBody>) -> Result<(), Error> {
+    /// Writes the records of a call without effects, and waits for the last of them.
+    pub(crate) async fn write_all(&self, bodies: Vec<AuditBody>) -> Result<(), Error> {
         if self.is_full() {
             return Err(Error::Unavailable);
         }
         let mut last = None;
         for body in bodies {
-            last = Some(self.enter(body, true));
+            last = Some(self.enqueue(body, true));
         }
         match last {
-            Some(waits) => timeout(INTENT_TIMEOUT, waits)
+            Some(written) => timeout(INTENT_TIMEOUT, written)
                 .await
                 .ok()
                 .and_then(Result::ok)
@@ -206,9 +207,9 @@ impl Audit {
         }
     }
 
-    /// Queues a record without waiting.
-    pub(crate) fn tell(&self, body: AuditBody) {
-        drop(self.enter(body, true));
+    /// Queues a record without waiting for it.
+    pub(crate) fn enqueue_detached(&self, body: AuditBody) {
+        drop(self.enqueue(body, true));
     }
 }
 
@@ -225,7 +226,7 @@ impl Drop for IntentGuard<'_> {
         let Some(body) = self.body.take() else { return };
         self.written.close();
         if self.written.try_recv().is_ok() {
-            self.audit.tell(not_started(body));
+            self.audit.enqueue_detached(not_started(body));
         }
     }
 }
@@ -275,7 +276,7 @@ impl Writer {
             tokio::select! {
                 biased;
                 _ = incoming.recv_many(&mut entries, BATCH) => {}
-                // Calls run while listeners drain, so the queue's senders never close.
+                // The queue never closes, because this writer holds a sender too.
                 () = stopped(&stop, &self.audit) => break,
             }
             self.audit
@@ -287,7 +288,10 @@ impl Writer {
             }
         }
         if let Err(error) = self.db.close_stream(self.chain.stream()).await {
-            tracing::debug!(%error, "The audit stream was not closed; its silence will close it.");
+            tracing::debug!(
+                %error,
+                "The audit stream was not closed; another orchestrator closes it after a timeout."
+            );
         }
     }
 
@@ -300,23 +304,22 @@ impl Writer {
             at: OffsetDateTime::now_utc(),
             body,
             done: oneshot::channel().0,
-            lasting: true,
+            must_write: true,
         }
     }
 
-    /// Writes a batch, however long the database takes. Returns false if the process stopped
-    /// before.
+    /// Writes a batch, however long the database takes. Returns false if shutdown came first.
     async fn write(&mut self, mut batch: Vec<QueuedRecord>) -> bool {
         // A caller that gave up did nothing, so its intent needs no record.
-        batch.retain(|entry| entry.lasting || !entry.done.is_closed());
+        batch.retain(|entry| entry.must_write || !entry.done.is_closed());
         while !batch.is_empty() {
-            let links = self.chained(&mut batch);
+            let links = self.chain(&mut batch);
             if links.is_empty() {
                 return true;
             }
             match self.commit(&links).await {
                 Some(AppendOutcome::Written) => {
-                    batch = self.written(batch, &links);
+                    batch = self.on_written(batch, &links);
                 }
                 Some(AppendOutcome::Duplicate) if self.drop_closed(&mut batch).await => {}
                 Some(added @ (AppendOutcome::Closed | AppendOutcome::Duplicate)) => {
@@ -334,7 +337,7 @@ impl Writer {
                     }
                     batch.insert(0, self.first());
                 }
-                // One record is at fault: write each by itself.
+                // One record is at fault: write each in its own transaction.
                 Some(AppendOutcome::Rejected) if batch.len() > 1 => {
                     for entry in batch {
                         if !Box::pin(self.write(vec![entry])).await {
@@ -359,9 +362,9 @@ impl Writer {
         true
     }
 
-    /// The records of a batch, without outcomes of calls that another orchestrator closes. Does not
-    /// advance the chain.
-    fn chained(&mut self, batch: &mut Vec<QueuedRecord>) -> Vec<Link> {
+    /// Chains the records of a batch, without outcomes of calls that another orchestrator closes.
+    /// `on_written` advances the writer's own chain.
+    fn chain(&mut self, batch: &mut Vec<QueuedRecord>) -> Vec<Link> {
         let lost = &mut self.lost;
         batch.retain(|entry| {
             entry.body.kind != AuditKind::Outcome
@@ -374,10 +377,10 @@ impl Writer {
             .collect()
     }
 
-    /// The sequence number of the oldest call that is open after these records.
-    fn open_from(&self, links: &[Link]) -> u64 {
+    /// The sequence number of the oldest intent that is still open after these records.
+    fn first_open_seq(&self, links: &[Link]) -> u64 {
         let mut open = self.open.clone();
-        note(&mut open, links);
+        track_open_calls(&mut open, links);
         open.values()
             .min()
             .copied()
@@ -385,13 +388,13 @@ impl Writer {
     }
 
     async fn commit(&mut self, links: &[Link]) -> Option<AppendOutcome> {
-        let open_from = self.open_from(links);
+        let first_open_seq = self.first_open_seq(links);
         let mut pause = FIRST_BACKOFF;
         let started = std::time::Instant::now();
         loop {
             let stream = self.chain.stream();
             let append = self.connection.with(COMMIT_TIMEOUT, async |connection| {
-                Db::append_audit(connection, stream, open_from, links).await
+                Db::append_audit(connection, stream, first_open_seq, links).await
             });
             let appended = tokio::select! {
                 appended = append => appended,
@@ -423,9 +426,9 @@ impl Writer {
     }
 
     /// Completes the waiters, and returns outcomes for intents that nobody waits for any more.
-    fn written(&mut self, batch: Vec<QueuedRecord>, links: &[Link]) -> Vec<QueuedRecord> {
+    fn on_written(&mut self, batch: Vec<QueuedRecord>, links: &[Link]) -> Vec<QueuedRecord> {
         metrics::gauge!("cynode_audit_lag_seconds").set(0.0);
-        note(&mut self.open, links);
+        track_open_calls(&mut self.open, links);
         if let Some(last) = links.last() {
             let head = Head {
                 seq: last.seq,
@@ -441,7 +444,7 @@ impl Writer {
         }
         let mut late = Vec::new();
         for entry in batch {
-            let intent = (entry.body.kind == AuditKind::Intent && !entry.lasting)
+            let intent = (entry.body.kind == AuditKind::Intent && !entry.must_write)
                 .then(|| entry.body.clone());
             if entry.done.send(()).is_err()
                 && let Some(intent) = intent
@@ -450,7 +453,7 @@ impl Writer {
                     at: OffsetDateTime::now_utc(),
                     body: not_started(intent),
                     done: oneshot::channel().0,
-                    lasting: true,
+                    must_write: true,
                 });
             }
         }
@@ -483,8 +486,8 @@ impl Writer {
         batch.len() < before
     }
 
-    /// Continues in a new stream after this writer was considered dead; its open calls are left to
-    /// others.
+    /// Continues in a new stream after this writer was considered dead. Another orchestrator closes
+    /// its open calls. Returns false if shutdown came first.
     async fn reopen(&mut self) -> bool {
         tracing::warn!(stream = %self.chain.stream(), "This audit writer was considered dead; it continues in a new stream.");
         self.lost.extend(std::mem::take(&mut self.open).into_keys());
@@ -502,7 +505,7 @@ impl Writer {
 }
 
 /// Tracks the calls that records open and close.
-fn note(open: &mut BTreeMap<Uuid, u64>, links: &[Link]) {
+fn track_open_calls(open: &mut BTreeMap<Uuid, u64>, links: &[Link]) {
     for link in links {
         let Some(id) = link
             .body

@@ -605,7 +605,7 @@ impl Db {
 
     /// Records how far streams are signed, for retention. Separate from the checkpoint, so that a
     /// lock on these rows can't delay signing.
-    pub(crate) async fn note_signed(
+    pub(crate) async fn record_signed(
         connection: &mut PgConnection,
         heads: &BTreeMap<Uuid, Head>,
     ) -> Result<(), Error> {
@@ -794,7 +794,7 @@ impl Db {
         let Some(line) = write_checkpoint(&mut transaction, checkpoint, key).await? else {
             return Ok(None);
         };
-        Self::note_signed(&mut transaction, &heads).await?;
+        Self::record_signed(&mut transaction, &heads).await?;
         sqlx::query("delete from audit_checkpoints where number < $1")
             .bind(number)
             .execute(&mut *transaction)

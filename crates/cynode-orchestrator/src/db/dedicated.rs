@@ -142,7 +142,7 @@ impl Lookups {
         hash: [u8; 32],
         session: Option<SessionId>,
     ) -> Result<IdentityLookup, Error> {
-        let (answer, waits) = oneshot::channel();
+        let (answer, receiver) = oneshot::channel();
         self.0
             .send(LookupRequest {
                 hash,
@@ -151,7 +151,7 @@ impl Lookups {
             })
             .await
             .map_err(|_| Error::Unavailable)?;
-        waits.await.map_err(|_| Error::Unavailable)?
+        receiver.await.map_err(|_| Error::Unavailable)?
     }
 }
 

@@ -139,11 +139,16 @@ impl Db {
     /// Answers a batch of lookups with one statement.
     pub(super) async fn authenticate_all(
         connection: &mut PgConnection,
-        asked: &[LookupRequest],
+        lookups: &[LookupRequest],
     ) -> Result<Vec<Result<IdentityLookup, Error>>, Error> {
-        let (hashes, sessions): (Vec<&[u8]>, Vec<Option<Uuid>>) = asked
+        let (hashes, sessions): (Vec<&[u8]>, Vec<Option<Uuid>>) = lookups
             .iter()
-            .map(|asked| (asked.hash.as_slice(), asked.session.map(|id| *id.as_uuid())))
+            .map(|lookup| {
+                (
+                    lookup.hash.as_slice(),
+                    lookup.session.map(|id| *id.as_uuid()),
+                )
+            })
             .unzip();
         let rows = sqlx::query(concat!(
             authenticated!(
@@ -158,7 +163,7 @@ impl Db {
         .fetch_all(connection)
         .await?;
         let mut found: Vec<Result<IdentityLookup, Error>> =
-            asked.iter().map(|_| Ok(None)).collect();
+            lookups.iter().map(|_| Ok(None)).collect();
         for row in rows {
             let number = usize::try_from(row.try_get::<i64, _>("number")?).unwrap_or_default();
             if let Some(found) = number.checked_sub(1).and_then(|at| found.get_mut(at)) {

@@ -414,7 +414,7 @@ impl Db {
             .map_err(Error::from)
     }
 
-    /// Stores the result that a node reports for a job that was given up, without its output when
+    /// Stores the result that a node reports for an abandoned job, without its output when
     /// that exceeds a quota.
     pub(crate) async fn insert_late_result(&self, id: JobId, mut result: Job) -> Result<(), Error> {
         match self.try_insert_late_result(id, &result).await {

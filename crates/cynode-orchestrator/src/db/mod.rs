@@ -322,9 +322,9 @@ static READING: Semaphore = Semaphore::const_new(MAX_READING);
 pub(crate) struct PageReader<T, K> {
     page: PageBuilder<T>,
     after: Option<K>,
-    asked: usize,
+    requested_rows: usize,
     /// Held while a chunk is read.
-    turn: Option<SemaphorePermit<'static>>,
+    permit: Option<SemaphorePermit<'static>>,
     /// Set once the page is complete: whether it is the last one.
     is_last: Option<bool>,
 }
@@ -334,8 +334,8 @@ impl<T: serde::Serialize, K: Clone + ToString> PageReader<T, K> {
         Self {
             page: PageBuilder::new(limit as usize),
             after,
-            asked: 0,
-            turn: None,
+            requested_rows: 0,
+            permit: None,
             is_last: None,
         }
     }
@@ -345,10 +345,10 @@ impl<T: serde::Serialize, K: Clone + ToString> PageReader<T, K> {
         if self.is_last.is_some() {
             return None;
         }
-        self.turn = READING.acquire().await.ok();
+        self.permit = READING.acquire().await.ok();
         // One row more than the page shows tells whether there is a next page.
-        self.asked = self.page.left().saturating_add(1).min(CHUNK_ROWS);
-        i64::try_from(self.asked).ok()
+        self.requested_rows = self.page.left().saturating_add(1).min(CHUNK_ROWS);
+        i64::try_from(self.requested_rows).ok()
     }
 
     pub(crate) fn after(&self) -> Option<K> {
@@ -357,8 +357,8 @@ impl<T: serde::Serialize, K: Clone + ToString> PageReader<T, K> {
 
     /// Adds the rows of a chunk.
     pub(crate) fn add(&mut self, chunk: Vec<T>, key: impl Fn(&T) -> K) {
-        let _turn = self.turn.take();
-        if chunk.len() < self.asked {
+        let _permit = self.permit.take();
+        if chunk.len() < self.requested_rows {
             self.is_last = Some(true);
         }
         for item in chunk {
@@ -449,7 +449,7 @@ mod tests {
             assert_eq!(
                 page.items.first().map(|item| item.0),
                 (!lengths.is_empty()).then(|| after.map_or(0, |after| after + 1)),
-                "no item is skipped or repeated"
+                "an item was skipped or repeated"
             );
             counts.push(page.items.len());
             let Some(cursor) = page.next_cursor else {
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_page_ends_at_its_count_or_at_its_bytes_and_the_next_one_goes_on_there() {
+    async fn a_page_ends_at_its_item_or_byte_limit_and_the_next_one_continues_there() {
         assert_eq!(pages(&[], 10).await, (vec![0], 0));
         assert_eq!(pages(&[1; 10], 10).await, (vec![10], 10));
         assert_eq!(pages(&[1; 11], 10).await.0, [10, 1]);

@@ -42,8 +42,8 @@ pub(super) enum Usage {
 }
 
 impl Usage {
-    pub(super) fn sandbox(asked: Option<LimitsRequest>) -> Self {
-        Self::Sandbox(asked.unwrap_or_default().or_default())
+    pub(super) fn sandbox(requested: Option<LimitsRequest>) -> Self {
+        Self::Sandbox(requested.unwrap_or_default().or_default())
     }
 }
 
@@ -56,29 +56,33 @@ struct Quota {
 
 impl Quota {
     /// Fails for a sandbox that is larger than the quota allows.
-    fn check_sandbox(&self, asked: &Limits) -> Result<(), QuotaExceeded> {
+    fn check_sandbox(&self, requested: &Limits) -> Result<(), QuotaExceeded> {
         #[expect(clippy::cast_precision_loss, reason = "processors are few")]
         let (exceeds, field, value) = match self.key.as_str() {
             QUOTA_SANDBOX_MEMORY_BYTES => (
-                i64::try_from(asked.memory_bytes).unwrap_or(i64::MAX) > self.max,
+                i64::try_from(requested.memory_bytes).unwrap_or(i64::MAX) > self.max,
                 "memory_bytes",
-                asked.memory_bytes.to_string(),
+                requested.memory_bytes.to_string(),
             ),
-            QUOTA_SANDBOX_CPUS => (asked.cpus > self.max as f64, "cpus", asked.cpus.to_string()),
+            QUOTA_SANDBOX_CPUS => (
+                requested.cpus > self.max as f64,
+                "cpus",
+                requested.cpus.to_string(),
+            ),
             QUOTA_SANDBOX_PIDS => (
-                i64::from(asked.pids) > self.max,
+                i64::from(requested.pids) > self.max,
                 "pids",
-                asked.pids.to_string(),
+                requested.pids.to_string(),
             ),
             QUOTA_SANDBOX_DISK_BYTES => (
-                i64::try_from(asked.disk_bytes).unwrap_or(i64::MAX) > self.max,
+                i64::try_from(requested.disk_bytes).unwrap_or(i64::MAX) > self.max,
                 "disk_bytes",
-                asked.disk_bytes.to_string(),
+                requested.disk_bytes.to_string(),
             ),
             QUOTA_SANDBOX_NOFILE => (
-                i64::try_from(asked.nofile).unwrap_or(i64::MAX) > self.max,
+                i64::try_from(requested.nofile).unwrap_or(i64::MAX) > self.max,
                 "nofile",
-                asked.nofile.to_string(),
+                requested.nofile.to_string(),
             ),
             _ => return Ok(()),
         };
@@ -111,8 +115,8 @@ pub(super) async fn check(
         if (quota.key == QUOTA_ARTIFACT_BYTES) != (usage == Usage::Bytes) {
             continue;
         }
-        if let Usage::Sandbox(asked) = usage {
-            quota.check_sandbox(&asked)?;
+        if let Usage::Sandbox(requested) = usage {
+            quota.check_sandbox(&requested)?;
         }
         let (who, id) = match project.filter(|_| quota.is_project) {
             Some(project) => ("project", project),

@@ -90,7 +90,7 @@ impl Db {
     pub(crate) async fn list_projects(
         &self,
         scope: &Scope,
-        named: &TokenScope,
+        token_scope: &TokenScope,
         after: Option<Uuid>,
         limit: u32,
     ) -> Result<Page<Project>, Error> {
@@ -103,8 +103,8 @@ impl Db {
             .bind(scope.user_id.as_uuid())
             .bind(after)
             .bind(count)
-            .bind(named.all)
-            .bind(named.project)
+            .bind(token_scope.all)
+            .bind(token_scope.project)
         };
         self.read_page(limit, after, query, project, |project| {
             *project.id.as_uuid()
@@ -158,7 +158,7 @@ impl Db {
     pub(crate) async fn list_tasks(
         &self,
         scope: &Scope,
-        named: &TokenScope,
+        token_scope: &TokenScope,
         in_project: Option<ProjectId>,
         after: Option<Uuid>,
         limit: u32,
@@ -174,9 +174,9 @@ impl Db {
             .bind(scope.user_id.as_uuid())
             .bind(in_project.map(|id| *id.as_uuid()))
             .bind(count)
-            .bind(named.all)
-            .bind(named.project)
-            .bind(&named.tasks)
+            .bind(token_scope.all)
+            .bind(token_scope.project)
+            .bind(&token_scope.tasks)
         };
         self.read_page(limit, after, query, task, |task| *task.id.as_uuid())
             .await

@@ -21,7 +21,7 @@ use super::{
     policy_calls::PolicyCalls,
     refusal::denied,
     request_body::{BodyContext, ForwardedBody, IncomingBody, RequestBody},
-    rules::BodyKind,
+    routes::BodyKind,
     targets::{Target, TargetNames},
 };
 use crate::{db, identity::SessionSnapshot};
@@ -48,16 +48,16 @@ impl Call<'_> {
         let mut snapshot = parts.extensions.remove::<SessionSnapshot>();
         let task = self.check_task().await?;
         let mut project = None;
-        if self.rule.body.is_upload() {
+        if self.route.body.is_upload() {
             project = self
                 .authorize_upload(&address, snapshot.take(), task.as_ref())
                 .await?;
         }
         let context = BodyContext {
             caller: self.caller,
-            rule: self.rule,
+            route: self.route,
             shapes: self.orchestrator.shapes.for_project(project),
-            path: &address.upload_path(self.rule.action),
+            path: &address.upload_path(self.route.action),
             headers: &parts.headers,
         };
         let mut body = RequestBody::read(self.orchestrator, context, incoming)
@@ -72,7 +72,7 @@ impl Call<'_> {
             return Err(refusal);
         }
         let permit = compute::permit(size).await;
-        let mut flags = permit.run(|| self.judge(&address, &body, &target))?;
+        let mut flags = permit.run(|| self.scan_and_authorize(&address, &body, &target))?;
         self.authorize_implied(&target, &parts.headers, body.json())
             .await?;
         self.read_stdin(&mut body, &target, &mut flags).await?;
@@ -87,7 +87,7 @@ impl Call<'_> {
                 ErrorCode::Forbidden,
                 "sandboxes' tokens are not accepted on this route",
             )),
-            TokenKind::ProjectManager | TokenKind::ProjectAnalyst if self.rule.accepts_agents => {
+            TokenKind::ProjectManager | TokenKind::ProjectAnalyst if self.route.accepts_agents => {
                 Ok(())
             }
             TokenKind::ProjectManager | TokenKind::ProjectAnalyst => Err(ApiError::new(
@@ -140,13 +140,13 @@ impl Call<'_> {
         self.redact();
         check_ownership(task, &mut target)?;
         let calls = PolicyCalls::new(
-            self.rule.action,
+            self.route.action,
             &Value::Null,
             &address.query,
             std::iter::empty(),
         )
         .map_err(Stage::Arguments.refuse())?;
-        self.authorize(self.rule.action, &target, &calls)?;
+        self.authorize(self.route.action, &target, &calls)?;
         Ok(target.project_id)
     }
 
@@ -164,7 +164,7 @@ impl Call<'_> {
         };
         let target = self
             .orchestrator
-            .target(self.rule.target, self.caller, &names);
+            .target(self.route.target, self.caller, &names);
         let target = db::with_timeout(target)
             .await
             .map_err(Stage::Resource.refuse())?;
@@ -184,7 +184,7 @@ impl Call<'_> {
 
     /// Generates the id of an object to be created, so that the intent contains it.
     fn assign_id(&mut self, body: &mut RequestBody, address: &Address) {
-        match self.rule.action {
+        match self.route.action {
             Action::SessionExec => {
                 self.intent.exec_id = body
                     .assign_id("exec_id", || ExecId::generate().to_string())
@@ -204,13 +204,13 @@ impl Call<'_> {
 
     /// Records the call's arguments, scans them for secrets and authorizes the call. Returns what
     /// may enter but is flagged.
-    fn judge(
+    fn scan_and_authorize(
         &mut self,
         address: &Address,
         body: &RequestBody,
         target: &Target,
     ) -> Result<Flags, Refusal> {
-        let action = self.rule.action;
+        let action = self.route.action;
         let calls = address
             .check_path_bytes(body.archive_paths())
             .and_then(|()| {
@@ -224,7 +224,7 @@ impl Call<'_> {
         body.describe(&mut detail);
         self.intent.detail = detail::bounded(detail);
         let mut flags = Flags::default();
-        if self.rule.enters_sandbox {
+        if self.route.enters_sandbox {
             let shapes = self.orchestrator.shapes.for_project(target.project_id);
             flags = self
                 .check_secrets(shapes, body, address)
@@ -282,7 +282,7 @@ impl Call<'_> {
             if let Some(hit) = forms().find_map(|bytes| system_scanner.find(bytes)) {
                 return Err(Leak::system(name, hit.what));
             }
-            let treatment = if self.rule.action == Action::SessionPty && name == "argv" {
+            let treatment = if self.route.action == Action::SessionPty && name == "argv" {
                 shapes.action(Channel::Argv)
             } else {
                 leaks::name_treatment(shapes)
@@ -305,7 +305,7 @@ impl Call<'_> {
                 (None, _) => {}
             }
         }
-        let body_flags = body.judge(self.orchestrator, self.rule.action, shapes)?;
+        let body_flags = body.check_secrets(self.orchestrator, self.route.action, shapes)?;
         Ok(if flags.is_empty() { body_flags } else { flags })
     }
 
@@ -355,9 +355,13 @@ impl Call<'_> {
         headers: &HeaderMap,
         body: &Value,
     ) -> Result<(), Refusal> {
-        let implied =
-            self.orchestrator
-                .implied_targets(self.rule.action, self.caller, target, headers, body);
+        let implied = self.orchestrator.implied_targets(
+            self.route.action,
+            self.caller,
+            target,
+            headers,
+            body,
+        );
         let implied = db::with_timeout(implied)
             .await
             .map_err(Stage::Resource.refuse())?;
@@ -380,7 +384,7 @@ impl Call<'_> {
             .await
             .map_err(Stage::Arguments.refuse())?;
         let Some(stdin) = stdin else { return Ok(()) };
-        match stdin.judged {
+        match stdin.verdict {
             Ok(stdin_flags) => stdin_flags
                 .flagged
                 .iter()
@@ -444,7 +448,7 @@ impl Call<'_> {
         if let Some(id) = self.intent.call_id {
             parts.extensions.insert(CallId::from_uuid(id));
         }
-        if self.rule.body == BodyKind::Json {
+        if self.route.body == BodyKind::Json {
             parts.extensions.insert(service_json::Reserved);
         }
         if self.tool.is_some() && self.caller.kind != TokenKind::User {

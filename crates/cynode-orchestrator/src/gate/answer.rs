@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     Stage, detail,
-    rules::{Effect, Rule},
+    routes::{Effect, RouteSpec},
 };
 use crate::{Orchestrator, audit::not_started};
 
@@ -75,8 +75,8 @@ impl OpenCall {
     }
 
     /// Records the outcome of the call and releases its answer.
-    pub(crate) async fn conclude(self, rule: &Rule, response: Response) -> Response {
-        if rule.action == Action::SessionExec && is_stream(&response) {
+    pub(crate) async fn conclude(self, route: &RouteSpec, response: Response) -> Response {
+        if route.action == Action::SessionExec && is_stream(&response) {
             let (mut parts, body) = response.into_parts();
             parts.headers.remove(RESULT_HEADER);
             return Response::from_parts(parts, exec_events(self, body));
@@ -88,16 +88,16 @@ impl OpenCall {
             .get::<ApiError>()
             .is_some_and(|error| error.extensions.get("sent") == Some(&Value::Bool(false)));
         // Behind the gate, `unauthorized` means that the token was revoked during the call.
-        if rule.effect == Effect::Node
+        if route.effect == Effect::Node
             && (is(ErrorCode::NodeUnreachable) && !never_sent || is(ErrorCode::Unauthorized))
         {
             // The node may or may not have received the call. Dropping the open call lets a
             // background task ask the node until it knows.
             return response;
         }
-        let unknown = rule.effect != Effect::Node && is(ErrorCode::NodeUnreachable);
+        let unknown = route.effect != Effect::Node && is(ErrorCode::NodeUnreachable);
         let orchestrator = self.orchestrator.clone();
-        if rule.action == Action::SessionExec
+        if route.action == Action::SessionExec
             && response.status() == StatusCode::ACCEPTED
             && let Some(intent) = &self.intent
         {
@@ -129,9 +129,12 @@ impl Drop for OpenCall {
     fn drop(&mut self) {
         match self.intent.take() {
             Some(intent) if self.is_started => {
-                self.orchestrator.abandoned.leave(intent, self.opened_at);
+                self.orchestrator.abandoned.add(intent, self.opened_at);
             }
-            Some(intent) => self.orchestrator.audit.tell(not_started(intent)),
+            Some(intent) => self
+                .orchestrator
+                .audit
+                .enqueue_detached(not_started(intent)),
             None => {}
         }
     }
@@ -426,7 +429,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_status_means_is_what_the_record_says() {
+    fn a_record_has_the_result_that_its_status_implies() {
         let intent = AuditBody::new(AuditKind::Intent, "session.exec");
         for (status, result) in [
             (200, AuditResult::Done),

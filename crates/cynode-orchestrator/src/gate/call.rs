@@ -17,7 +17,7 @@ use super::{
     leaks::{self, Leak},
     refusal::count_secret,
     request_body::{IncomingBody, SecretHit},
-    rules::{Effect, Rule},
+    routes::{Effect, RouteSpec},
     with_call_id,
 };
 use crate::{
@@ -29,7 +29,7 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct Call<'a> {
     pub(super) orchestrator: &'a Orchestrator,
-    pub(super) rule: &'static Rule,
+    pub(super) route: &'static RouteSpec,
     pub(super) caller: &'a Caller,
     pub(super) tool: Option<ToolOrigin>,
     /// Collects what the gate learns about the call, whether it is admitted or refused.
@@ -48,7 +48,7 @@ pub(super) struct AdmittedCall {
 impl<'a> Call<'a> {
     pub(super) fn new(
         orchestrator: &'a Orchestrator,
-        rule: &'static Rule,
+        route: &'static RouteSpec,
         caller: &'a Caller,
         parts: &Parts,
     ) -> Self {
@@ -64,11 +64,11 @@ impl<'a> Call<'a> {
             request_id: request_id.map(str::to_owned),
             subject: Some(caller.subject()),
             detail: tool_detail(tool),
-            ..AuditBody::new(AuditKind::Intent, rule.action.as_str())
+            ..AuditBody::new(AuditKind::Intent, route.action.as_str())
         };
         Self {
             orchestrator,
-            rule,
+            route,
             caller,
             tool,
             intent,
@@ -121,15 +121,15 @@ impl<'a> Call<'a> {
     ) -> Result<Response, StaleIdentity> {
         let Self {
             orchestrator,
-            rule,
+            route,
             intent,
             ..
         } = self;
-        Ok(match rule.effect {
+        Ok(match route.effect {
             Effect::Read => {
                 let (response, outcome) = answer::read(next.run(admitted.request).await).await;
                 let outcome = outcome.record(intent.clone());
-                match orchestrator.audit.note(vec![intent, outcome]).await {
+                match orchestrator.audit.write_all(vec![intent, outcome]).await {
                     Ok(()) => response,
                     Err(error) => error.into_response(),
                 }
@@ -139,7 +139,7 @@ impl<'a> Call<'a> {
                 let orchestrator = orchestrator.clone();
                 let done = tokio::spawn(async move {
                     match OpenCall::open(&orchestrator, intent).await {
-                        Ok(open) => carry_out(rule, open, admitted, next).await,
+                        Ok(open) => carry_out(route, open, admitted, next).await,
                         Err(error) => error.into_response(),
                     }
                 });
@@ -153,7 +153,7 @@ impl<'a> Call<'a> {
                     Some(cached) => open_verified(orchestrator, intent, cached).await?,
                 };
                 match open {
-                    Ok(open) => carry_out(rule, open, admitted, next).await,
+                    Ok(open) => carry_out(route, open, admitted, next).await,
                     Err(error) => error.into_response(),
                 }
             }
@@ -190,7 +190,7 @@ async fn open_verified(
 }
 
 async fn carry_out(
-    rule: &Rule,
+    route: &RouteSpec,
     mut open: OpenCall,
     admitted: AdmittedCall,
     next: Next,
@@ -206,6 +206,6 @@ async fn carry_out(
         count_secret();
         response = Leak::system("body", kind).error().into_response();
     }
-    let response = open.conclude(rule, response).await;
-    leaks::flag_answer(rule.action, response, &flags)
+    let response = open.conclude(route, response).await;
+    leaks::flag_answer(route.action, response, &flags)
 }

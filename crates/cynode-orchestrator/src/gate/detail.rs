@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn input_in_base64_is_measured_as_the_bytes_it_means() {
+    fn base64_input_is_measured_in_decoded_bytes() {
         let plain = describe(Action::SessionExec, &json!({"stdin": "abc"}), &[]);
         let encoded = describe(Action::SessionExec, &json!({"stdin_b64": "YWJj"}), &[]);
         assert_eq!(plain["stdin"], encoded["stdin"]);

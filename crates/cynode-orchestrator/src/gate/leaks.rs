@@ -81,15 +81,14 @@ impl Leak {
         }
         if !is_system {
             problem = problem.with_remedy(
-                "Leave it out: a sandbox reaches services without holding their credentials. If it \
-                 is only a sample, put it into another file, or ask an operator about \
-                 orchestrator.secret_shapes.",
+                "Leave it out: a sandbox must not hold credentials. If it is only a sample, put it \
+                 into another file, or ask an operator about orchestrator.secret_shapes.",
             );
         }
         problem
     }
 
-    /// The record of a call that is refused because of it.
+    /// The detail of the record of a call that is refused because of this leak.
     pub(crate) fn record(&self) -> Map<String, Value> {
         let mut detail = Map::from_iter([
             ("field".to_owned(), json!(self.field)),
@@ -194,13 +193,13 @@ fn scan_diff(
             scan.feed(line.text);
             scan.feed(b"\n");
         }
-        judge("diff", &path, scan, flags)?;
+        refuse_or_flag("diff", &path, scan, flags)?;
     }
     Ok(())
 }
 
-/// The verdict on a scanned file: refused, or admitted with flags.
-pub(crate) fn judge(
+/// Refuses a scanned file, or admits it with flags.
+pub(crate) fn refuse_or_flag(
     field: &str,
     path: &str,
     scan: ContentScan,
@@ -241,8 +240,8 @@ impl ArchiveScan {
             .content(&format!("{}/{name}", self.base), self.action)
     }
 
-    pub(crate) fn judge(&mut self, name: &str, scan: ContentScan) -> Result<(), Leak> {
-        judge("body", name, scan, &mut self.flags)
+    pub(crate) fn refuse_or_flag(&mut self, name: &str, scan: ContentScan) -> Result<(), Leak> {
+        refuse_or_flag("body", name, scan, &mut self.flags)
     }
 }
 
@@ -373,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_diff_is_judged_by_the_files_it_changes_and_the_lines_it_adds() {
+    fn a_diff_is_scanned_by_the_files_it_changes_and_the_lines_it_adds() {
         let diff = format!(
             "--- a/old.rs\n+++ b/src/a.rs\n@@ -1,2 +1,2 @@\n context {0}\n-{0}\n+{0}\n\
              --- a/.env\n+++ b/.env\n@@ -1 +1 @@\n-{0}\n+A=b\n",
@@ -390,7 +389,7 @@ mod tests {
         assert_eq!(
             named(&look(&diff).expect("flagged")),
             ["src/a.rs"],
-            "removing a token from .env is no leak"
+            "removing a token from .env was flagged"
         );
         let leak = look(&diff.replace("+A=b", &format!("+A={}", token()))).expect_err("refused");
         assert_eq!(
@@ -402,11 +401,15 @@ mod tests {
                 && leak.error().detail.contains("looks like a GitHub token")
         );
         let named = diff.replace("src/a.rs", &token());
-        assert_eq!(look(&named).expect_err("a name").path, None, "not repeated");
+        assert_eq!(
+            look(&named).expect_err("a name").path,
+            None,
+            "a name that contains a token was repeated"
+        );
     }
 
     #[tokio::test]
-    async fn flags_are_put_into_an_object_however_it_comes() {
+    async fn flags_are_inserted_into_an_object_in_any_split() {
         let mut flags = Flags::default();
         flags.add("a", "a GitHub token");
         for (object, pieces) in [

@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //!
-//! - No call takes effect before it is authorized (`rules.rs` maps routes to actions, `targets.rs`
+//! - No call takes effect before it is authorized (`routes.rs` maps routes to actions, `targets.rs`
 //!   resolves what a call acts on, the policies decide), scanned for secrets (`request_body.rs`,
 //!   `leaks.rs`) and recorded as an intent.
 //! - No answer leaves before its outcome is recorded (`answer.rs`).
@@ -20,7 +20,7 @@ mod policy_calls;
 mod records;
 mod refusal;
 mod request_body;
-mod rules;
+mod routes;
 mod seeds;
 mod spool;
 mod stage;
@@ -40,7 +40,7 @@ use uuid::Uuid;
 pub(crate) use policy_calls::policy_limits;
 pub(crate) use refusal::Refusal;
 pub(crate) use request_body::ToolBody;
-pub(crate) use rules::runs_on_node;
+pub(crate) use routes::runs_on_node;
 pub(crate) use seeds::SeedScan;
 pub(crate) use spool::json_body;
 pub(crate) use stage::Stage;
@@ -54,7 +54,7 @@ use crate::{
 };
 use call::Call;
 use request_body::IncomingBody;
-use rules::Rule;
+use routes::RouteSpec;
 
 /// The body of a call with a cached identity is read before that identity is verified, so it must
 /// be small.
@@ -77,12 +77,12 @@ pub(crate) async fn pass(
     let Some(caller) = request.extensions().get::<Caller>().cloned() else {
         return ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent").into_response();
     };
-    let Some(rule) = rules::find(request.method(), matched.as_str()) else {
+    let Some(route) = routes::find(request.method(), matched.as_str()) else {
         return edge::method_not_allowed().await.into_response();
     };
     let (mut parts, body) = request.into_parts();
     let Some(cached) = parts.extensions.remove::<CachedIdentity>() else {
-        let call = Call::new(&orchestrator, rule, &caller, &parts);
+        let call = Call::new(&orchestrator, route, &caller, &parts);
         let incoming = match parts.extensions.remove::<ToolBody>() {
             Some(body) => IncomingBody::Parsed(body),
             None => IncomingBody::Streaming(body),
@@ -94,7 +94,7 @@ pub(crate) async fn pass(
     };
     // The body is kept so that the call can be decided again if the cached identity is stale.
     let body = spool::json_bytes(body).await;
-    let attempt = Call::new(&orchestrator, rule, &caller, &parts).attempt(
+    let attempt = Call::new(&orchestrator, route, &caller, &parts).attempt(
         parts.clone(),
         IncomingBody::Buffered(body.clone()),
         Some(&cached),
@@ -106,7 +106,7 @@ pub(crate) async fn pass(
     };
     let call_id = stale.call_id;
     match stale.refresh(&orchestrator, &mut parts.extensions).await {
-        Ok(caller) => Call::new(&orchestrator, rule, &caller, &parts)
+        Ok(caller) => Call::new(&orchestrator, route, &caller, &parts)
             .attempt(parts, IncomingBody::Buffered(body), None, next)
             .await
             .unwrap_or_else(unreachable_stale),
@@ -116,11 +116,11 @@ pub(crate) async fn pass(
 
 /// Whether a call may reach the gate with a cached identity.
 pub(crate) fn accepts_cached_identity(request: &Request) -> bool {
-    let rule = || {
+    let route = || {
         request
             .extensions()
             .get::<MatchedPath>()
-            .and_then(|matched| rules::find(request.method(), matched.as_str()))
+            .and_then(|matched| routes::find(request.method(), matched.as_str()))
     };
     let headers = request.headers();
     let size = headers
@@ -128,7 +128,7 @@ pub(crate) fn accepts_cached_identity(request: &Request) -> bool {
         .and_then(|size| size.to_str().ok()?.parse::<u64>().ok());
     size.is_some_and(|size| size <= MAX_UNVERIFIED_BODY_BYTES)
         && !headers.contains_key(http::header::EXPECT)
-        && rule().is_some_and(Rule::accepts_cached_identity)
+        && route().is_some_and(RouteSpec::accepts_cached_identity)
 }
 
 /// Unreachable: `attempt` fails only when it was given a cached identity.

@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rules_see_the_limits_that_a_sandbox_will_have() {
+    fn policies_see_the_limits_that_a_sandbox_will_have() {
         let seen = |action, limits: Value| {
             call(action, &json!({"limits": limits}), &[])
                 .limits
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_are_asked_about_exactly_the_paths_that_a_patch_touches() {
+    fn policies_see_exactly_the_paths_that_a_patch_touches() {
         let diff = "diff --git a/x b/sub/y\nrename from x\nrename to sub/y\n--- a/x\n+++ b/sub/y\n\
              @@ -1 +1 @@\n-a\n+b\n"
             .to_owned()
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn the_base_of_an_import_is_joined_to_each_path_when_it_is_asked_about() {
+    fn policies_see_each_path_of_an_import_below_its_base() {
         let query = [("path".to_owned(), "sub/".to_owned())];
         let calls = PolicyCalls::new(
             Action::FileImport,

@@ -20,18 +20,18 @@ fn subject(node: &NodeRow) -> AuditSubject {
 
 impl Orchestrator {
     /// Records the registration of a node.
-    pub(crate) async fn note_registration(&self, node: &NodeRow) -> Result<(), ApiError> {
+    pub(crate) async fn record_registration(&self, node: &NodeRow) -> Result<(), ApiError> {
         let mut body = AuditBody::new(AuditKind::Authentication, "node.register");
         body.subject = Some(subject(node));
         body.decision = Some(AuditDecision::Allow);
         body.result = Some(AuditResult::Done);
         body.detail
             .insert("api_url".to_owned(), json!(node.api_url));
-        Ok(self.audit.note(vec![body]).await?)
+        Ok(self.audit.write_all(vec![body]).await?)
     }
 
     /// Records that a node downloads an artifact.
-    pub(crate) async fn note_artifact(
+    pub(crate) async fn record_artifact_download(
         &self,
         node: &NodeRow,
         artifact: &Artifact,
@@ -43,11 +43,11 @@ impl Orchestrator {
         body.result = Some(AuditResult::Done);
         body.detail
             .insert("sha256".to_owned(), json!(artifact.sha256));
-        Ok(self.audit.note(vec![body]).await?)
+        Ok(self.audit.write_all(vec![body]).await?)
     }
 
-    /// A callback that records the end of a terminal.
-    pub(crate) fn note_closed_terminal(
+    /// Returns a callback that records the end of a terminal.
+    pub(crate) fn terminal_close_recorder(
         &self,
         caller: &Caller,
         session_id: SessionId,
@@ -56,7 +56,7 @@ impl Orchestrator {
         let (audit, subject) = (self.audit.clone(), caller.subject());
         move || {
             let event = AuditBody::new(AuditKind::Event, "session.pty.closed");
-            audit.tell(AuditBody {
+            audit.enqueue_detached(AuditBody {
                 subject: Some(subject),
                 session_id: Some(session_id),
                 call_id: call_id.map(|id| *id.as_uuid()),

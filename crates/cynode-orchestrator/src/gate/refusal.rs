@@ -43,7 +43,7 @@ impl Refusal {
             detail: Map::new(),
         };
         let outcome = outcome.record(intent.clone());
-        Ok(orchestrator.audit.note(vec![intent, outcome]).await?)
+        Ok(orchestrator.audit.write_all(vec![intent, outcome]).await?)
     }
 
     /// Records a tool call that was refused before it became a call of the user API.
@@ -61,7 +61,7 @@ impl Refusal {
             code: Some(self.error.code.clone()),
             ..intent.clone()
         };
-        Ok(orchestrator.audit.note(vec![intent, outcome]).await?)
+        Ok(orchestrator.audit.write_all(vec![intent, outcome]).await?)
     }
 }
 

@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     leaks::{self, ArchiveScan, Leak},
-    rules::{BodyKind, Rule},
+    routes::{BodyKind, RouteSpec},
     seeds::{SeedScan, scan_stream},
     spool::{SpooledBody, json_body_up_to, room_for, spool},
 };
@@ -58,7 +58,7 @@ impl IncomingBody {
                 return Ok((bytes, value, room));
             }
         };
-        let value = compute::apart(bytes.len(), || edge::parse(&bytes).unwrap_or_default()).await;
+        let value = compute::run(bytes.len(), || edge::parse(&bytes).unwrap_or_default()).await;
         Ok((bytes, value, room))
     }
 
@@ -93,7 +93,7 @@ pub(crate) enum RequestBody {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BodyContext<'a> {
     pub(crate) caller: &'a Caller,
-    pub(crate) rule: &'a Rule,
+    pub(crate) route: &'a RouteSpec,
     pub(crate) shapes: ShapePolicy,
     /// Where an uploaded file, archive or artifact goes.
     pub(crate) path: &'a str,
@@ -147,7 +147,7 @@ impl SecretHit {
 }
 
 impl RequestBody {
-    /// Reads the body as its rule requires.
+    /// Reads the body as its route requires.
     pub(crate) async fn read(
         orchestrator: &Orchestrator,
         context: BodyContext<'_>,
@@ -155,18 +155,18 @@ impl RequestBody {
     ) -> Result<Self, ApiError> {
         let BodyContext {
             caller,
-            rule,
+            route,
             shapes,
             path,
             headers,
         } = context;
-        if rule.body == BodyKind::Exec
+        if route.body == BodyKind::Exec
             && let Some(boundary) = multipart::boundary(headers)?
         {
             let (request, form) = ExecForm::open(incoming.into_body()?, &boundary).await?;
             let room = room_for(&request).await?;
             let value =
-                compute::apart(request.len(), || edge::parse(&request).unwrap_or_default()).await;
+                compute::run(request.len(), || edge::parse(&request).unwrap_or_default()).await;
             return Ok(Self::Form(ExecFormBody {
                 request,
                 value,
@@ -175,9 +175,9 @@ impl RequestBody {
                 stdin: None,
             }));
         }
-        match rule.body {
+        match route.body {
             BodyKind::Json | BodyKind::Exec => {
-                let limit = if rule.body == BodyKind::Exec {
+                let limit = if route.body == BodyKind::Exec {
                     exec_limits::MAX_REQUEST_BYTES
                 } else {
                     edge::MAX_BODY
@@ -203,7 +203,8 @@ impl RequestBody {
                 )
                 .await?;
                 if spooled.leak.is_none() {
-                    spooled.leak = leaks::judge("body", path, content, &mut spooled.flags).err();
+                    spooled.leak =
+                        leaks::refuse_or_flag("body", path, content, &mut spooled.flags).err();
                 }
                 Ok(Self::Spooled(spooled))
             }
@@ -233,7 +234,7 @@ impl RequestBody {
                 })
                 .map(Self::Spooled)
             }
-            BodyKind::Stream if rule.enters_sandbox => {
+            BodyKind::Stream if route.enters_sandbox => {
                 let (secret, action) = (SecretHit::default(), shapes.action(Channel::Seeds));
                 let scan = SeedScan::new(orchestrator.scanner.content(path, action), action);
                 let body = scan_stream(
@@ -257,7 +258,7 @@ impl RequestBody {
         }
     }
 
-    /// The size of the work that judging the body takes, in bytes.
+    /// The number of bytes to scan.
     pub(crate) fn size(&self) -> usize {
         match self {
             Self::Json(bytes, ..) | Self::Form(ExecFormBody { request: bytes, .. }) => bytes.len(),
@@ -297,9 +298,9 @@ impl RequestBody {
         Some(id)
     }
 
-    /// Returns a secret that must not enter, or what is admitted and flagged. Streaming bodies are
-    /// judged later.
-    pub(crate) fn judge(
+    /// Refuses a body with a secret, or returns what is admitted but flagged. Streaming bodies are
+    /// scanned later.
+    pub(crate) fn check_secrets(
         &self,
         orchestrator: &Orchestrator,
         action: Action,
@@ -374,13 +375,13 @@ impl RequestBody {
             field: "stdin".to_owned(),
             ..leak
         });
-        let judged = system.map_or(Ok(()), Err).and_then(|()| {
-            leaks::judge("stdin", "stdin", content, &mut flags)
+        let verdict = system.map_or(Ok(()), Err).and_then(|()| {
+            leaks::refuse_or_flag("stdin", "stdin", content, &mut flags)
                 .map_err(|leak| Leak { path: None, ..leak })
         });
         let stdin = Stdin {
             record: json!({"size": spooled.size, "sha256": spooled.sha256}),
-            judged: judged.map(|()| flags),
+            verdict: verdict.map(|()| flags),
         };
         form.stdin = Some(spooled);
         Ok(Some(stdin))
@@ -406,7 +407,7 @@ impl RequestBody {
 #[derive(Debug)]
 pub(crate) struct Stdin {
     pub(crate) record: Value,
-    pub(crate) judged: Result<Flags, Leak>,
+    pub(crate) verdict: Result<Flags, Leak>,
 }
 
 impl ExecFormBody {

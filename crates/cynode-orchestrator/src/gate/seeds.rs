@@ -1,6 +1,6 @@
 //! Scans artifacts while they are stored, because a workspace can be seeded from one.
 //!
-//! Invariant: no content becomes an artifact before it was scanned and judged.
+//! Invariant: content becomes an artifact only once it has been scanned and accepted.
 
 use std::{
     io::{self, Read},
@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use tokio::sync::{Semaphore, mpsc};
 
 use super::{
-    leaks::{ArchiveScan, Leak, judge},
+    leaks::{ArchiveScan, Leak, refuse_or_flag},
     refusal::count_secret,
     request_body::SecretHit,
 };
@@ -38,8 +38,9 @@ pub(crate) struct SeedScan(Arc<Mutex<Option<ScanState>>>);
 struct ScanState {
     content: ContentScan,
     action: ShapeAction,
-    /// An archive with a git configuration is scanned for more than shapes.
-    names_git: bool,
+    /// The content mentions `.git`. Git configurations are scanned for more than shapes, so an
+    /// archive that may contain one is scanned entry by entry.
+    mentions_git: bool,
     /// The last bytes of the previous piece.
     tail: Vec<u8>,
 }
@@ -49,7 +50,7 @@ impl SeedScan {
         Self(Arc::new(Mutex::new(Some(ScanState {
             content,
             action,
-            names_git: false,
+            mentions_git: false,
             tail: Vec::new(),
         }))))
     }
@@ -68,11 +69,11 @@ impl ScanState {
             return;
         }
         self.content.feed(piece);
-        if !self.names_git {
+        if !self.mentions_git {
             let border = GIT.len() - 1;
             self.tail
                 .extend_from_slice(&piece[..piece.len().min(border)]);
-            self.names_git = [&self.tail, piece]
+            self.mentions_git = [&self.tail, piece]
                 .iter()
                 .any(|bytes| memchr::memmem::find(bytes, GIT).is_some());
             if piece.len() > border {
@@ -84,7 +85,7 @@ impl ScanState {
     }
 }
 
-/// Scans a body while it streams, and aborts it at a secret of the system.
+/// Scans a body while it streams. The stream fails if it contains a secret of the system.
 pub(crate) fn scan_stream(mut watch: Watch, body: Body, secret: SecretHit, scan: SeedScan) -> Body {
     Body::from_stream(body.into_data_stream().map(move |piece| {
         let piece = piece.map_err(io::Error::other)?;
@@ -98,8 +99,9 @@ pub(crate) fn scan_stream(mut watch: Watch, body: Body, secret: SecretHit, scan:
 }
 
 impl Orchestrator {
-    /// Judges a staged artifact. An archive is judged entry by entry, each at its own path.
-    pub(crate) async fn judge_seed(
+    /// Decides whether to accept a staged artifact. An archive is checked entry by entry, each at
+    /// its own path.
+    pub(crate) async fn check_seed(
         &self,
         scan: Option<&SeedScan>,
         path: &str,
@@ -108,15 +110,15 @@ impl Orchestrator {
         let Some(ScanState {
             content,
             action,
-            names_git,
+            mentions_git,
             ..
         }) = scan.and_then(|scan| scan.0.lock().take())
         else {
             return Ok(Flags::default());
         };
         let mut flags = Flags::default();
-        let mut judged = judge("body", path, content, &mut flags).map(|()| flags);
-        let looks_clean = judged.as_ref().is_ok_and(Flags::is_empty) && !names_git;
+        let mut verdict = refuse_or_flag("body", path, content, &mut flags).map(|()| flags);
+        let looks_clean = verdict.as_ref().is_ok_and(Flags::is_empty) && !mentions_git;
         if action != ShapeAction::Off && !looks_clean {
             let scan = ArchiveScan {
                 scanner: self.scanner.clone(),
@@ -125,17 +127,17 @@ impl Orchestrator {
                 flags: Flags::default(),
             };
             let pieces = self.blobs.staged(staged).await?;
-            judged = judge_archive(pieces, scan).await?.unwrap_or(judged);
+            verdict = check_archive(pieces, scan).await?.unwrap_or(verdict);
         }
-        judged.map_err(|leak| {
+        verdict.map_err(|leak| {
             count_secret();
             leak.error()
         })
     }
 }
 
-/// Returns `None` if the artifact is not an archive, or a malformed one.
-async fn judge_archive(
+/// Returns `None` if the artifact is not an archive or is malformed.
+async fn check_archive(
     pieces: impl Stream<Item = io::Result<Bytes>> + Send + 'static,
     scan: ArchiveScan,
 ) -> Result<Option<Result<Flags, Leak>>, ApiError> {
@@ -187,12 +189,12 @@ pub(crate) enum EntryError {
 }
 
 impl ArchiveScan {
-    /// Scans an entry, and passes its content to `piece` as well.
+    /// Scans an entry, and passes its content to `on_piece` as well.
     pub(crate) fn entry<R: Read>(
         &mut self,
         archive: &mut Archive<Reader<R>>,
         entry: &cynode_archive::Entry,
-        mut piece: impl FnMut(&[u8]),
+        mut on_piece: impl FnMut(&[u8]),
     ) -> Result<(), EntryError> {
         self.check_name(&entry.path)
             .and_then(|()| self.check_name(&entry.link))
@@ -201,11 +203,12 @@ impl ArchiveScan {
         let mut content = self.content(&name);
         let read = archive.read(|bytes| {
             content.feed(bytes);
-            piece(bytes);
+            on_piece(bytes);
             Ok(())
         });
         read.map_err(EntryError::Read)?;
-        self.judge(&name, content).map_err(EntryError::Leak)
+        self.refuse_or_flag(&name, content)
+            .map_err(EntryError::Leak)
     }
 }
 
@@ -236,20 +239,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_of_git_is_seen_in_any_split() {
+    fn dot_git_is_found_across_pieces() {
         let scanner = Scanner::new(HeldSecrets::new([7; 32]), true);
         let text = b"some .gi and .git and more";
         for size in 1..text.len() {
             let mut state = ScanState {
                 content: scanner.content("a", ShapeAction::Flag),
                 action: ShapeAction::Flag,
-                names_git: false,
+                mentions_git: false,
                 tail: Vec::new(),
             };
             text[..9].chunks(size).for_each(|piece| state.feed(piece));
-            assert!(!state.names_git, "{size}");
+            assert!(!state.mentions_git, "{size}");
             text[9..].chunks(size).for_each(|piece| state.feed(piece));
-            assert!(state.names_git, "{size}");
+            assert!(state.mentions_git, "{size}");
         }
     }
 }

@@ -95,7 +95,7 @@ pub(super) async fn json_body_up_to(
         spooled.reader()?.read_to_end(&mut bytes)?;
         std::io::Result::Ok(Bytes::from(bytes))
     };
-    let bytes = compute::apart(size, read)
+    let bytes = compute::run(size, read)
         .await
         .map_err(|error| no_room(&error))?;
     Ok((bytes, room))

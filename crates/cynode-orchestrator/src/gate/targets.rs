@@ -11,7 +11,7 @@ use cynode_service::ApiError;
 use serde_json::Value;
 use uuid::Uuid;
 
-use super::{address::Address, rules::TargetKind};
+use super::{address::Address, routes::TargetKind};
 use crate::{
     Orchestrator,
     caller::Caller,

@@ -137,7 +137,7 @@ impl StaleIdentity {
             ));
         }
         if let Some(connection) = extensions.get::<Connection>() {
-            connection.disown();
+            connection.move_to_unauthenticated();
         }
         let failure = Failure::new(Surface::UserApi, peer(extensions), &self.token_hash);
         Err(reject_token(orchestrator, failure).await)

@@ -75,7 +75,7 @@ pub(crate) async fn authenticate(
             cached.identity.clone(),
             Instant::now(),
         );
-        if let Err(error) = connections::attribute(request.extensions(), caller.id()) {
+        if let Err(error) = connections::assign_to_caller(request.extensions(), caller.id()) {
             return error.into_response();
         }
         request.extensions_mut().insert(cached);
@@ -104,7 +104,7 @@ pub(crate) async fn authenticate(
                 identity,
                 read_at,
             );
-            match connections::attribute(request.extensions(), caller.id()) {
+            match connections::assign_to_caller(request.extensions(), caller.id()) {
                 Ok(()) => next.run(request).await,
                 Err(error) => error.into_response(),
             }
@@ -200,8 +200,8 @@ impl SessionSnapshot {
 /// never delayed.
 pub(crate) async fn reject_token(orchestrator: &Orchestrator, failure: Failure) -> ApiError {
     metrics::counter!("cynode_refused_tokens_total").increment(1);
-    if orchestrator.failures.note(&failure, Instant::now())
-        && let Err(error) = orchestrator.audit.note(vec![failure.record()]).await
+    if orchestrator.failures.add(&failure, Instant::now())
+        && let Err(error) = orchestrator.audit.write_all(vec![failure.record()]).await
     {
         orchestrator.failures.count(&failure);
         return error.into();

@@ -25,9 +25,9 @@ pub(crate) const TOPICS: &[HelpTopic] = &[
         about: "Long commands, background, output, signals",
         text: "argv is executed without a shell unless you name one. After timeout_ms a command \
                and everything that it started is killed.\n\
-               With background: true the answer is an exec_id, immediately. sandbox.session.output \
-               reads the output after after_seq, waits with wait_ms, and has 'exit' once the \
-               command has ended.\n\
+               With background: true the call returns an exec_id immediately. \
+               sandbox.session.output returns the output following after_seq and waits up to \
+               wait_ms for it; the result contains 'exit' once the command has ended.\n\
                The middle of long output is omitted; tail_bytes reads the end. \
                sandbox.session.signal stops one command (exec_id) or everything.",
     },
@@ -44,14 +44,13 @@ pub(crate) const TOPICS: &[HelpTopic] = &[
         about: "How to read a refusal",
         text: "A failure has isError: true and structuredContent {code, stage, message, remedy, \
                request_id}. The code is stable; the remedy says what to do.\n\
-               stage says where the call was refused: arguments, task, policy, secrets or enabled; \
-               'run' means that it was carried out and failed.\n\
-               A call with any other stage than 'run' had no effect.",
+               stage names the check that refused the call, such as arguments, task, policy, \
+               secrets or limits; 'run' means that the call was carried out and failed.\n\
+               A call with any stage other than 'run' had no effect.",
     },
     HelpTopic {
         name: "network",
         about: "What a sandbox can reach",
-        text: "A sandbox has no direct network access and contains no secrets. It reaches services \
-               through proxies that policy controls.",
+        text: "A sandbox has no network access: only its own loopback. It contains no secrets.",
     },
 ];

@@ -233,12 +233,12 @@ impl ServerHandler for Gateway {
     }
 }
 
-/// A tool call as its refusal is recorded.
+/// What a refusal record says about a tool call.
 #[derive(Clone, Copy)]
 struct ToolCall<'a> {
     client: &'a Client<'a>,
     name: &'a str,
-    /// As far as the arguments name one.
+    /// The task that the arguments name, if any.
     task_id: Option<TaskId>,
 }
 
@@ -272,7 +272,7 @@ impl Gateway {
             return Ok(self.refuse(call, Stage::Enabled.refuse()(error)).await);
         }
         // A call may last for hours, so only the plan outlives this, not the large arguments.
-        match compute::apart(client.body_bytes, move || tool.plan(&arguments)).await {
+        match compute::run(client.body_bytes, move || tool.plan(&arguments)).await {
             Ok(plan) => Ok(match self.run(client, tool, plan).await {
                 Ok(result) => succeeded(result),
                 Err(failure) if failure.is_recorded => failure.result(client),

@@ -10,8 +10,8 @@ use serde_json::Value;
 
 use crate::budget::MAX_BUFFERED_BYTES;
 
-/// Characters that are not escaped in a URL.
-const UNESCAPED: &AsciiSet = &NON_ALPHANUMERIC
+/// Characters that are percent-encoded in a URL: all but the unreserved ones.
+const PERCENT_ENCODED: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'-')
     .remove(b'_')
     .remove(b'.')
@@ -29,27 +29,27 @@ pub(crate) enum Plan {
     TaskProject(TaskId),
     /// Looks up the most recent command and reads its output.
     LastOutput(ApiRequest),
-    /// Fails because the required service does not exist yet, with a remedy.
+    /// Fails with a remedy, because the required service does not exist yet.
     Unavailable(TaskId, &'static str),
 }
 
 /// A request to the user API.
 #[derive(Debug)]
 pub(crate) struct ApiRequest {
-    /// The caller must have access to this task, and it must own the target of the request.
+    /// The caller must have access to this task, and the task must own the target of the request.
     pub(crate) task: Option<TaskId>,
     pub(crate) method: Method,
     pub(crate) path: String,
     pub(crate) query: Vec<(&'static str, String)>,
     pub(crate) headers: Vec<(HeaderName, HeaderValue)>,
     pub(crate) body: ApiBody,
-    pub(crate) shape: ResultShape,
+    pub(crate) format: ResultFormat,
 }
 
 #[derive(Debug)]
 pub(crate) enum ApiBody {
     Empty,
-    /// Handed to the gate as a value, which does not parse it again.
+    /// Handed to the gate already parsed.
     Json {
         bytes: Bytes,
         value: Value,
@@ -59,7 +59,7 @@ pub(crate) enum ApiBody {
 
 /// How an answer becomes the result of a tool.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum ResultShape {
+pub(crate) enum ResultFormat {
     /// The JSON object, unchanged.
     Object,
     File(FilePart),
@@ -78,7 +78,7 @@ pub(crate) struct FilePart {
 }
 
 fn encoded(text: &str) -> String {
-    utf8_percent_encode(text, UNESCAPED).to_string()
+    utf8_percent_encode(text, PERCENT_ENCODED).to_string()
 }
 
 /// Encodes a path segment. An empty one is refused because it would name another route.
@@ -112,7 +112,7 @@ impl ApiRequest {
             query: Vec::new(),
             headers: Vec::new(),
             body: ApiBody::Empty,
-            shape: ResultShape::Object,
+            format: ResultFormat::Object,
         }
     }
 
@@ -135,7 +135,7 @@ impl ApiRequest {
         if let Some(value) = value {
             let value = HeaderValue::from_str(value).map_err(|_| {
                 ApiError::invalid(format!(
-                    "{}: contains characters that a header can't",
+                    "{}: contains characters that are not allowed in a header",
                     name.replace('-', "_")
                 ))
             })?;
@@ -166,8 +166,8 @@ impl ApiRequest {
         self
     }
 
-    pub(crate) fn with_shape(mut self, shape: ResultShape) -> Self {
-        self.shape = shape;
+    pub(crate) fn with_format(mut self, format: ResultFormat) -> Self {
+        self.format = format;
         self
     }
 

@@ -17,7 +17,7 @@ use uuid::Uuid;
 
 use super::{
     Client, Gateway, ToolCall,
-    plan::{ApiBody, ApiRequest, FilePart, Plan, ResultShape},
+    plan::{ApiBody, ApiRequest, FilePart, Plan, ResultFormat},
     text,
     tools::Tool,
 };
@@ -233,7 +233,7 @@ impl Gateway {
         let Ok(response) = self.routes.clone().oneshot(request).await;
         let response = response.map(|body| ANSWERS.body(client.caller.id(), body));
         if response.status().is_success() {
-            return result_of(response, api_request.shape)
+            return result_of(response, api_request.format)
                 .await
                 .map_err(|error| ToolFailure::recorded(Stage::Run, error));
         }
@@ -284,10 +284,10 @@ async fn problem(response: Response) -> ApiError {
 }
 
 /// Turns an answer into the result of a tool.
-async fn result_of(response: Response, shape: ResultShape) -> Result<Value, ApiError> {
-    match shape {
-        ResultShape::Object => object(response).await,
-        ResultShape::Preference(key) => {
+async fn result_of(response: Response, format: ResultFormat) -> Result<Value, ApiError> {
+    match format {
+        ResultFormat::Object => object(response).await,
+        ResultFormat::Preference(key) => {
             let list = object(response).await?;
             let found = list["items"]
                 .as_array()
@@ -297,7 +297,7 @@ async fn result_of(response: Response, shape: ResultShape) -> Result<Value, ApiE
                 ApiError::new(ErrorCode::NotFound, "the scope has no such preference")
             })
         }
-        ResultShape::File(part) => file(response, part).await,
+        ResultFormat::File(part) => file(response, part).await,
     }
 }
 
@@ -314,7 +314,7 @@ async fn object(response: Response) -> Result<Value, ApiError> {
     let mut scan = json::Scan::up_to(usize::MAX);
     scan.feed(&bytes)?;
     let _room = json::room(bytes.len(), scan.nodes()).await;
-    let read = compute::apart(bytes.len(), || serde_json::from_slice(&bytes)).await;
+    let read = compute::run(bytes.len(), || serde_json::from_slice(&bytes)).await;
     read.map_err(|error| {
         ApiError::new(
             ErrorCode::Internal,
@@ -451,7 +451,11 @@ impl Gateway {
             status: Some(200),
             ..intent.clone()
         };
-        Ok(self.orchestrator.audit.note(vec![intent, outcome]).await?)
+        Ok(self
+            .orchestrator
+            .audit
+            .write_all(vec![intent, outcome])
+            .await?)
     }
 }
 
@@ -486,7 +490,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn lines_are_counted_across_pieces_and_room_is_kept() {
+    async fn a_range_of_lines_is_cut_across_pieces_within_its_byte_limit() {
         let pieces = ["one\ntw", "o\nthree", "\nfour"];
         for (start, end, room, text, truncated) in [
             (1, None, 100, "one\ntwo\nthree\nfour", false),
@@ -508,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_character_is_dropped_and_binary_content_stays_bytes() {
+    fn a_split_character_is_dropped_and_binary_content_stays_base64() {
         assert_eq!(
             as_text("aü".as_bytes()[..2].to_vec(), true),
             Ok("a".to_owned())

@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_is_told_by_its_end_and_its_output() {
+    fn a_command_is_rendered_as_its_end_and_its_output() {
         let result = json!({
             "exit_code": 3, "signal": null, "stdout": "out\n", "stderr": "", "encoding": "utf-8",
             "truncated": {"stdout": true}, "timed_out": true,
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn no_text_is_longer_than_a_page_and_letters_stay_whole() {
+    fn a_long_text_is_cut_between_characters() {
         for letter in ["a", "ü", "€", "🦀"] {
             for extra in 0..4 {
                 let long =

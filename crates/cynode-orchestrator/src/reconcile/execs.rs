@@ -47,7 +47,7 @@ impl Reconciler for ExecReconciler {
 
 impl ExecReconciler {
     /// Records the exits of a session's execs before it ends, because its node forgets them then.
-    pub(crate) async fn settle(&self, session_id: SessionId) -> Result<(), Error> {
+    pub(crate) async fn record_exits(&self, session_id: SessionId) -> Result<(), Error> {
         for exec in self.db.running_execs(session_id).await? {
             self.check(&exec).await?;
         }
@@ -113,7 +113,7 @@ impl ExecReconciler {
             ..AuditBody::new(AuditKind::Event, "exec.ended")
         };
         // The record comes first: a crash in between repeats it, but never loses it.
-        self.audit.note(vec![body]).await?;
+        self.audit.write_all(vec![body]).await?;
         self.db.end_exec(exec.exec_id, state, exit.as_ref()).await?;
         Ok(())
     }

@@ -58,7 +58,7 @@ impl Reconciler for JobReconciler {
             let full = jobs.len() == room;
             for row in jobs {
                 let (id, node_id, lease) = (row.job_id, row.node_id, row.lease);
-                let Some(permit) = self.lanes.enter(node_id) else {
+                let Some(permit) = self.lanes.try_acquire(node_id) else {
                     let is_backed_off = node_id.is_some_and(|id| self.fleet.is_backed_off(id));
                     let delay = if is_backed_off {
                         POLL_INTERVAL
@@ -117,12 +117,16 @@ impl JobReconciler {
         };
         let labels = row.node_labels()?;
         // A node that stopped the job considers it ended.
-        let not = self.db.nodes_that_stopped(row.job_id).await?;
+        let excluded = self.db.nodes_that_stopped(row.job_id).await?;
         let wanted = NodeRequirements {
             labels: &labels,
             limits: row.request.sandbox.limits.unwrap_or_default(),
         };
-        let node = match self.placement.choose_node(version, &wanted, &not).await {
+        let node = match self
+            .placement
+            .choose_node(version, &wanted, &excluded)
+            .await
+        {
             Ok(node) => node,
             // The job waits for capacity.
             Err(placement::Error::NoNode(_)) => return Ok(Some(CAPACITY_INTERVAL)),
@@ -131,7 +135,7 @@ impl JobReconciler {
         // A node that hangs delays only its own work; one that is backed off gets no new work.
         let Some(_place) = self
             .lanes
-            .enter(Some(node.id))
+            .try_acquire(Some(node.id))
             .filter(|_| !self.fleet.is_backed_off(node.id))
         else {
             return Ok(Some(RETRY_DELAY));
@@ -159,7 +163,7 @@ impl JobReconciler {
             .call(node_id, CALL_TIMEOUT, client.run_job_async(&row.request))
             .await
         {
-            Ok(job) => self.note(row, node_id, client, job).await,
+            Ok(job) => self.store_report(row, node_id, client, job).await,
             // No node has the job: another one may fit better.
             Err(CallError::NotSent(_)) if is_first => {
                 self.db
@@ -210,7 +214,7 @@ impl JobReconciler {
     async fn follow(&self, row: &JobRow, node_id: NodeId) -> Result<Option<Duration>, Error> {
         let node = self.db.node(node_id).await?;
         if node.is_lost {
-            return self.give_up(row, node_id).await;
+            return self.handle_lost_node(row, node_id).await;
         }
         if node.silent_for > self.config.unreachable_after() {
             return Ok(Some(POLL_INTERVAL));
@@ -242,7 +246,7 @@ impl JobReconciler {
             .call(node_id, CALL_TIMEOUT, client.job(row.job_id))
             .await
         {
-            Ok(job) => self.note(row, node_id, &client, job).await,
+            Ok(job) => self.store_report(row, node_id, &client, job).await,
             // The job has started and must not run twice: a node that lost its disk does not get it
             // again.
             Err(error)
@@ -262,7 +266,7 @@ impl JobReconciler {
 
     /// Stores the node's report. A final report is stored with the output, and only then may the
     /// node forget the job.
-    async fn note(
+    async fn store_report(
         &self,
         row: &JobRow,
         node_id: NodeId,
@@ -327,8 +331,12 @@ impl JobReconciler {
         Ok(None)
     }
 
-    /// The node is lost: the job's retry rule decides.
-    async fn give_up(&self, row: &JobRow, node_id: NodeId) -> Result<Option<Duration>, Error> {
+    /// Retries or fails the job of a lost node, as its retry rule decides.
+    async fn handle_lost_node(
+        &self,
+        row: &JobRow,
+        node_id: NodeId,
+    ) -> Result<Option<Duration>, Error> {
         if row.retry == Retry::OnNodeLoss && !row.stop_requested {
             self.db.insert_orphan(row.job_id, node_id).await?;
             self.db
@@ -358,7 +366,8 @@ impl JobReconciler {
         Ok(Some(LOST_NODE_INTERVAL))
     }
 
-    /// The job has ended; its node may still have to learn of it, or to report a late result.
+    /// Acknowledges an ended job to its node, which may have to stop it or report a late result
+    /// first.
     async fn settle(&self, row: &JobRow, node_id: NodeId) -> Result<Option<Duration>, Error> {
         let node = self.db.node(node_id).await?;
         if !node.is_responsive(self.config.unreachable_after()) {

@@ -47,7 +47,7 @@ impl Lanes {
     }
 
     /// A permit for work on a node, or for work without a node yet. `None` when there is no room.
-    pub(crate) fn enter(&self, node: Option<NodeId>) -> Option<LanePermit> {
+    pub(crate) fn try_acquire(&self, node: Option<NodeId>) -> Option<LanePermit> {
         let all = Arc::clone(&self.all).try_acquire_owned().ok()?;
         let node = match node {
             Some(id) => {
@@ -74,16 +74,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_node_can_not_take_the_room_of_all() {
+    fn one_node_cannot_take_all_lanes() {
         let lanes = Lanes::new(3, 2, Arc::default());
         let (one, other) = (NodeId::generate(), NodeId::generate());
-        let held = [lanes.enter(Some(one)), lanes.enter(Some(one))];
+        let held = [lanes.try_acquire(Some(one)), lanes.try_acquire(Some(one))];
         assert!(held.iter().all(Option::is_some));
-        assert!(lanes.enter(Some(one)).is_none(), "its own room is taken");
-        let third = lanes.enter(Some(other));
+        assert!(
+            lanes.try_acquire(Some(one)).is_none(),
+            "a node got more than its lanes"
+        );
+        let third = lanes.try_acquire(Some(other));
         assert!(third.is_some() && lanes.free() == 0);
-        assert!(lanes.enter(None).is_none(), "all room is taken");
+        assert!(
+            lanes.try_acquire(None).is_none(),
+            "more lanes than exist were taken"
+        );
         drop(held);
-        assert!(lanes.enter(Some(one)).is_some());
+        assert!(lanes.try_acquire(Some(one)).is_some());
     }
 }

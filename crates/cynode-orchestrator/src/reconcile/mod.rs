@@ -3,7 +3,7 @@
 //!
 //! Invariants of each: it is woken by a signal and by a timer, so that a lost signal costs only
 //! time; its only input is the database; repeating a round, or running it on two orchestrators at
-//! once, is harmless; it does not retry by itself, the next round does. A round waits for no node:
+//! once, is harmless; it does not retry, the next round does. A round waits for no node:
 //! the work that it starts runs concurrently, in lanes.
 
 mod execs;

@@ -54,7 +54,7 @@ impl NodeReconciler {
             .orphaned_jobs(self.config.unreachable_after())
             .await?;
         for orphan in orphans {
-            let Some(permit) = self.lanes.enter(Some(orphan.node_id)) else {
+            let Some(permit) = self.lanes.try_acquire(Some(orphan.node_id)) else {
                 continue;
             };
             let reconciler = self.clone();

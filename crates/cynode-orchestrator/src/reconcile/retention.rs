@@ -91,7 +91,7 @@ impl Retention {
         let mut body = AuditBody::new(AuditKind::Event, "audit.truncate");
         body.detail.insert("records".to_owned(), removed.into());
         body.detail.insert("days".to_owned(), days.into());
-        self.signer.audit.note(vec![body]).await?;
+        self.signer.audit.write_all(vec![body]).await?;
         Ok(())
     }
 }

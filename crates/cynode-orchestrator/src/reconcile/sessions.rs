@@ -45,7 +45,7 @@ impl Reconciler for SessionReconciler {
         };
         for row in unfinished {
             let id = row.session_id;
-            let Some(permit) = self.lanes.enter(Some(row.node_id)) else {
+            let Some(permit) = self.lanes.try_acquire(Some(row.node_id)) else {
                 self.db.release_session(id, RETRY_DELAY).await?;
                 continue;
             };
@@ -63,7 +63,7 @@ impl Reconciler for SessionReconciler {
             });
         }
         for node in self.db.nodes().await? {
-            let Some(permit) = self.observer_lanes.enter(Some(node.id)) else {
+            let Some(permit) = self.observer_lanes.try_acquire(Some(node.id)) else {
                 continue;
             };
             let reconciler = self.clone();

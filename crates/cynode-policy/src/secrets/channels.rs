@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn true_is_the_default_false_is_off_and_a_table_changes_what_it_names() {
+    fn a_setting_is_true_false_or_a_table_of_overrides() {
         use ShapeAction::{Flag, Off, Refuse};
         assert_eq!(
             ShapePolicy::from(&setting(json!(true))),

@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_border_does_not_end_a_token() {
+    fn a_token_is_found_across_chunks() {
         // One letter too long for a token: a scan that takes the end of a chunk for the end of the
         // file would report one.
         let text = format!("{}A\n", token());
@@ -233,7 +233,7 @@ mod tests {
         assert_eq!(
             scan("a", &token(), ShapeAction::Flag, 5),
             Ok(vec!["a GitHub token"]),
-            "the end of the file ends a token"
+            "a token at the end of the file was not found"
         );
     }
 
@@ -274,7 +274,7 @@ mod tests {
                 11
             ),
             Ok(vec![]),
-            "only in a git configuration"
+            "a URL outside a git configuration was flagged"
         );
         assert_eq!(
             scan(
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scan_keeps_no_more_of_a_file_than_a_shape_can_need() {
+    fn the_memory_of_a_scan_is_bounded() {
         let scanner = Scanner::new(HeldSecrets::new([7; 32]), true);
         let mut scan = scanner.content(".git/config", ShapeAction::Flag);
         for size in [

@@ -300,7 +300,7 @@ mod tests {
 
     /// Streams can be long and numerous.
     #[test]
-    fn a_watch_keeps_no_more_of_a_stream_than_a_secret_can_need() {
+    fn the_memory_of_a_watch_is_bounded() {
         let mut held = HeldSecrets::new([7; 32]);
         assert!(held.add("a secret", &[b'x'; 1_000]));
         let scanner = Scanner::new(held, true);

@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     // invariant: no-secrets-inside
-    fn credentials_are_where_programs_keep_them() {
+    fn known_credential_paths_are_recognized() {
         for path in [
             ".env",
             "/workspace/.env",

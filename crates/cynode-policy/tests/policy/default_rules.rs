@@ -44,7 +44,7 @@ fn table(policies: &Policies) -> String {
 
 #[test]
 // invariant: fail-closed
-fn the_default_rules_decide_as_this_table_says() {
+fn default_decisions_match_their_snapshot() {
     insta::assert_snapshot!(table(defaults()));
 }
 
@@ -61,7 +61,7 @@ fn rules_of_defaults() -> Vec<String> {
 
 #[test]
 // invariant: policies
-fn no_default_rule_can_be_left_out() {
+fn removing_any_default_rule_changes_a_decision() {
     let whole = table(defaults());
     let rules = rules_of_defaults();
     for left_out in 0..rules.len() {
@@ -84,7 +84,7 @@ fn no_default_rule_can_be_left_out() {
 
 #[test]
 // invariant: policies
-fn no_default_rule_can_be_turned_around() {
+fn inverting_any_default_rule_changes_a_decision() {
     let whole = table(defaults());
     let rules = rules_of_defaults();
     for turned in 0..rules.len() {
@@ -147,7 +147,7 @@ fn every_action_that_a_default_rule_names_matters() {
 }
 
 #[test]
-fn what_is_administrative_is_denied_to_all_but_administrators() {
+fn administrative_actions_are_denied_to_all_but_administrators() {
     let policies = defaults();
     for (action, name, resource) in every_question()
         .into_iter()
@@ -212,7 +212,7 @@ fn a_sandbox_may_do_nothing_until_a_rule_permits_it() {
 }
 
 #[test]
-fn a_thing_that_belongs_to_nobody_is_the_administrators_alone() {
+fn a_resource_without_an_owner_is_visible_only_to_administrators() {
     let lost = Resource::Session {
         id: uuid::Uuid::from_u128(40),
         place: cynode_policy::Place::default(),
@@ -249,7 +249,7 @@ fn an_agent_without_a_task_or_a_project_reaches_nothing() {
 }
 
 #[test]
-fn an_agent_has_nothing_of_the_user_who_made_it() {
+fn an_agent_has_none_of_its_users_rights() {
     let policies = defaults();
     let elsewhere = agent(cynode_policy::Role::ProjectManager, None, &[OTHER_TASK]);
     assert!(

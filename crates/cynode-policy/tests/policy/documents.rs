@@ -70,7 +70,7 @@ fn rules_that_decisions_would_name_alike_are_a_flaw() {
 }
 
 #[test]
-fn whatever_names_are_made_of_they_are_told_as_they_are() {
+fn names_with_special_characters_are_reported_verbatim() {
     let document = "a \"quoted\" \\ name\nof é\u{202e}";
     let all = "@id(\"it's \\\"mine\\\"\\n\") permit (principal, action, resource);";
     let policies = Policies::parse([(document, all)]).expect("a rule without flaw");
@@ -112,7 +112,7 @@ fn a_template_is_a_flaw() {
 }
 
 #[test]
-fn what_cedar_can_not_read_is_told_with_its_place() {
+fn a_syntax_error_is_reported_with_its_position() {
     for (text, place) in [
         (
             "permit (principal, action resource);",
@@ -138,7 +138,7 @@ fn what_cedar_can_not_read_is_told_with_its_place() {
 }
 
 #[test]
-fn what_the_schema_does_not_know_is_told_with_its_place() {
+fn an_attribute_unknown_to_the_schema_is_reported_with_its_position() {
     for (condition, complaint) in [
         (
             "action == CyNode::Action::\"session.exce\", resource);",
@@ -173,7 +173,7 @@ fn what_the_schema_does_not_know_is_told_with_its_place() {
 }
 
 #[test]
-fn a_rule_can_not_look_into_what_it_is_not_told_of() {
+fn a_rule_cannot_read_attributes_of_an_agents_user() {
     let message = one_flaw(
         "permit (principal is CyNode::Agent, action, resource) when { principal.user.admin };",
     );
@@ -186,7 +186,7 @@ fn a_rule_that_can_never_hold_is_no_flaw() {
 }
 
 #[test]
-fn flaws_of_all_documents_are_told_at_once() {
+fn flaws_of_all_documents_are_reported_at_once() {
     let flaws = flaws(&[("b", "permit;"), ("good", ""), ("a", "forbid;")]);
     assert_eq!(
         flaws
@@ -225,7 +225,7 @@ fn nested(count: usize) -> Vec<String> {
 
 /// Deeper texts would overflow the stack of the test's thread and end the process.
 #[test]
-fn a_text_that_nests_without_end_is_told_before_cedar_reads_it() {
+fn a_deeply_nested_text_is_refused_before_cedar_parses_it() {
     for condition in nested(700).into_iter().chain(nested(10_000)) {
         let text = format!(
             "permit (principal, action, resource);\npermit (principal, action, resource) when {{ {condition} }};"
@@ -243,7 +243,7 @@ fn a_text_that_nests_without_end_is_told_before_cedar_reads_it() {
 /// Below the bound, neither the parser nor the validator nor the evaluator overflows the stack,
 /// however the expression nests.
 #[test]
-fn what_is_not_too_deep_is_read_checked_and_decided() {
+fn nested_conditions_are_evaluated_or_refused_with_a_position() {
     for count in [
         1, 2, 5, 10, 20, 28, 29, 30, 31, 32, 50, 100, 149, 150, 200, 298, 299, 300,
     ] {
@@ -271,7 +271,7 @@ fn what_is_not_too_deep_is_read_checked_and_decided() {
 }
 
 #[test]
-fn what_is_said_in_strings_and_comments_and_lists_is_not_deep() {
+fn brackets_in_strings_comments_and_lists_do_not_count_as_nesting() {
     let brackets = "([{".repeat(1_000);
     let operators = "&&||!.".repeat(1_000);
     let list = "CyNode::Action::\"file.read\", ".repeat(1_000);
@@ -301,7 +301,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn any_text_is_rules_or_flaws(text in any::<String>(), id in any::<String>()) {
+    fn any_text_parses_as_rules_or_flaws(text in any::<String>(), id in any::<String>()) {
         match Policies::parse([(id.as_str(), text.as_str())]) {
             Ok(policies) => prop_assert!(policies.rules().is_empty()),
             Err(flaws) => prop_assert!(
@@ -313,7 +313,7 @@ proptest! {
     }
 
     #[test]
-    fn a_broken_rule_is_rules_or_flaws(
+    fn a_mutated_rule_parses_as_rules_or_flaws(
         cut in 0_usize..2_000,
         put in "[(){};\"\\\\a-z:=!&|. \n]{0,4}",
     ) {

@@ -4,7 +4,7 @@ use cynode_policy::within_workspace;
 use proptest::prelude::*;
 
 #[test]
-fn a_path_is_told_as_rules_write_it() {
+fn paths_are_normalized_as_rules_write_them() {
     for (path, seen) in [
         ("", "/workspace"),
         (".", "/workspace"),
@@ -43,7 +43,7 @@ prop_compose! {
 
 proptest! {
     #[test]
-    fn it_is_absolute_and_nothing_in_it_is_left_to_resolve(path in any_path()) {
+    fn a_normalized_path_is_absolute_without_dots_or_empty_parts(path in any_path()) {
         let seen = within_workspace(&path);
         prop_assert!(seen.starts_with('/'));
         prop_assert!(
@@ -56,19 +56,23 @@ proptest! {
     }
 
     #[test]
-    fn what_was_resolved_stays(path in any_path()) {
+    fn normalizing_is_idempotent(path in any_path()) {
         let seen = within_workspace(&path);
         prop_assert_eq!(within_workspace(&seen), seen);
     }
 
     #[test]
-    fn a_relative_path_is_one_from_the_workspace(path in any_path()) {
+    fn a_relative_path_starts_at_the_workspace(path in any_path()) {
         prop_assume!(!path.starts_with('/'));
         prop_assert_eq!(within_workspace(&path), within_workspace(&format!("/workspace/{path}")));
     }
 
     #[test]
-    fn a_detour_changes_nothing(path in any_path(), word in "[a-z]{1,4}", more in "[a-z]{1,4}") {
+    fn detours_do_not_change_a_normalized_path(
+        path in any_path(),
+        word in "[a-z]{1,4}",
+        more in "[a-z]{1,4}",
+    ) {
         let straight = within_workspace(&format!("{path}/{more}"));
         prop_assert_eq!(&within_workspace(&format!("{path}/{word}/../{more}")), &straight);
         prop_assert_eq!(&within_workspace(&format!("{path}//./{more}/.")), &straight);

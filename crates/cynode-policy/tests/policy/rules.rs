@@ -91,7 +91,7 @@ fn an_action_either_reads_or_writes() {
 }
 
 #[test]
-fn a_name_leads_back_to_its_action() {
+fn action_names_round_trip() {
     for action in Action::ALL {
         assert_eq!(Action::from_str(action.as_str()), Ok(*action));
     }
@@ -109,12 +109,12 @@ fn a_name_leads_back_to_its_action() {
 }
 
 #[test]
-fn every_action_is_asked_and_every_question_fits_the_schema() {
+fn every_action_can_be_decided_within_the_schema() {
     let all = Policies::parse([("all", "permit (principal, action, resource);")])
         .expect("a rule without flaw");
-    let mut asked = BTreeSet::new();
+    let mut decided = BTreeSet::new();
     for (action, name, resource) in every_question() {
-        asked.insert(action);
+        decided.insert(action);
         for (caller, principal) in everybody() {
             let decision = all.decide(&principal, action, &resource, &Call::default());
             assert!(
@@ -123,11 +123,11 @@ fn every_action_is_asked_and_every_question_fits_the_schema() {
             );
         }
     }
-    assert_eq!(asked.len(), Action::ALL.len());
+    assert_eq!(decided.len(), Action::ALL.len());
 }
 
 #[test]
-fn what_an_action_is_not_about_is_denied_with_the_reason() {
+fn an_action_on_the_wrong_kind_of_resource_is_denied_with_the_reason() {
     let all = Policies::parse([("all", "permit (principal, action, resource);")])
         .expect("a rule without flaw");
     let decision = all.decide(
@@ -144,7 +144,7 @@ fn what_an_action_is_not_about_is_denied_with_the_reason() {
 }
 
 #[test]
-fn a_rule_sees_the_caller_the_thing_and_the_call() {
+fn a_rule_sees_the_caller_the_resource_and_the_call() {
     let of_groups = r#"permit (principal in CyNode::Group::"reviewers", action, resource);"#;
     let of_name = r#"permit (principal is CyNode::User, action, resource) when { principal.name == "somebody" };"#;
     let of_path = r#"permit (principal, action in CyNode::Action::"files", resource) when { context has path && context.path like "/workspace/*" };"#;
@@ -298,7 +298,7 @@ fn a_rule_bounds_what_a_sandbox_may_ask_for() {
 }
 
 #[test]
-fn attributes_of_things_are_theirs() {
+fn rules_see_the_attributes_of_resources() {
     let image = |pinned, agent_compatible| Resource::Image {
         reference: "registry.example/a".to_owned(),
         agent_compatible,
@@ -410,7 +410,7 @@ fn a_rule_that_fails_denies_whatever_others_permit() {
         assert_eq!(
             decision.rules,
             ["site/broken"],
-            "what permitted it did not decide"
+            "other rules than the broken one decided"
         );
         assert_eq!(decision.errors.len(), 1);
         assert!(
@@ -559,7 +559,7 @@ proptest! {
     }
 
     #[test]
-    fn one_more_permit_takes_nothing_away(
+    fn another_permit_never_denies(
         (principal, action, resource, call) in any_question(),
         document in any_document(),
         more in any_rule("permit"),
@@ -571,7 +571,7 @@ proptest! {
     }
 
     #[test]
-    fn one_more_forbid_allows_nothing_new(
+    fn another_forbid_never_allows(
         (principal, action, resource, call) in any_question(),
         document in any_document(),
         more in any_rule("forbid"),
@@ -603,7 +603,7 @@ proptest! {
     /// The same text, quoted in a rule and passed in the request, matches itself and nothing else.
     #[test]
     // invariant: policies
-    fn no_name_is_more_than_a_name(name in hostile_name(), other in hostile_name()) {
+    fn hostile_names_are_only_compared_literally(name in hostile_name(), other in hostile_name()) {
         prop_assume!(name != other);
         let quoted = format!(
             "\"{}\"",
@@ -654,7 +654,7 @@ proptest! {
     }
 
     #[test]
-    fn no_name_of_a_thing_opens_what_the_default_rules_close(name in hostile_name()) {
+    fn hostile_resource_names_never_widen_the_default_rules(name in hostile_name()) {
         let policies = defaults();
         let caller = Principal::User {
             id: STRANGER,

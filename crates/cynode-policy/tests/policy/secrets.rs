@@ -54,7 +54,7 @@ fn a_held_secret_is_found_within_anything() {
 }
 
 #[test]
-fn what_is_only_like_a_held_secret_is_let_through() {
+fn text_that_only_resembles_a_held_secret_passes() {
     for text in [
         "",
         "correct",
@@ -85,7 +85,7 @@ fn a_secret_shorter_than_twelve_bytes_is_not_held() {
 }
 
 #[test]
-fn the_blanks_around_a_secret_are_no_part_of_it() {
+fn whitespace_around_a_held_secret_is_ignored() {
     let scanner = holding(&[(PASSWORD_HIT.what, format!(" {PASSWORD}\r\n").as_bytes())]);
     assert_eq!(
         scanner.find(format!("PASSWORD={PASSWORD};").as_bytes()),
@@ -94,7 +94,7 @@ fn the_blanks_around_a_secret_are_no_part_of_it() {
 }
 
 #[test]
-fn secrets_that_are_partly_alike_are_told_apart() {
+fn overlapping_secrets_are_distinguished() {
     let long = format!("{0}{0}{0}", "the same in all of them, ");
     let scanner = holding(&[
         ("the first", format!("{long}1").as_bytes()),
@@ -156,7 +156,7 @@ fn a_held_secret_is_found_in_base64_at_each_alignment() {
 }
 
 #[test]
-fn the_key_decides_nothing_about_what_is_found() {
+fn the_hash_key_does_not_change_what_is_found() {
     for key in [[0; 32], [255; 32], [1; 32]] {
         let mut held = HeldSecrets::new(key);
         assert!(held.add(PASSWORD_HIT.what, PASSWORD.as_bytes()));
@@ -170,7 +170,7 @@ fn the_key_decides_nothing_about_what_is_found() {
 }
 
 #[test]
-fn nothing_that_is_printed_holds_a_secret() {
+fn debug_output_contains_no_secret() {
     let scanner = scanner();
     let mut watch = scanner.watch();
     let hit = watch.feed(PASSWORD.as_bytes()).expect("it is a secret");
@@ -185,7 +185,7 @@ fn nothing_that_is_printed_holds_a_secret() {
 }
 
 #[test]
-fn a_place_in_a_body_is_told_as_a_caller_writes_it() {
+fn the_path_of_a_secret_in_a_body_is_reported() {
     let token = our_token();
     let found = |body: Value| scanner().find_in_json(&body);
     for (body, place) in [
@@ -227,7 +227,7 @@ fn a_place_in_a_body_is_told_as_a_caller_writes_it() {
 
 #[test]
 // invariant: no-secrets-inside
-fn a_name_that_holds_a_secret_is_found_and_not_repeated() {
+fn a_name_that_contains_a_secret_is_found_and_not_repeated() {
     for name in [our_token(), PASSWORD.to_owned(), format!("A{PASSWORD}")] {
         let (place, _) = scanner()
             .find_in_json(&json!({"env": {"A": "b", name.clone(): "c"}}))
@@ -241,7 +241,7 @@ fn a_name_that_holds_a_secret_is_found_and_not_repeated() {
 }
 
 #[test]
-fn a_long_name_does_not_make_a_long_place() {
+fn a_long_name_is_truncated_in_the_path() {
     let (place, _) = scanner()
         .find_in_json(&json!({"é".repeat(10_000): our_token()}))
         .expect("it is a secret");
@@ -267,7 +267,7 @@ fn a_number_can_be_a_secret() {
 }
 
 #[test]
-fn what_is_named_base64_is_looked_at_decoded() {
+fn base64_members_are_decoded_and_scanned() {
     let token = format!("gh{}{}", "p_", letters(ALPHANUMERIC, 36));
     let text = format!("é\0?>{token}\n");
     for encoded in [
@@ -307,20 +307,20 @@ fn what_is_named_base64_is_looked_at_decoded() {
 }
 
 #[test]
-fn a_watch_can_be_given_to_another_thread() {
+fn a_watch_is_send() {
     fn can<T: Send + 'static>(_: &T) {}
     can(&scanner().watch());
     can(&scanner());
 }
 
 #[test]
-fn a_watch_goes_on_after_a_hit_and_forgets_it() {
+fn a_watch_continues_after_a_hit() {
     let mut watch = scanner().watch();
     assert_eq!(watch.feed(PASSWORD.as_bytes()), Some(PASSWORD_HIT));
     assert_eq!(
         watch.feed(&vec![b'.'; 100_000]),
         Some(PASSWORD_HIT),
-        "it is still what came last"
+        "the secret at the end of the last piece was lost"
     );
     assert_eq!(watch.feed(b"."), None);
     assert_eq!(watch.feed(PASSWORD.as_bytes()), Some(PASSWORD_HIT));
@@ -328,7 +328,7 @@ fn a_watch_goes_on_after_a_hit_and_forgets_it() {
 }
 
 #[test]
-fn a_token_that_the_next_piece_makes_too_long_is_none_in_one_piece() {
+fn a_too_long_token_is_not_found_at_any_offset() {
     let long = format!(" gh{}{} ", "p_", letters(ALPHANUMERIC, 37));
     let mut watch = scanner().watch();
     for padding in (64 * 1024 - 100)..(64 * 1024) {
@@ -442,7 +442,7 @@ proptest! {
     }
 
     #[test]
-    fn a_secret_with_one_byte_changed_is_none(
+    fn a_secret_with_one_byte_changed_passes(
         secret in "[!-~]{12,60}",
         at in any::<prop::sample::Index>(),
         bit in 0_u8..7,
@@ -455,7 +455,7 @@ proptest! {
     }
 
     #[test]
-    fn bytes_without_a_secret_are_let_through(
+    fn bytes_without_a_secret_pass(
         bytes in prop::collection::vec(any::<u8>(), 0..2_000),
         sizes in prop::collection::vec(1_usize..150, 1..8),
     ) {
@@ -473,7 +473,7 @@ proptest! {
     }
 
     #[test]
-    fn a_body_without_a_secret_is_let_through(body in around(json!("nothing of note"))) {
+    fn a_body_without_a_secret_passes(body in around(json!("nothing of note"))) {
         prop_assert_eq!(scanner().find_in_json(&body), None);
     }
 }

@@ -112,12 +112,12 @@ fn a_token_is_found_and_its_near_misses_are_not() {
         assert_eq!(
             found(&format!("x{token}")),
             None,
-            "within a word it is none: x{token}"
+            "found within a word: x{token}"
         );
         assert_eq!(
             found(&format!("_{token}")),
             None,
-            "within a word it is none: _{token}"
+            "found within a word: _{token}"
         );
         let other_case: String = begins
             .chars()
@@ -138,7 +138,7 @@ fn a_token_is_found_and_its_near_misses_are_not() {
 }
 
 #[test]
-fn letters_that_no_such_token_has_end_it() {
+fn characters_outside_a_tokens_alphabet_end_it() {
     let upper = letters(UPPER, 15);
     assert_eq!(found(&format!("AK{}{upper}a", "IA")), None);
     assert_eq!(
@@ -148,7 +148,7 @@ fn letters_that_no_such_token_has_end_it() {
     assert_eq!(
         found(&format!("xo{}your-token-goes-in-here-please", "xb-")),
         None,
-        "it begins with a number"
+        "found without a leading number"
     );
     assert_eq!(
         found(&format!(
@@ -160,7 +160,7 @@ fn letters_that_no_such_token_has_end_it() {
 }
 
 #[test]
-fn an_escape_before_a_token_is_no_part_of_its_word() {
+fn an_escape_sequence_before_a_token_does_not_hide_it() {
     let token = format!("gh{}{}", "p_", letters(ALPHANUMERIC, 36));
     for before in [
         "\\n", "\\t", "\\r", "\\\"", "%3D", "%20", "%0a", "\\x3d", "\\u003d", "\\u0026", "a\\n",
@@ -191,7 +191,7 @@ fn an_escape_before_a_token_is_no_part_of_its_word() {
 }
 
 #[test]
-fn other_shapes_are_looked_for_only_where_asked() {
+fn foreign_shapes_are_scanned_only_on_request() {
     let ours_alone = Scanner::new(HeldSecrets::new([7; 32]), false);
     let others = format!("gh{}{}", "p_", letters(ALPHANUMERIC, 36));
     assert_eq!(ours_alone.find(others.as_bytes()), None);
@@ -204,7 +204,7 @@ fn other_shapes_are_looked_for_only_where_asked() {
 }
 
 #[test]
-fn a_token_after_many_that_are_none_is_found() {
+fn a_token_after_many_near_misses_is_found() {
     for (what, begins, alphabet, count, _) in tokens() {
         let begins = begins.concat();
         let text = format!(
@@ -253,13 +253,13 @@ fn a_private_key_is_found_by_its_label_and_what_follows() {
             private_key(&format!("PRIVATE {}", "KEY"), "\n")
         )),
         Some("a private key"),
-        "it needs no word of its own"
+        "a private key within a word was not found"
     );
 }
 
 /// The longest possible candidate, fed byte by byte.
 #[test]
-fn a_private_key_is_found_as_late_as_it_may_begin() {
+fn a_private_key_is_found_at_the_latest_allowed_position() {
     let label = format!("{} PRIVATE {}", "A".repeat(20), "KEY");
     assert_eq!(label.len(), 32);
     for line in [
@@ -287,7 +287,7 @@ fn a_private_key_is_found_as_late_as_it_may_begin() {
 }
 
 #[test]
-fn what_only_looks_like_a_private_key_is_none() {
+fn text_that_only_resembles_a_private_key_passes() {
     let key = private_key(&format!("PRIVATE {}", "KEY"), "\n");
     for text in [
         private_key("CERTIFICATE", "\n"),
@@ -328,7 +328,7 @@ fn our_tokens_are_found_in_base64() {
 }
 
 #[test]
-fn whatever_is_around_our_token_in_base64_it_is_found() {
+fn our_token_is_found_in_base64_with_any_surroundings() {
     let token = our_token();
     for before in [
         &[0xff][..],
@@ -380,18 +380,18 @@ fn innocent() -> impl Strategy<Value = String> {
 
 proptest! {
     #[test]
-    fn text_without_a_token_is_let_through(text in innocent()) {
+    fn text_without_a_token_passes(text in innocent()) {
         prop_assert_eq!(found(&text), None);
     }
 
     #[test]
-    fn bytes_without_a_token_are_let_through(bytes in prop::collection::vec(any::<u8>(), 0..4096)) {
+    fn bytes_without_a_token_pass(bytes in prop::collection::vec(any::<u8>(), 0..4096)) {
         prop_assert_eq!(scanner().find(&bytes), None);
     }
 
     /// Surrounded by bytes that are not UTF-8.
     #[test]
-    fn a_token_is_found_wherever_it_stands(
+    fn a_token_is_found_at_any_position(
         before in prop::collection::vec(any::<u8>(), 0..500),
         after in prop::collection::vec(any::<u8>(), 0..500),
         token in prop::sample::select(tokens()),

@@ -243,8 +243,8 @@ mod tests {
 
     use super::{super::tests::*, *};
 
-    fn exported(sandbox: &Sandbox, path: &str) -> Vec<u8> {
-        sandbox
+    fn exported(workspace: &TestWorkspace, path: &str) -> Vec<u8> {
+        workspace
             .ask(FileOp::ExportTar { path: raw(path) }, b"")
             .body()
             .to_vec()
@@ -252,17 +252,17 @@ mod tests {
 
     #[test]
     fn an_archive_holds_files_directories_and_links_and_nothing_else() {
-        let sandbox = Sandbox::new();
-        sandbox.put("top/dir/file", "hello");
-        sandbox.put("top/.git/config", "x");
+        let workspace = TestWorkspace::new();
+        workspace.put("top/dir/file", "hello");
+        workspace.put("top/.git/config", "x");
         std::fs::set_permissions(
-            sandbox.path("top/dir/file"),
+            workspace.path("top/dir/file"),
             std::fs::Permissions::from_mode(0o755),
         )
         .expect("mode");
-        symlink("../dir//file", sandbox.path("top/link")).expect("link");
-        sandbox.fifo("top/fifo");
-        let bytes = exported(&sandbox, "top");
+        symlink("../dir//file", workspace.path("top/link")).expect("link");
+        workspace.fifo("top/fifo");
+        let bytes = exported(&workspace, "top");
         assert_eq!(bytes.len() % BLOCK, 0);
         let mut archive = tar::Archive::new(bytes.as_slice());
         let mut seen = Vec::new();
@@ -299,53 +299,58 @@ mod tests {
     }
 
     #[test]
-    fn an_export_comes_back_through_an_import() {
-        let sandbox = Sandbox::new();
+    fn exports_round_trip_through_an_import() {
+        let workspace = TestWorkspace::new();
         let long_path = format!("top/{}/{}", "d".repeat(120), "f".repeat(200));
-        sandbox.put(&long_path, "long");
-        sandbox.put("top/new\nline", "n");
-        sandbox.put("top/empty", "");
-        sandbox.put("top/large", vec![7; 200_000]);
+        workspace.put(&long_path, "long");
+        workspace.put("top/new\nline", "n");
+        workspace.put("top/empty", "");
+        workspace.put("top/large", vec![7; 200_000]);
         std::fs::write(
-            sandbox
+            workspace
                 .path("top")
                 .join(OsString::from_vec(b"\xff\xfe".repeat(60))),
             "raw",
         )
         .expect("written");
-        symlink("t".repeat(300), sandbox.path("top/link")).expect("link");
-        let bytes = exported(&sandbox, "top");
+        symlink("t".repeat(300), workspace.path("top/link")).expect("link");
+        let bytes = exported(&workspace, "top");
         assert!(matches!(
-            sandbox
+            workspace
                 .ask(FileOp::Import { path: raw("copy") }, &bytes)
                 .first(),
             Reply::Ok { changed: Some(_) }
         ));
-        assert_eq!(sandbox.names("copy"), sandbox.names("top"));
-        assert_eq!(sandbox.get(&long_path.replace("top", "copy")), b"long");
-        assert_eq!(sandbox.get("copy/large"), vec![7; 200_000]);
+        assert_eq!(workspace.names("copy"), workspace.names("top"));
+        assert_eq!(workspace.get(&long_path.replace("top", "copy")), b"long");
+        assert_eq!(workspace.get("copy/large"), vec![7; 200_000]);
         assert_eq!(
-            std::fs::read_link(sandbox.path("copy/link")).expect("link"),
-            std::fs::read_link(sandbox.path("top/link")).expect("link")
+            std::fs::read_link(workspace.path("copy/link")).expect("link"),
+            std::fs::read_link(workspace.path("top/link")).expect("link")
         );
-        let time = |path: &str| std::fs::metadata(sandbox.path(path)).expect("stat").mtime();
+        let time = |path: &str| {
+            std::fs::metadata(workspace.path(path))
+                .expect("stat")
+                .mtime()
+        };
         assert_eq!(time("copy/large"), time("top/large"));
-        assert_eq!(exported(&sandbox, "copy").len(), bytes.len());
+        assert_eq!(exported(&workspace, "copy").len(), bytes.len());
     }
 
     #[test]
     fn a_tree_that_is_too_deep_is_refused_before_the_archive_begins() {
-        let sandbox = Sandbox::new();
-        sandbox.put("top/a", vec![7; 200_000]);
+        let workspace = TestWorkspace::new();
+        workspace.put("top/a", vec![7; 200_000]);
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let mut directory = openat(CWD, sandbox.path("top"), flags, Mode::empty()).expect("opened");
+        let mut directory =
+            openat(CWD, workspace.path("top"), flags, Mode::empty()).expect("opened");
         // Deeper than the longest path (4,096 bytes of names) and the depth limit.
         for _ in 0..300 {
             rustix::fs::mkdirat(&directory, "deeper-and-deeper", Mode::RWXU).expect("made");
             directory =
                 openat(&directory, "deeper-and-deeper", flags, Mode::empty()).expect("opened");
         }
-        let answer = sandbox.ask(FileOp::ExportTar { path: raw("top") }, b"");
+        let answer = workspace.ask(FileOp::ExportTar { path: raw("top") }, b"");
         assert!(
             answer.data().is_empty() && matches!(answer.first(), Reply::Error(_)),
             "{answer:?}"
@@ -360,23 +365,23 @@ mod tests {
 
     #[test]
     fn only_directories_are_exported() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "");
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "");
         assert_eq!(
-            sandbox
+            workspace
                 .ask(FileOp::ExportTar { path: raw("file") }, b"")
                 .error()
                 .code,
             ErrorCode::NotADirectory
         );
         assert_eq!(
-            sandbox
+            workspace
                 .ask(FileOp::ExportTar { path: raw("none") }, b"")
                 .error()
                 .code,
             ErrorCode::NotFound
         );
-        std::fs::create_dir(sandbox.path("empty")).expect("made");
-        assert_eq!(exported(&sandbox, "empty"), vec![0; 2 * BLOCK]);
+        std::fs::create_dir(workspace.path("empty")).expect("made");
+        assert_eq!(exported(&workspace, "empty"), vec![0; 2 * BLOCK]);
     }
 }

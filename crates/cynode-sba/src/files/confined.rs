@@ -272,7 +272,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_accepted_has_only_plain_names(
+        fn accepted_paths_have_only_plain_names(
             path in proptest::collection::vec(
                 prop_oneof![Just(b'.'), Just(b'/'), Just(b'a'), any::<u8>()],
                 0..40,

@@ -214,7 +214,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_shown_is_short_and_has_no_control_characters(
+        fn shown_paths_are_short_and_have_no_control_characters(
             path in proptest::collection::vec(any::<u8>(), 0..6_000),
         ) {
             let text = shown(&path);

@@ -343,7 +343,7 @@ mod tests {
 
     use super::{super::tests::*, *};
 
-    fn git(sandbox: &Sandbox, arguments: &[&str]) {
+    fn git(workspace: &TestWorkspace, arguments: &[&str]) {
         let output = Command::new("git")
             .args([
                 "-c",
@@ -354,7 +354,7 @@ mod tests {
                 "init.defaultBranch=main",
             ])
             .args(arguments)
-            .current_dir(&sandbox.files.root)
+            .current_dir(&workspace.files.root)
             .env_clear()
             .env("PATH", std::env::var_os("PATH").expect("PATH"))
             .env("HOME", "/nonexistent")
@@ -367,8 +367,8 @@ mod tests {
         );
     }
 
-    fn ask(sandbox: &Sandbox, base: Option<&str>) -> Answer {
-        sandbox.ask(
+    fn ask(workspace: &TestWorkspace, base: Option<&str>) -> Answer {
+        workspace.ask(
             FileOp::ExportPatch {
                 base: base.map(str::to_owned),
             },
@@ -376,42 +376,45 @@ mod tests {
         )
     }
 
-    fn exported(sandbox: &Sandbox, base: Option<&str>) -> String {
-        String::from_utf8(ask(sandbox, base).body().to_vec()).expect("text")
+    fn exported(workspace: &TestWorkspace, base: Option<&str>) -> String {
+        String::from_utf8(ask(workspace, base).body().to_vec()).expect("text")
     }
 
-    fn repository() -> Sandbox {
-        let sandbox = Sandbox::new();
-        git(&sandbox, &["init", "--quiet"]);
-        sandbox.put("kept", "same\n");
-        sandbox.put("modified", "one\n");
-        sandbox.put("deleted", "gone\n");
-        sandbox.put("old-name", "a\nb\nc\nd\ne\nf\n");
-        sandbox.put(".gitignore", "ignored\n");
-        git(&sandbox, &["add", "."]);
-        git(&sandbox, &["commit", "--quiet", "-m", "first"]);
-        sandbox
+    fn repository() -> TestWorkspace {
+        let workspace = TestWorkspace::new();
+        git(&workspace, &["init", "--quiet"]);
+        workspace.put("kept", "same\n");
+        workspace.put("modified", "one\n");
+        workspace.put("deleted", "gone\n");
+        workspace.put("old-name", "a\nb\nc\nd\ne\nf\n");
+        workspace.put(".gitignore", "ignored\n");
+        git(&workspace, &["add", "."]);
+        git(&workspace, &["commit", "--quiet", "-m", "first"]);
+        workspace
     }
 
     #[test]
     fn the_diff_holds_changes_and_untracked_files_and_applies_elsewhere() {
-        let sandbox = repository();
+        let workspace = repository();
         let copy = repository();
-        sandbox.put("modified", "two\n");
-        sandbox.put("untracked/dir/file é", "new\n");
-        sandbox.put("empty", "");
-        sandbox.put("ignored", "secret\n");
-        sandbox.put("staged", "s\n");
-        git(&sandbox, &["add", "staged"]);
-        std::fs::remove_file(sandbox.path("deleted")).expect("removed");
-        std::fs::rename(sandbox.path("old-name"), sandbox.path("new-name")).expect("renamed");
-        std::fs::set_permissions(sandbox.path("kept"), std::fs::Permissions::from_mode(0o755))
-            .expect("mode");
-        let index = sandbox.get(".git/index");
-        let objects = || walkdir(&sandbox.path(".git/objects"));
+        workspace.put("modified", "two\n");
+        workspace.put("untracked/dir/file é", "new\n");
+        workspace.put("empty", "");
+        workspace.put("ignored", "secret\n");
+        workspace.put("staged", "s\n");
+        git(&workspace, &["add", "staged"]);
+        std::fs::remove_file(workspace.path("deleted")).expect("removed");
+        std::fs::rename(workspace.path("old-name"), workspace.path("new-name")).expect("renamed");
+        std::fs::set_permissions(
+            workspace.path("kept"),
+            std::fs::Permissions::from_mode(0o755),
+        )
+        .expect("mode");
+        let index = workspace.get(".git/index");
+        let objects = || walkdir(&workspace.path(".git/objects"));
         let before = objects();
-        let diff = exported(&sandbox, None);
-        assert_eq!(sandbox.get(".git/index"), index);
+        let diff = exported(&workspace, None);
+        assert_eq!(workspace.get(".git/index"), index);
         assert_eq!(objects(), before);
         assert!(!diff.contains("secret"));
         copy.files
@@ -442,7 +445,7 @@ mod tests {
                 & 0o111,
             0o111
         );
-        assert_eq!(exported(&sandbox, Some("HEAD")), diff);
+        assert_eq!(exported(&workspace, Some("HEAD")), diff);
     }
 
     fn walkdir(path: &Path) -> Vec<PathBuf> {
@@ -468,10 +471,10 @@ mod tests {
 
     #[test]
     fn binary_files_and_links_are_in_the_diff() {
-        let sandbox = repository();
-        sandbox.put("binary", b"\0\x01\x02");
-        symlink("kept", sandbox.path("link")).expect("link");
-        let diff = exported(&sandbox, None);
+        let workspace = repository();
+        workspace.put("binary", b"\0\x01\x02");
+        symlink("kept", workspace.path("link")).expect("link");
+        let diff = exported(&workspace, None);
         assert!(
             diff.contains("GIT binary patch") && diff.contains("new file mode 120000"),
             "{diff}"
@@ -479,24 +482,24 @@ mod tests {
     }
 
     #[test]
-    fn without_a_commit_everything_is_new() {
-        let sandbox = Sandbox::new();
-        git(&sandbox, &["init", "--quiet"]);
-        sandbox.put("file", "x\n");
-        assert!(exported(&sandbox, None).contains("+++ b/file"));
+    fn a_repository_without_commits_exports_everything_as_new() {
+        let workspace = TestWorkspace::new();
+        git(&workspace, &["init", "--quiet"]);
+        workspace.put("file", "x\n");
+        assert!(exported(&workspace, None).contains("+++ b/file"));
     }
 
     #[test]
     fn the_base_can_be_chosen_and_must_exist() {
-        let sandbox = repository();
-        sandbox.put("second", "2\n");
-        git(&sandbox, &["add", "."]);
-        git(&sandbox, &["commit", "--quiet", "-m", "second"]);
-        assert_eq!(exported(&sandbox, None), "");
-        assert!(exported(&sandbox, Some("HEAD~1")).contains("b/second"));
+        let workspace = repository();
+        workspace.put("second", "2\n");
+        git(&workspace, &["add", "."]);
+        git(&workspace, &["commit", "--quiet", "-m", "second"]);
+        assert_eq!(exported(&workspace, None), "");
+        assert!(exported(&workspace, Some("HEAD~1")).contains("b/second"));
         for base in ["nonsense", "--output=/tmp/x", "", "HEAD~1..HEAD", "a\nb"] {
             assert_eq!(
-                ask(&sandbox, Some(base)).error().code,
+                ask(&workspace, Some(base)).error().code,
                 ErrorCode::InvalidRequest,
                 "{base:?}"
             );
@@ -505,8 +508,11 @@ mod tests {
 
     #[test]
     fn a_directory_without_a_repository_is_refused() {
-        let sandbox = Sandbox::new();
-        assert_eq!(ask(&sandbox, None).error().code, ErrorCode::NotARepository);
+        let workspace = TestWorkspace::new();
+        assert_eq!(
+            ask(&workspace, None).error().code,
+            ErrorCode::NotARepository
+        );
         let outer = repository();
         let inner = Files::new(outer.path("sub"));
         std::fs::create_dir(&inner.root).expect("made");
@@ -518,8 +524,8 @@ mod tests {
     }
 
     #[test]
-    fn the_repository_s_own_settings_do_not_change_the_form() {
-        let sandbox = repository();
+    fn the_repositorys_settings_do_not_change_the_format() {
+        let workspace = repository();
         for (key, value) in [
             ("diff.noprefix", "true"),
             ("color.ui", "always"),
@@ -527,10 +533,10 @@ mod tests {
             ("diff.mnemonicPrefix", "true"),
             ("core.fsmonitor", "false"),
         ] {
-            git(&sandbox, &["config", key, value]);
+            git(&workspace, &["config", key, value]);
         }
-        sandbox.put("modified", "two\n");
-        let diff = exported(&sandbox, None);
+        workspace.put("modified", "two\n");
+        let diff = exported(&workspace, None);
         assert!(
             diff.starts_with("diff --git a/modified b/modified\n"),
             "{diff}"

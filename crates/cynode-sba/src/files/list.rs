@@ -257,7 +257,7 @@ mod tests {
     use super::{super::tests::*, *};
 
     fn listed(
-        sandbox: &Sandbox,
+        workspace: &TestWorkspace,
         path: Option<&str>,
         change: impl FnOnce(&mut ListRequest),
     ) -> ListResult {
@@ -266,7 +266,7 @@ mod tests {
             ..ListRequest::default()
         };
         change(&mut request);
-        sandbox.files.list(&request).expect("listed")
+        workspace.files.list(&request).expect("listed")
     }
 
     fn paths(result: &ListResult) -> Vec<&str> {
@@ -277,31 +277,31 @@ mod tests {
             .collect()
     }
 
-    fn tree() -> Sandbox {
-        let sandbox = Sandbox::new();
+    fn tree() -> TestWorkspace {
+        let workspace = TestWorkspace::new();
         for path in ["a/x", "a/y/z", "a-b", "b", ".hidden/file", "a/.secret"] {
-            sandbox.put(path, "12345");
+            workspace.put(path, "12345");
         }
-        symlink("a", sandbox.path("link")).expect("link");
-        sandbox
+        symlink("a", workspace.path("link")).expect("link");
+        workspace
     }
 
     #[test]
-    fn a_listing_is_sorted_by_bytes_and_leaves_hidden_names_out() {
-        let sandbox = tree();
+    fn a_listing_is_sorted_by_bytes_and_omits_hidden_names() {
+        let workspace = tree();
         assert_eq!(
-            paths(&listed(&sandbox, None, |_| {})),
+            paths(&listed(&workspace, None, |_| {})),
             ["a", "a-b", "b", "link"]
         );
         assert_eq!(
-            paths(&listed(&sandbox, None, |request| request.depth = Some(2))),
+            paths(&listed(&workspace, None, |request| request.depth = Some(2))),
             ["a", "a-b", "a/x", "a/y", "b", "link"]
         );
         assert_eq!(
-            paths(&listed(&sandbox, None, |request| request.depth = Some(64))),
+            paths(&listed(&workspace, None, |request| request.depth = Some(64))),
             ["a", "a-b", "a/x", "a/y", "a/y/z", "b", "link"]
         );
-        let hidden = listed(&sandbox, None, |request| {
+        let hidden = listed(&workspace, None, |request| {
             (request.depth, request.hidden) = (Some(2), Some(true));
         });
         assert_eq!(
@@ -321,30 +321,30 @@ mod tests {
     }
 
     #[test]
-    fn paths_are_relative_or_absolute_as_the_request_is() {
-        let sandbox = tree();
+    fn listed_paths_are_relative_or_absolute_like_the_request() {
+        let workspace = tree();
         assert_eq!(
-            paths(&listed(&sandbox, Some("./a/"), |_| {})),
+            paths(&listed(&workspace, Some("./a/"), |_| {})),
             ["a/x", "a/y"]
         );
-        let absolute = sandbox.path("a").to_str().expect("text").to_owned();
+        let absolute = workspace.path("a").to_str().expect("text").to_owned();
         assert_eq!(
-            paths(&listed(&sandbox, Some(&absolute), |_| {})),
+            paths(&listed(&workspace, Some(&absolute), |_| {})),
             [format!("{absolute}/x"), format!("{absolute}/y")]
         );
-        assert_eq!(paths(&listed(&sandbox, Some("a/x"), |_| {})), ["a/x"]);
+        assert_eq!(paths(&listed(&workspace, Some("a/x"), |_| {})), ["a/x"]);
         assert_eq!(
-            paths(&listed(&sandbox, Some("link"), |_| {})),
+            paths(&listed(&workspace, Some("link"), |_| {})),
             ["link/x", "link/y"]
         );
     }
 
     #[test]
     fn an_entry_has_its_type_and_attributes() {
-        let sandbox = tree();
-        sandbox.fifo("pipe");
-        symlink("nowhere", sandbox.path("dangling")).expect("link");
-        let result = listed(&sandbox, None, |_| {});
+        let workspace = tree();
+        workspace.fifo("pipe");
+        symlink("nowhere", workspace.path("dangling")).expect("link");
+        let result = listed(&workspace, None, |_| {});
         let entry = |path: &str| {
             result
                 .entries
@@ -361,17 +361,17 @@ mod tests {
             (entry("link").kind, entry("link").target.as_deref()),
             (FileType::Symlink, Some("a"))
         );
-        let dangling = listed(&sandbox, Some("dangling"), |_| {});
+        let dangling = listed(&workspace, Some("dangling"), |_| {});
         assert_eq!(dangling.entries[0].target.as_deref(), Some("nowhere"));
     }
 
     #[test]
-    fn too_many_entries_leave_the_first_ones() {
-        let sandbox = Sandbox::new();
+    fn a_listing_is_truncated_to_the_first_entries() {
+        let workspace = TestWorkspace::new();
         for number in (0..50).rev() {
-            sandbox.put(&format!("d{number:02}/file"), "");
+            workspace.put(&format!("d{number:02}/file"), "");
         }
-        let result = listed(&sandbox, None, |request| {
+        let result = listed(&workspace, None, |request| {
             (request.depth, request.max_entries) = (Some(5), Some(5));
         });
         assert_eq!(
@@ -379,22 +379,22 @@ mod tests {
             ["d00", "d00/file", "d01", "d01/file", "d02"]
         );
         assert!(result.truncated);
-        let exact = listed(&sandbox, Some("d00"), |request| {
+        let exact = listed(&workspace, Some("d00"), |request| {
             request.max_entries = Some(1);
         });
         assert!(!exact.truncated);
     }
 
     #[test]
-    fn long_names_end_a_listing_where_the_answer_is_full() {
-        let sandbox = Sandbox::new();
+    fn a_listing_of_long_names_ends_when_the_response_is_full() {
+        let workspace = TestWorkspace::new();
         // Each takes six bytes in JSON.
         let name = |number: usize| format!("{number:04}{}", "\u{1}".repeat(200));
         for number in 0..4_000 {
-            sandbox.put(&name(number), "");
+            workspace.put(&name(number), "");
         }
         let most = |request: &mut ListRequest| request.max_entries = Some(10_000);
-        let result = listed(&sandbox, None, most);
+        let result = listed(&workspace, None, most);
         let written = serde_json::to_string(&result).expect("JSON").len();
         assert!(
             result.truncated
@@ -403,26 +403,30 @@ mod tests {
             "{written}"
         );
         let expected: Vec<String> = (0..result.entries.len()).map(name).collect();
-        assert_eq!(paths(&result), expected, "the first ones are kept");
+        assert_eq!(
+            paths(&result),
+            expected,
+            "other entries than the first were kept"
+        );
         for number in 2_000..4_000 {
-            std::fs::remove_file(sandbox.path(&name(number))).expect("removed");
+            std::fs::remove_file(workspace.path(&name(number))).expect("removed");
         }
-        let result = listed(&sandbox, None, most);
+        let result = listed(&workspace, None, most);
         assert!(!result.truncated && result.entries.len() == 2_000);
     }
 
     #[test]
     fn names_that_are_not_utf8_carry_their_bytes() {
-        let sandbox = Sandbox::new();
+        let workspace = TestWorkspace::new();
         let name = std::ffi::OsString::from_vec(b"x\xff".to_vec());
-        std::fs::create_dir(sandbox.files.root.join(&name)).expect("made");
-        let result = listed(&sandbox, None, |_| {});
+        std::fs::create_dir(workspace.files.root.join(&name)).expect("made");
+        let result = listed(&workspace, None, |_| {});
         assert_eq!(result.entries[0].path, "x\u{fffd}");
         assert_eq!(
             result.entries[0].path_b64,
             Some(Base64Bytes(b"x\xff".to_vec()))
         );
-        let below = listed(&sandbox, None, |request| {
+        let below = listed(&workspace, None, |request| {
             request.path_b64 = Some(Base64Bytes(b"x\xff".to_vec()));
         });
         assert!(below.entries.is_empty());
@@ -430,8 +434,8 @@ mod tests {
 
     #[test]
     fn requests_out_of_bounds_and_missing_paths_are_refused() {
-        let sandbox = Sandbox::new();
-        let list = |request: ListRequest| code(sandbox.files.list(&request));
+        let workspace = TestWorkspace::new();
+        let list = |request: ListRequest| code(workspace.files.list(&request));
         assert_eq!(
             list(ListRequest {
                 depth: Some(0),
@@ -453,7 +457,7 @@ mod tests {
             }),
             ErrorCode::NotFound
         );
-        sandbox.put("file", "");
+        workspace.put("file", "");
         assert_eq!(
             list(ListRequest {
                 path: Some("file/x".to_owned()),
@@ -465,9 +469,9 @@ mod tests {
 
     #[test]
     fn times_outside_of_the_calendar_are_clamped() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "");
-        let mut stat = path::stat(&sandbox.path("file")).expect("stat");
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "");
+        let mut stat = path::stat(&workspace.path("file")).expect("stat");
         for seconds in [i64::MIN, i64::MAX, -1, 0] {
             stat.st_mtime = seconds;
             let json = serde_json::to_string(&entry(b"file", &stat, None))
@@ -478,8 +482,8 @@ mod tests {
 
     #[test]
     fn the_answer_is_json_over_the_connection() {
-        let sandbox = tree();
-        let answer = sandbox.ask(
+        let workspace = tree();
+        let answer = workspace.ask(
             FileOp::List {
                 request: ListRequest::default(),
             },

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn making_directories_twice_is_fine_and_a_file_in_the_way_is_named() {
+    fn existing_directories_are_accepted_and_a_file_in_the_way_is_named() {
         let temp = tempfile::tempdir().expect("temp dir");
         let deep = temp.path().join("a/b/c");
         assert!(make_directories(&deep).expect("made"));

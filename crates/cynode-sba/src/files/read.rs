@@ -253,43 +253,46 @@ mod tests {
     use super::{super::tests::*, *};
 
     #[test]
-    fn stat_follows_links_and_hashes_only_when_asked() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "hello");
-        symlink("file", sandbox.path("link")).expect("link");
-        symlink("nowhere", sandbox.path("dangling")).expect("link");
-        std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o640))
-            .expect("mode");
-        let stat = sandbox.files.stat(b"link", true).expect("stat");
+    fn stat_follows_links_and_hashes_only_on_request() {
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "hello");
+        symlink("file", workspace.path("link")).expect("link");
+        symlink("nowhere", workspace.path("dangling")).expect("link");
+        std::fs::set_permissions(
+            workspace.path("file"),
+            std::fs::Permissions::from_mode(0o640),
+        )
+        .expect("mode");
+        let stat = workspace.files.stat(b"link", true).expect("stat");
         assert_eq!(
             (stat.kind, stat.size, stat.mode),
             (FileType::File, 5, 0o640)
         );
         assert_eq!(stat.sha256.as_deref(), Some(HELLO));
         assert_eq!(
-            sandbox.files.stat(b"file", false).expect("stat").sha256,
+            workspace.files.stat(b"file", false).expect("stat").sha256,
             None
         );
         assert_eq!(
-            sandbox.files.stat(b".", true).expect("stat").kind,
+            workspace.files.stat(b".", true).expect("stat").kind,
             FileType::Dir
         );
         assert_eq!(
-            code(sandbox.files.stat(b"dangling", true)),
+            code(workspace.files.stat(b"dangling", true)),
             ErrorCode::NotFound
         );
         assert_eq!(
-            sandbox.files.stat(b"/dev/null", true).expect("stat").kind,
+            workspace.files.stat(b"/dev/null", true).expect("stat").kind,
             FileType::Other
         );
     }
 
     #[test]
     fn a_file_is_sent_with_its_hash_and_in_ranges() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "hello");
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "hello");
         let read = |start, end| {
-            sandbox.ask(
+            workspace.ask(
                 FileOp::Read {
                     path: raw("file"),
                     start,
@@ -320,10 +323,10 @@ mod tests {
 
     #[test]
     fn an_empty_file_has_an_empty_body() {
-        let sandbox = Sandbox::new();
-        sandbox.put("empty", "");
+        let workspace = TestWorkspace::new();
+        workspace.put("empty", "");
         assert_eq!(
-            sandbox
+            workspace
                 .ask(
                     FileOp::Read {
                         path: raw("empty"),
@@ -336,7 +339,7 @@ mod tests {
             b""
         );
         assert_eq!(
-            sandbox
+            workspace
                 .ask(
                     FileOp::Read {
                         path: raw("empty"),
@@ -353,10 +356,10 @@ mod tests {
 
     #[test]
     fn a_large_file_is_streamed_whole_and_in_part() {
-        let sandbox = Sandbox::new();
+        let workspace = TestWorkspace::new();
         let content: Vec<u8> = (0..3 * 1024 * 1024_u32).map(|n| (n % 251) as u8).collect();
-        sandbox.put("large", &content);
-        let answer = sandbox.ask(
+        workspace.put("large", &content);
+        let answer = workspace.ask(
             FileOp::Read {
                 path: raw("large"),
                 start: 0,
@@ -368,7 +371,7 @@ mod tests {
             matches!(answer.first(), Reply::Stat(stat) if stat.sha256 == Some(digest::of_bytes(&content)))
         );
         assert!(answer.body() == content);
-        let part = sandbox.ask(
+        let part = workspace.ask(
             FileOp::Read {
                 path: raw("large"),
                 start: 2_000_000,
@@ -380,17 +383,17 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_huge_file_comes_without_the_hash_of_all_of_it() {
-        let sandbox = Sandbox::new();
-        sandbox.put("huge", "start");
+    fn a_range_of_a_huge_file_has_no_hash_of_the_whole() {
+        let workspace = TestWorkspace::new();
+        workspace.put("huge", "start");
         let file = std::fs::OpenOptions::new()
             .write(true)
-            .open(sandbox.path("huge"))
+            .open(workspace.path("huge"))
             .expect("opened");
         // A whole terabyte can't be read within a test.
         file.set_len(1 << 40).expect("sparse");
         let read = |start, end| {
-            sandbox.ask(
+            workspace.ask(
                 FileOp::Read {
                     path: raw("huge"),
                     start,
@@ -414,10 +417,10 @@ mod tests {
 
     #[test]
     fn only_regular_files_are_read_and_a_fifo_does_not_hang() {
-        let sandbox = Sandbox::new();
-        sandbox.fifo("fifo");
+        let workspace = TestWorkspace::new();
+        workspace.fifo("fifo");
         for path in ["fifo", ".", "/dev/zero", "/dev/tty"] {
-            let error = sandbox
+            let error = workspace
                 .ask(
                     FileOp::Read {
                         path: raw(path),
@@ -430,9 +433,9 @@ mod tests {
             assert_eq!(error.code, ErrorCode::NotAFile, "{path}: {}", error.message);
         }
         let _socket =
-            std::os::unix::net::UnixListener::bind(sandbox.path("socket")).expect("bound");
+            std::os::unix::net::UnixListener::bind(workspace.path("socket")).expect("bound");
         assert_eq!(
-            sandbox
+            workspace
                 .ask(
                     FileOp::Read {
                         path: raw("socket"),
@@ -446,7 +449,7 @@ mod tests {
             ErrorCode::NotAFile
         );
         assert_eq!(
-            sandbox
+            workspace
                 .ask(
                     FileOp::Read {
                         path: raw("missing"),
@@ -463,8 +466,8 @@ mod tests {
 
     #[test]
     fn files_without_a_size_are_read_too() {
-        let sandbox = Sandbox::new();
-        let answer = sandbox.ask(
+        let workspace = TestWorkspace::new();
+        let answer = workspace.ask(
             FileOp::Read {
                 path: raw("/proc/version"),
                 start: 0,
@@ -480,28 +483,28 @@ mod tests {
 
     #[test]
     fn a_change_between_two_snapshots_is_noticed_by_size_or_time() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "one");
-        let before = path::stat(&sandbox.path("file")).expect("stat");
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "one");
+        let before = path::stat(&workspace.path("file")).expect("stat");
         assert!(same_version(
             &before,
-            &path::stat(&sandbox.path("file")).expect("stat")
+            &path::stat(&workspace.path("file")).expect("stat")
         ));
-        sandbox.put("file", "three");
+        workspace.put("file", "three");
         assert!(!same_version(
             &before,
-            &path::stat(&sandbox.path("file")).expect("stat")
+            &path::stat(&workspace.path("file")).expect("stat")
         ));
     }
 
     /// Reads a file of 3 MiB and calls `meddle` after the first byte of the reply, long before the
     /// last byte.
-    fn read_while(meddle: impl FnOnce(&Sandbox)) -> (Vec<u8>, Result<(), ErrorCode>) {
-        let sandbox = Sandbox::new();
-        sandbox.put("large", vec![7; 3 * 1024 * 1024]);
+    fn read_while(meddle: impl FnOnce(&TestWorkspace)) -> (Vec<u8>, Result<(), ErrorCode>) {
+        let workspace = TestWorkspace::new();
+        workspace.put("large", vec![7; 3 * 1024 * 1024]);
         let (agent, mut worker) = std::os::unix::net::UnixStream::pair().expect("socket pair");
         std::thread::scope(|scope| {
-            let files = &sandbox.files;
+            let files = &workspace.files;
             let agent = scope.spawn(move || {
                 files.serve(
                     FileOp::Read {
@@ -514,7 +517,7 @@ mod tests {
             });
             let mut first = [0];
             worker.read_exact(&mut first).expect("an answer");
-            meddle(&sandbox);
+            meddle(&workspace);
             let mut bytes = first.to_vec();
             worker.read_to_end(&mut bytes).expect("received");
             agent
@@ -533,18 +536,18 @@ mod tests {
 
     #[test]
     fn a_file_that_changes_while_it_is_read_ends_in_an_error() {
-        let overwritten = read_while(|sandbox| sandbox.put("large", vec![8; 3 * 1024 * 1024]));
+        let overwritten = read_while(|workspace| workspace.put("large", vec![8; 3 * 1024 * 1024]));
         assert_eq!(overwritten.1, Err(ErrorCode::Internal));
-        let cut = read_while(|sandbox| sandbox.put("large", "short"));
+        let cut = read_while(|workspace| workspace.put("large", "short"));
         assert_eq!(cut.1, Err(ErrorCode::Internal));
     }
 
     #[test]
     fn a_file_that_grows_is_read_as_it_was() {
-        let (data, end) = read_while(|sandbox| {
+        let (data, end) = read_while(|workspace| {
             let mut file = std::fs::OpenOptions::new()
                 .append(true)
-                .open(sandbox.path("large"))
+                .open(workspace.path("large"))
                 .expect("opened");
             io::Write::write_all(&mut file, b"more").expect("appended");
         });

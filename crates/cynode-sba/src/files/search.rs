@@ -390,8 +390,8 @@ mod tests {
         }
     }
 
-    fn found(sandbox: &Sandbox, request: &SearchRequest) -> Vec<(String, u64, u64)> {
-        let result = sandbox.files.search(request).expect("searched");
+    fn found(workspace: &TestWorkspace, request: &SearchRequest) -> Vec<(String, u64, u64)> {
+        let result = workspace.files.search(request).expect("searched");
         result
             .matches
             .into_iter()
@@ -405,12 +405,12 @@ mod tests {
 
     #[test]
     fn matches_come_sorted_with_line_and_column() {
-        let sandbox = Sandbox::new();
-        sandbox.put("b/file", "x\n  needle needle\nneedle\r\n");
-        sandbox.put("b-c", "needle");
-        sandbox.put("a", "é needle\n");
+        let workspace = TestWorkspace::new();
+        workspace.put("b/file", "x\n  needle needle\nneedle\r\n");
+        workspace.put("b-c", "needle");
+        workspace.put("a", "é needle\n");
         assert_eq!(
-            found(&sandbox, &request("needle")),
+            found(&workspace, &request("needle")),
             [
                 at("a", 1, 4),
                 at("b-c", 1, 1),
@@ -419,16 +419,16 @@ mod tests {
             ]
         );
         assert_eq!(
-            found(&sandbox, &request("^needle$")),
+            found(&workspace, &request("^needle$")),
             [at("b-c", 1, 1), at("b/file", 3, 1)]
         );
     }
 
     #[test]
-    fn nothing_hides_but_git_directories() {
-        let sandbox = Sandbox::new();
-        sandbox.put(".gitignore", "ignored\n");
-        sandbox.put(".ignore", "ignored\n");
+    fn only_git_directories_are_skipped() {
+        let workspace = TestWorkspace::new();
+        workspace.put(".gitignore", "ignored\n");
+        workspace.put(".ignore", "ignored\n");
         for path in [
             "ignored",
             ".dot/file",
@@ -436,10 +436,10 @@ mod tests {
             "sub/.git/config",
             "plain",
         ] {
-            sandbox.put(path, "needle\n");
+            workspace.put(path, "needle\n");
         }
         assert_eq!(
-            found(&sandbox, &request("needle")),
+            found(&workspace, &request("needle")),
             [
                 at(".dot/file", 1, 1),
                 at("ignored", 1, 1),
@@ -450,17 +450,20 @@ mod tests {
             path: Some(".git".to_owned()),
             ..request("needle")
         };
-        assert_eq!(found(&sandbox, &inside), [at(".git/config", 1, 1)]);
+        assert_eq!(found(&workspace, &inside), [at(".git/config", 1, 1)]);
     }
 
     #[test]
-    fn binary_files_links_and_fifos_are_left_out() {
-        let sandbox = Sandbox::new();
-        sandbox.put("binary", b"needle\n\0needle\n");
-        sandbox.put("latin", b"\xe9 needle\n");
-        sandbox.fifo("fifo");
-        symlink("latin", sandbox.path("link")).expect("link");
-        let result = sandbox.files.search(&request("needle")).expect("searched");
+    fn binary_files_links_and_fifos_are_skipped() {
+        let workspace = TestWorkspace::new();
+        workspace.put("binary", b"needle\n\0needle\n");
+        workspace.put("latin", b"\xe9 needle\n");
+        workspace.fifo("fifo");
+        symlink("latin", workspace.path("link")).expect("link");
+        let result = workspace
+            .files
+            .search(&request("needle"))
+            .expect("searched");
         assert_eq!(result.matches.len(), 1);
         assert_eq!(result.matches[0].text, "\u{fffd} needle");
         assert!(!result.truncated);
@@ -468,16 +471,16 @@ mod tests {
             path: Some("fifo".to_owned()),
             ..request("x")
         };
-        assert_eq!(code(sandbox.files.search(&fifo)), ErrorCode::NotAFile);
+        assert_eq!(code(workspace.files.search(&fifo)), ErrorCode::NotAFile);
     }
 
     #[test]
     fn case_glob_and_path_narrow_the_search() {
-        let sandbox = Sandbox::new();
+        let workspace = TestWorkspace::new();
         for path in ["src/a.rs", "src/deep/b.rs", "src/c.txt"] {
-            sandbox.put(path, "Needle\n");
+            workspace.put(path, "Needle\n");
         }
-        assert!(found(&sandbox, &request("needle")).is_empty());
+        assert!(found(&workspace, &request("needle")).is_empty());
         let search = |glob: &str, path: Option<&str>| {
             let request = SearchRequest {
                 case: Some(false),
@@ -485,7 +488,7 @@ mod tests {
                 path: path.map(str::to_owned),
                 ..request("needle")
             };
-            found(&sandbox, &request)
+            found(&workspace, &request)
                 .into_iter()
                 .map(|(path, _, _)| path)
                 .collect::<Vec<_>>()
@@ -496,15 +499,15 @@ mod tests {
         assert_eq!(search("src/*.rs", Some("src")), ["src/a.rs"]);
         assert_eq!(search("deep/*", Some("src")), ["src/deep/b.rs"]);
         assert_eq!(search("*", Some("src/c.txt")), ["src/c.txt"]);
-        let absolute = sandbox.path("src").to_str().expect("text").to_owned();
+        let absolute = workspace.path("src").to_str().expect("text").to_owned();
         assert_eq!(search("a.*", Some(&absolute)), [format!("{absolute}/a.rs")]);
     }
 
     #[test]
     fn context_is_given_around_each_match_even_when_it_overlaps() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "1\n2\nx3\n4\nx5\n6\n7\n8\n9\nx10");
-        let result = sandbox
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "1\n2\nx3\n4\nx5\n6\n7\n8\n9\nx10");
+        let result = workspace
             .files
             .search(&SearchRequest {
                 context_lines: Some(2),
@@ -525,10 +528,10 @@ mod tests {
 
     #[test]
     fn the_result_limit_truncates_and_the_last_match_keeps_its_context() {
-        let sandbox = Sandbox::new();
-        sandbox.put("a", "x1\nx2\nx3\n");
-        sandbox.put("b", "x4\n");
-        let result = sandbox
+        let workspace = TestWorkspace::new();
+        workspace.put("a", "x1\nx2\nx3\n");
+        workspace.put("b", "x4\n");
+        let result = workspace
             .files
             .search(&SearchRequest {
                 context_lines: Some(1),
@@ -545,7 +548,7 @@ mod tests {
             ),
             ("x2", &["x3".to_owned()][..])
         );
-        let exact = sandbox
+        let exact = workspace
             .files
             .search(&SearchRequest {
                 max_results: Some(4),
@@ -558,14 +561,14 @@ mod tests {
 
     #[test]
     fn long_lines_are_cut_between_characters_and_the_answer_is_bounded() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "é".repeat(3_000));
-        let result = sandbox.files.search(&request("é")).expect("searched");
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "é".repeat(3_000));
+        let result = workspace.files.search(&request("é")).expect("searched");
         assert_eq!(result.matches[0].text, "é".repeat(1_024));
         assert_eq!(shorten(&[b'a'; 2_048]).len(), 2_048);
         assert_eq!(shorten(&[0x80; 3_000]).chars().count(), 2_045);
-        sandbox.put("many", format!("{}\n", "m".repeat(2_000)).repeat(10_000));
-        let many = sandbox
+        workspace.put("many", format!("{}\n", "m".repeat(2_000)).repeat(10_000));
+        let many = workspace
             .files
             .search(&SearchRequest {
                 max_results: Some(10_000),
@@ -580,11 +583,11 @@ mod tests {
         );
         // Characters that take six bytes each in JSON, and short lines that consist almost only of
         // overhead.
-        sandbox.put(
+        workspace.put(
             "many",
             format!("m{}\n", "\u{1}".repeat(2_000)).repeat(2_000),
         );
-        let odd = sandbox
+        let odd = workspace
             .files
             .search(&SearchRequest {
                 max_results: Some(10_000),
@@ -596,8 +599,8 @@ mod tests {
             odd.truncated && written < file_limits::MAX_ANSWER_BYTES + 200_000,
             "{written}"
         );
-        sandbox.put("many", "m\n".repeat(10_000));
-        let short = sandbox
+        workspace.put("many", "m\n".repeat(10_000));
+        let short = workspace
             .files
             .search(&SearchRequest {
                 max_results: Some(10_000),
@@ -613,23 +616,23 @@ mod tests {
     }
 
     #[test]
-    fn a_search_stops_when_its_time_is_up() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "x\n");
+    fn a_search_stops_at_its_time_limit() {
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "x\n");
         let mut search = Search::new(&request("x")).expect("valid");
         search.deadline = Instant::now();
-        search.file(File::open(sandbox.path("file")).expect("opened"), b"file");
+        search.file(File::open(workspace.path("file")).expect("opened"), b"file");
         assert!(search.has_reached_limit());
         let result = search.finish();
         assert!(result.truncated && result.matches.is_empty());
     }
 
     #[test]
-    fn a_glob_that_can_not_be_compiled_is_refused() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "x\n");
+    fn an_invalid_glob_is_refused() {
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "x\n");
         let glob = format!("{}a{}", "{".repeat(300), "}".repeat(300));
-        let error = refused(sandbox.files.search(&SearchRequest {
+        let error = refused(workspace.files.search(&SearchRequest {
             glob: Some(glob),
             ..request("x")
         }));
@@ -640,14 +643,14 @@ mod tests {
     }
 
     #[test]
-    fn invalid_requests_say_what_is_wrong() {
-        let sandbox = Sandbox::new();
-        let bad = refused(sandbox.files.search(&request("(")));
+    fn invalid_requests_are_refused_with_the_reason() {
+        let workspace = TestWorkspace::new();
+        let bad = refused(workspace.files.search(&request("(")));
         assert!(
             bad.code == ErrorCode::InvalidRequest && bad.message.contains("pattern"),
             "{bad:?}"
         );
-        let bad = refused(sandbox.files.search(&SearchRequest {
+        let bad = refused(workspace.files.search(&SearchRequest {
             glob: Some("[".to_owned()),
             ..request("x")
         }));
@@ -656,22 +659,22 @@ mod tests {
             "{bad:?}"
         );
         assert_eq!(
-            code(sandbox.files.search(&request("(a{1000}){1000}"))),
+            code(workspace.files.search(&request("(a{1000}){1000}"))),
             ErrorCode::InvalidRequest
         );
         assert_eq!(
-            code(sandbox.files.search(&request(""))),
+            code(workspace.files.search(&request(""))),
             ErrorCode::InvalidRequest
         );
         assert_eq!(
-            code(sandbox.files.search(&SearchRequest {
+            code(workspace.files.search(&SearchRequest {
                 context_lines: Some(21),
                 ..request("x")
             })),
             ErrorCode::InvalidRequest
         );
         assert_eq!(
-            code(sandbox.files.search(&SearchRequest {
+            code(workspace.files.search(&SearchRequest {
                 path: Some("none".to_owned()),
                 ..request("x")
             })),

@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_name_is_kept_without_replace() {
+    fn an_existing_file_is_kept_without_replace() {
         for_both_kinds(|path, make| {
             std::fs::write(path.join("name"), "old").expect("written");
             let staged = make(directory(path)).expect("staged");

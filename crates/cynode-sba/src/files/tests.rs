@@ -17,7 +17,7 @@ pub(super) use cynode_sba_proto::FileOp;
 /// The hash of `hello`.
 pub(super) const HELLO: &str = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824";
 
-pub(super) struct Sandbox {
+pub(super) struct TestWorkspace {
     directory: tempfile::TempDir,
     pub(super) files: Files,
 }
@@ -59,7 +59,7 @@ impl Answer {
     }
 }
 
-impl Sandbox {
+impl TestWorkspace {
     pub(super) fn new() -> Self {
         let directory = tempfile::tempdir().expect("temp dir");
         let files = Files::new(directory.path().join("workspace"));
@@ -193,8 +193,8 @@ pub(super) fn code<T: std::fmt::Debug>(outcome: Outcome<T>) -> ErrorCode {
 }
 
 #[test]
-fn a_refusal_takes_the_rest_of_the_body_so_that_the_worker_reads_it() {
-    let sandbox = Sandbox::new();
+fn a_refused_write_drains_the_body_so_the_worker_gets_the_error() {
+    let workspace = TestWorkspace::new();
     let op = FileOp::Write {
         path: raw("."),
         mode: None,
@@ -203,17 +203,17 @@ fn a_refusal_takes_the_rest_of_the_body_so_that_the_worker_reads_it() {
         max_bytes: 10,
     };
     assert_eq!(
-        sandbox.ask(op, &vec![0; 3_000_000]).error().code,
+        workspace.ask(op, &vec![0; 3_000_000]).error().code,
         ErrorCode::NotAFile
     );
 }
 
 #[test]
 fn small_operations_answer_over_the_connection() {
-    let sandbox = Sandbox::new();
+    let workspace = TestWorkspace::new();
     let ok = |op| {
         assert!(matches!(
-            sandbox.ask(op, b"").first(),
+            workspace.ask(op, b"").first(),
             Reply::Ok { changed: Some(_) }
         ));
     };
@@ -232,7 +232,7 @@ fn small_operations_answer_over_the_connection() {
         if_match: None,
     });
     assert!(matches!(
-        sandbox
+        workspace
             .ask(
                 FileOp::Stat {
                     path: raw("a"),
@@ -244,7 +244,7 @@ fn small_operations_answer_over_the_connection() {
         Reply::Stat(_)
     ));
     assert_eq!(
-        sandbox
+        workspace
             .ask(
                 FileOp::Stat {
                     path: raw("c"),
@@ -257,7 +257,7 @@ fn small_operations_answer_over_the_connection() {
             .as_deref(),
         Some("ENOENT")
     );
-    assert_eq!(sandbox.names("."), ["a"]);
+    assert_eq!(workspace.names("."), ["a"]);
 }
 
 #[test]

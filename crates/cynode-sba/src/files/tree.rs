@@ -278,20 +278,20 @@ struct RemovalLevel {
 impl Removal {
     fn run(mut self, full_path: &Path, name: &OsStr) -> Outcome<()> {
         let mut at = self
-            .enter(None, name.as_bytes())
+            .open_level(None, name.as_bytes())
             .map_err(|errno| self.failure(errno, full_path))?;
         loop {
             if let Some(name) =
                 remove_entries(&at).map_err(|errno| self.failure(errno, full_path))?
             {
                 at = self
-                    .enter(Some(&at), &name)
+                    .open_level(Some(&at), &name)
                     .map_err(|errno| self.failure(errno, full_path))?;
                 continue;
             }
             let (above, is_top) = match self.levels.len() {
                 1 => (None, true),
-                _ => (Some(self.leave(&at, full_path)?), false),
+                _ => (Some(self.open_parent(&at, full_path)?), false),
             };
             let Some(level) = self.levels.last_mut() else {
                 return Ok(());
@@ -322,7 +322,7 @@ impl Removal {
     }
 
     /// Opens a directory below `at`, after granting access to it if it is ours.
-    fn enter(&mut self, at: Option<&OwnedFd>, name: &[u8]) -> Result<OwnedFd, Errno> {
+    fn open_level(&mut self, at: Option<&OwnedFd>, name: &[u8]) -> Result<OwnedFd, Errno> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let at = at.unwrap_or(&self.parent);
         let fd = match openat(at, name, flags, Mode::empty()) {
@@ -345,8 +345,8 @@ impl Removal {
         Ok(fd)
     }
 
-    /// The parent directory, if it is still the one that we came from.
-    fn leave(&self, at: &OwnedFd, full_path: &Path) -> Outcome<OwnedFd> {
+    /// Opens the parent directory. Fails if it is no longer the one that we came from.
+    fn open_parent(&self, at: &OwnedFd, full_path: &Path) -> Outcome<OwnedFd> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let above = openat(at, "..", flags, Mode::empty())
             .map_err(|errno| self.failure(errno, full_path))?;
@@ -422,46 +422,46 @@ mod tests {
 
     #[test]
     fn files_links_and_empty_directories_are_deleted() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "");
-        sandbox.put("target/file", "");
-        symlink("target", sandbox.path("link")).expect("link");
-        std::fs::create_dir(sandbox.path("empty")).expect("made");
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "");
+        workspace.put("target/file", "");
+        symlink("target", workspace.path("link")).expect("link");
+        std::fs::create_dir(workspace.path("empty")).expect("made");
         for path in ["file", "link", "empty"] {
-            sandbox
+            workspace
                 .files
                 .delete(path.as_bytes(), false, None)
                 .expect("deleted");
         }
-        assert_eq!(sandbox.names("."), ["target"]);
+        assert_eq!(workspace.names("."), ["target"]);
         assert_eq!(
-            code(sandbox.files.delete(b"target", false, None)),
+            code(workspace.files.delete(b"target", false, None)),
             ErrorCode::NotEmpty
         );
         assert_eq!(
-            code(sandbox.files.delete(b"gone", true, None)),
+            code(workspace.files.delete(b"gone", true, None)),
             ErrorCode::NotFound
         );
         assert_eq!(
-            code(sandbox.files.delete(b"target/file/", true, None)),
+            code(workspace.files.delete(b"target/file/", true, None)),
             ErrorCode::NotADirectory
         );
     }
 
     #[test]
-    fn what_is_deleted_is_told_as_it_was() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "hello");
-        sandbox.put("dir/file", "hello");
-        sandbox.fifo("fifo");
-        symlink("file", sandbox.path("link")).expect("link");
+    fn a_deletion_reports_what_was_deleted() {
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "hello");
+        workspace.put("dir/file", "hello");
+        workspace.fifo("fifo");
+        symlink("file", workspace.path("link")).expect("link");
         // One byte more than is hashed.
-        std::fs::File::create(sandbox.path("huge"))
+        std::fs::File::create(workspace.path("huge"))
             .expect("made")
             .set_len(cynode_api::file_limits::MAX_PUT_BYTES + 1)
             .expect("length");
         let reported = |path: &str| {
-            sandbox
+            workspace
                 .files
                 .delete(path.as_bytes(), true, None)
                 .expect("deleted")
@@ -484,9 +484,9 @@ mod tests {
             [FileChange::new(b"fifo").of_kind(FileType::Other)]
         );
         assert_eq!(reported("huge"), [FileChange::new(b"huge")]);
-        let odd = sandbox.path("").join(OsStr::from_bytes(b"\xff"));
+        let odd = workspace.path("").join(OsStr::from_bytes(b"\xff"));
         std::fs::write(odd, "hello").expect("written");
-        let reported = sandbox
+        let reported = workspace
             .files
             .delete(b"\xff", false, None)
             .expect("deleted")
@@ -504,16 +504,16 @@ mod tests {
     }
 
     #[test]
-    fn what_is_moved_is_told_under_both_names_with_what_it_replaced() {
-        let sandbox = Sandbox::new();
+    fn a_move_reports_both_names_and_the_replaced_file() {
+        let workspace = TestWorkspace::new();
         let reported = |from: &str, to: &str| {
-            sandbox
+            workspace
                 .files
                 .rename(from.as_bytes(), to.as_bytes(), true)
                 .expect("moved")
                 .changes
         };
-        sandbox.put("file", "hello");
+        workspace.put("file", "hello");
         assert_eq!(
             reported("file", "moved"),
             [
@@ -521,7 +521,7 @@ mod tests {
                 FileChange::new(b"moved").after(Some(HELLO.into()))
             ]
         );
-        sandbox.put("other", "other");
+        workspace.put("other", "other");
         let other = Some(digest::of_bytes(b"other"));
         let expected = [
             FileChange::new(b"other").before(other.clone()),
@@ -530,30 +530,30 @@ mod tests {
                 .after(other),
         ];
         assert_eq!(reported("other", "moved"), expected);
-        std::fs::create_dir(sandbox.path("dir")).expect("made");
+        std::fs::create_dir(workspace.path("dir")).expect("made");
         assert_eq!(
             reported("dir", "there"),
             [b"dir", &b"there"[..]].map(|path| FileChange::new(path).of_kind(FileType::Dir))
         );
-        symlink("moved", sandbox.path("link")).expect("link");
+        symlink("moved", workspace.path("link")).expect("link");
         assert_eq!(
             reported("link", "soft"),
             [b"link", &b"soft"[..]].map(|path| FileChange::new(path).of_kind(FileType::Symlink))
         );
         // The system call has no effect in this case.
-        std::fs::hard_link(sandbox.path("moved"), sandbox.path("twin")).expect("link");
+        std::fs::hard_link(workspace.path("moved"), workspace.path("twin")).expect("link");
         assert_eq!(
             (reported("moved", "twin"), reported("moved", "moved")),
             (vec![], vec![])
         );
-        assert_eq!(sandbox.names("."), ["moved", "soft", "there", "twin"]);
+        assert_eq!(workspace.names("."), ["moved", "soft", "there", "twin"]);
     }
 
     #[test]
-    fn a_directory_is_told_when_it_was_made() {
-        let sandbox = Sandbox::new();
+    fn a_created_directory_is_reported() {
+        let workspace = TestWorkspace::new();
         let reported = |path: &str, parents| {
-            sandbox
+            workspace
                 .files
                 .mkdir(path.as_bytes(), parents)
                 .expect("made")
@@ -575,127 +575,136 @@ mod tests {
 
     #[test]
     fn a_tree_is_deleted_without_following_links() {
-        let sandbox = Sandbox::new();
-        std::fs::create_dir(sandbox.outside("keep")).expect("made");
-        std::fs::write(sandbox.outside("keep/file"), "").expect("written");
+        let workspace = TestWorkspace::new();
+        std::fs::create_dir(workspace.outside("keep")).expect("made");
+        std::fs::write(workspace.outside("keep/file"), "").expect("written");
         for number in 0..300 {
-            sandbox.put(&format!("tree/{number}/x/y"), "");
+            workspace.put(&format!("tree/{number}/x/y"), "");
         }
-        symlink(sandbox.outside("keep"), sandbox.path("tree/link")).expect("link");
-        sandbox.fifo("tree/fifo");
-        sandbox.files.delete(b"tree", true, None).expect("deleted");
-        assert!(sandbox.names(".").is_empty());
-        assert!(sandbox.outside("keep/file").exists());
+        symlink(workspace.outside("keep"), workspace.path("tree/link")).expect("link");
+        workspace.fifo("tree/fifo");
+        workspace
+            .files
+            .delete(b"tree", true, None)
+            .expect("deleted");
+        assert!(workspace.names(".").is_empty());
+        assert!(workspace.outside("keep/file").exists());
     }
 
     #[test]
     fn a_tree_of_ten_thousand_levels_is_deleted() {
-        let sandbox = Sandbox::new();
-        std::fs::create_dir(sandbox.path("deep")).expect("made");
+        let workspace = TestWorkspace::new();
+        std::fs::create_dir(workspace.path("deep")).expect("made");
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let mut at = openat(CWD, sandbox.path("deep"), flags, Mode::empty()).expect("opened");
+        let mut at = openat(CWD, workspace.path("deep"), flags, Mode::empty()).expect("opened");
         for _ in 0..10_000 {
             mkdirat(&at, "d", Mode::RWXU).expect("made");
             at = openat(&at, "d", flags, Mode::empty()).expect("opened");
         }
         drop(at);
-        sandbox.files.delete(b"deep", true, None).expect("deleted");
-        assert!(sandbox.names(".").is_empty());
+        workspace
+            .files
+            .delete(b"deep", true, None)
+            .expect("deleted");
+        assert!(workspace.names(".").is_empty());
     }
 
     #[test]
-    fn closed_directories_are_opened_to_be_deleted() {
-        let sandbox = Sandbox::new();
-        sandbox.put("tree/closed/deeper/file", "");
+    fn directories_without_permissions_are_deleted() {
+        let workspace = TestWorkspace::new();
+        workspace.put("tree/closed/deeper/file", "");
         for path in ["tree/closed/deeper", "tree/closed", "tree"] {
-            std::fs::set_permissions(sandbox.path(path), std::fs::Permissions::from_mode(0o000))
+            std::fs::set_permissions(workspace.path(path), std::fs::Permissions::from_mode(0o000))
                 .expect("mode");
         }
-        sandbox.files.delete(b"tree", true, None).expect("deleted");
-        assert!(sandbox.names(".").is_empty());
+        workspace
+            .files
+            .delete(b"tree", true, None)
+            .expect("deleted");
+        assert!(workspace.names(".").is_empty());
     }
 
     #[test]
-    fn the_workspace_and_what_holds_it_stay() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "");
-        let root = sandbox.files.root.clone();
+    fn the_workspace_and_its_ancestors_cannot_be_deleted_or_moved() {
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "");
+        let root = workspace.files.root.clone();
         for path in [&b"/"[..], b".", b"./", path::bytes(&root), b"sub/..", b".."] {
-            std::fs::create_dir_all(sandbox.path("sub")).expect("made");
+            std::fs::create_dir_all(workspace.path("sub")).expect("made");
             assert_eq!(
-                code(sandbox.files.delete(path, true, None)),
+                code(workspace.files.delete(path, true, None)),
                 ErrorCode::PermissionDenied,
                 "{}",
                 shown(path)
             );
         }
         assert_eq!(
-            code(sandbox.files.rename(b".", b"/tmp/x", false)),
+            code(workspace.files.rename(b".", b"/tmp/x", false)),
             ErrorCode::PermissionDenied
         );
-        assert!(sandbox.path("file").exists());
+        assert!(workspace.path("file").exists());
     }
 
     #[test]
-    fn a_delete_keeps_to_its_precondition() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "hello");
-        sandbox.put("dir/file", "");
+    fn a_delete_checks_its_precondition() {
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "hello");
+        workspace.put("dir/file", "");
         let list = |entry: &str| Some(vec![entry.to_owned()]);
         assert_eq!(
-            code(sandbox.files.delete(b"file", false, list("0000"))),
+            code(workspace.files.delete(b"file", false, list("0000"))),
             ErrorCode::PreconditionFailed
         );
         assert_eq!(
-            code(sandbox.files.delete(b"dir", true, list(HELLO))),
+            code(workspace.files.delete(b"dir", true, list(HELLO))),
             ErrorCode::PreconditionFailed
         );
         assert_eq!(
-            code(sandbox.files.delete(b"none", false, list("*"))),
+            code(workspace.files.delete(b"none", false, list("*"))),
             ErrorCode::PreconditionFailed
         );
-        sandbox
+        workspace
             .files
             .delete(b"file", false, list(HELLO))
             .expect("deleted");
-        sandbox
+        workspace
             .files
             .delete(b"dir", true, list("*"))
             .expect("deleted");
-        assert!(sandbox.names(".").is_empty());
+        assert!(workspace.names(".").is_empty());
     }
 
     #[test]
-    fn a_move_keeps_what_is_at_its_target_unless_told() {
-        let sandbox = Sandbox::new();
-        sandbox.put("one", "1");
-        sandbox.put("two", "2");
-        sandbox.put("dir/file", "");
+    fn a_move_overwrites_its_target_only_on_request() {
+        let workspace = TestWorkspace::new();
+        workspace.put("one", "1");
+        workspace.put("two", "2");
+        workspace.put("dir/file", "");
         assert_eq!(
-            code(sandbox.files.rename(b"one", b"two", false)),
+            code(workspace.files.rename(b"one", b"two", false)),
             ErrorCode::AlreadyExists
         );
-        sandbox.files.rename(b"one", b"two", true).expect("moved");
-        assert_eq!(sandbox.get("two"), b"1");
-        sandbox
+        workspace.files.rename(b"one", b"two", true).expect("moved");
+        assert_eq!(workspace.get("two"), b"1");
+        workspace
             .files
             .rename(b"dir", b"moved", false)
             .expect("moved");
-        assert_eq!(sandbox.names("moved"), ["file"]);
+        assert_eq!(workspace.names("moved"), ["file"]);
         assert_eq!(
-            code(sandbox.files.rename(b"moved", b"moved/below", false)),
+            code(workspace.files.rename(b"moved", b"moved/below", false)),
             ErrorCode::InvalidRequest
         );
         assert_eq!(
-            code(sandbox.files.rename(b"two", b"moved", true)),
+            code(workspace.files.rename(b"two", b"moved", true)),
             ErrorCode::NotAFile
         );
-        let missing = refused(sandbox.files.rename(b"gone", b"x", false));
+        let missing = refused(workspace.files.rename(b"gone", b"x", false));
         assert!(
             missing.code == ErrorCode::NotFound && missing.message.contains("gone"),
             "{missing:?}"
         );
-        let no_parent = refused(sandbox.files.rename(b"two", b"no/such/dir", false));
+        let no_parent = refused(workspace.files.rename(b"two", b"no/such/dir", false));
         assert!(
             no_parent.code == ErrorCode::NotFound && no_parent.message.contains("no/such/dir"),
             "{no_parent:?}"
@@ -704,21 +713,26 @@ mod tests {
 
     #[test]
     fn a_file_moves_between_file_systems_with_mode_and_time() {
-        let sandbox = Sandbox::new();
+        let workspace = TestWorkspace::new();
         let Ok(other) = tempfile::tempdir_in("/dev/shm") else {
             return;
         };
         if std::fs::metadata(other.path()).expect("stat").dev()
-            == std::fs::metadata(&sandbox.files.root).expect("stat").dev()
+            == std::fs::metadata(&workspace.files.root)
+                .expect("stat")
+                .dev()
         {
             return;
         }
-        sandbox.put("file", "hello");
-        std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o711))
-            .expect("mode");
-        let before = std::fs::metadata(sandbox.path("file")).expect("stat");
+        workspace.put("file", "hello");
+        std::fs::set_permissions(
+            workspace.path("file"),
+            std::fs::Permissions::from_mode(0o711),
+        )
+        .expect("mode");
+        let before = std::fs::metadata(workspace.path("file")).expect("stat");
         let target = other.path().join("file");
-        sandbox
+        workspace
             .files
             .rename(b"file", path::bytes(&target), false)
             .expect("moved");
@@ -727,20 +741,20 @@ mod tests {
             (after.mode(), after.mtime(), after.len()),
             (before.mode(), before.mtime(), 5)
         );
-        assert!(!sandbox.path("file").exists());
-        sandbox.put("file", "again");
+        assert!(!workspace.path("file").exists());
+        workspace.put("file", "again");
         assert_eq!(
-            code(sandbox.files.rename(b"file", path::bytes(&target), false)),
+            code(workspace.files.rename(b"file", path::bytes(&target), false)),
             ErrorCode::AlreadyExists
         );
-        assert_eq!(sandbox.get("file"), b"again");
-        symlink("x", sandbox.path("link")).expect("link");
-        sandbox
+        assert_eq!(workspace.get("file"), b"again");
+        symlink("x", workspace.path("link")).expect("link");
+        workspace
             .files
             .rename(b"link", path::bytes(&other.path().join("link")), false)
             .expect("moved");
-        sandbox.put("dir/x", "");
-        let refusal = refused(sandbox.files.rename(
+        workspace.put("dir/x", "");
+        let refusal = refused(workspace.files.rename(
             b"dir",
             path::bytes(&other.path().join("dir")),
             false,
@@ -749,26 +763,26 @@ mod tests {
     }
 
     #[test]
-    fn making_a_directory_tells_what_is_in_the_way() {
-        let sandbox = Sandbox::new();
-        sandbox.files.mkdir(b"a", false).expect("made");
+    fn a_directory_that_cannot_be_made_names_the_obstacle() {
+        let workspace = TestWorkspace::new();
+        workspace.files.mkdir(b"a", false).expect("made");
         assert_eq!(
-            code(sandbox.files.mkdir(b"a", false)),
+            code(workspace.files.mkdir(b"a", false)),
             ErrorCode::AlreadyExists
         );
-        sandbox.files.mkdir(b"a", true).expect("there already");
-        sandbox.files.mkdir(b"b/c/d/", true).expect("made");
+        workspace.files.mkdir(b"a", true).expect("there already");
+        workspace.files.mkdir(b"b/c/d/", true).expect("made");
         assert_eq!(
-            code(sandbox.files.mkdir(b"x/y", false)),
+            code(workspace.files.mkdir(b"x/y", false)),
             ErrorCode::NotFound
         );
-        sandbox.put("file", "");
+        workspace.put("file", "");
         assert_eq!(
-            code(sandbox.files.mkdir(b"file/x", true)),
+            code(workspace.files.mkdir(b"file/x", true)),
             ErrorCode::NotADirectory
         );
         assert_eq!(
-            code(sandbox.files.mkdir(b"file", true)),
+            code(workspace.files.mkdir(b"file", true)),
             ErrorCode::AlreadyExists
         );
     }

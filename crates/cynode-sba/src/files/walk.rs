@@ -72,7 +72,7 @@ pub(super) fn walk(
     let mut complete = true;
     let mut bytes = 0;
     let mut path = Vec::new();
-    let mut levels = vec![enter(
+    let mut levels = vec![open_level(
         top,
         &path,
         &mut bytes,
@@ -116,7 +116,7 @@ pub(super) fn walk(
                 }
                 complete = false;
             }
-            Step::Into(directory) => levels.push(enter(
+            Step::Into(directory) => levels.push(open_level(
                 directory,
                 &path,
                 &mut bytes,
@@ -129,7 +129,7 @@ pub(super) fn walk(
     Ok(complete)
 }
 
-fn enter(
+fn open_level(
     directory: OwnedFd,
     path: &[u8],
     bytes: &mut usize,

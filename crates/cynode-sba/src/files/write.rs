@@ -274,26 +274,26 @@ mod tests {
 
     use super::{super::tests::*, *};
 
-    fn put(sandbox: &Sandbox, path: &str, content: &str) -> Outcome<WriteReport> {
-        put_if(sandbox, path, content, &Conditions::default())
+    fn put(workspace: &TestWorkspace, path: &str, content: &str) -> Outcome<WriteReport> {
+        put_if(workspace, path, content, &Conditions::default())
     }
 
     fn put_if(
-        sandbox: &Sandbox,
+        workspace: &TestWorkspace,
         path: &str,
         content: &str,
         conditions: &Conditions,
     ) -> Outcome<WriteReport> {
         let mut pieces = vec![content.as_bytes().to_vec()].into_iter();
-        sandbox
+        workspace
             .files
             .write(path.as_bytes(), None, conditions, 1_000, &mut || {
                 Ok(pieces.next())
             })
     }
 
-    fn mode(sandbox: &Sandbox, path: &str) -> u32 {
-        std::fs::metadata(sandbox.path(path))
+    fn mode(workspace: &TestWorkspace, path: &str) -> u32 {
+        std::fs::metadata(workspace.path(path))
             .expect("stat")
             .permissions()
             .mode()
@@ -301,9 +301,9 @@ mod tests {
     }
 
     #[test]
-    fn a_write_makes_parents_and_says_what_it_did() {
-        let sandbox = Sandbox::new();
-        let written = put(&sandbox, "a/b/file", "hello").expect("written");
+    fn a_write_creates_parents_and_reports_its_change() {
+        let workspace = TestWorkspace::new();
+        let written = put(&workspace, "a/b/file", "hello").expect("written");
         assert_eq!(
             written,
             WriteReport {
@@ -314,24 +314,27 @@ mod tests {
                 sha256_before: None
             }
         );
-        let again = put(&sandbox, "a/b/file", "other").expect("written");
+        let again = put(&workspace, "a/b/file", "other").expect("written");
         assert_eq!(
             (again.created, again.sha256_before.as_deref()),
             (false, Some(HELLO))
         );
-        assert_eq!(sandbox.get("a/b/file"), b"other");
-        assert_eq!(sandbox.names("a/b"), ["file"]);
+        assert_eq!(workspace.get("a/b/file"), b"other");
+        assert_eq!(workspace.names("a/b"), ["file"]);
     }
 
     #[test]
-    fn the_old_mode_stays_and_a_given_mode_loses_setuid() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "");
-        std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o750))
-            .expect("mode");
-        assert_eq!(put(&sandbox, "file", "x").expect("written").mode, 0o750);
-        assert_eq!(mode(&sandbox, "file"), 0o750);
-        let written = sandbox
+    fn a_write_keeps_the_mode_and_strips_setuid_from_a_given_one() {
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "");
+        std::fs::set_permissions(
+            workspace.path("file"),
+            std::fs::Permissions::from_mode(0o750),
+        )
+        .expect("mode");
+        assert_eq!(put(&workspace, "file", "x").expect("written").mode, 0o750);
+        assert_eq!(mode(&workspace, "file"), 0o750);
+        let written = workspace
             .files
             .write(
                 b"file",
@@ -342,34 +345,37 @@ mod tests {
             )
             .expect("written");
         assert_eq!(written.mode, 0o711);
-        assert_eq!(mode(&sandbox, "file"), 0o711);
+        assert_eq!(mode(&workspace, "file"), 0o711);
     }
 
     #[test]
     fn a_link_is_written_through_even_when_its_target_is_missing() {
-        let sandbox = Sandbox::new();
-        sandbox.put("real", "old");
-        symlink("real", sandbox.path("link")).expect("link");
-        symlink("sub/new", sandbox.path("dangling")).expect("link");
-        symlink("loop", sandbox.path("loop")).expect("link");
-        put(&sandbox, "link", "new").expect("written");
-        put(&sandbox, "dangling", "made").expect("written");
-        assert_eq!(sandbox.get("real"), b"new");
-        assert_eq!(sandbox.get("sub/new"), b"made");
+        let workspace = TestWorkspace::new();
+        workspace.put("real", "old");
+        symlink("real", workspace.path("link")).expect("link");
+        symlink("sub/new", workspace.path("dangling")).expect("link");
+        symlink("loop", workspace.path("loop")).expect("link");
+        put(&workspace, "link", "new").expect("written");
+        put(&workspace, "dangling", "made").expect("written");
+        assert_eq!(workspace.get("real"), b"new");
+        assert_eq!(workspace.get("sub/new"), b"made");
         assert!(
-            std::fs::symlink_metadata(sandbox.path("link"))
+            std::fs::symlink_metadata(workspace.path("link"))
                 .expect("stat")
                 .is_symlink()
         );
-        assert_eq!(code(put(&sandbox, "loop", "x")), ErrorCode::InvalidRequest);
+        assert_eq!(
+            code(put(&workspace, "loop", "x")),
+            ErrorCode::InvalidRequest
+        );
     }
 
     #[test]
     fn only_regular_files_are_written() {
-        let sandbox = Sandbox::new();
-        sandbox.put("dir/file", "");
-        sandbox.fifo("fifo");
-        symlink("dir", sandbox.path("link")).expect("link");
+        let workspace = TestWorkspace::new();
+        workspace.put("dir/file", "");
+        workspace.fifo("fifo");
+        symlink("dir", workspace.path("link")).expect("link");
         for path in [
             "dir",
             "dir/",
@@ -381,26 +387,26 @@ mod tests {
             "/",
         ] {
             assert_eq!(
-                code(put(&sandbox, path, "x")),
+                code(put(&workspace, path, "x")),
                 ErrorCode::NotAFile,
                 "{path}"
             );
         }
         assert_eq!(
-            code(put(&sandbox, "dir/file/x", "x")),
+            code(put(&workspace, "dir/file/x", "x")),
             ErrorCode::NotADirectory
         );
         assert_eq!(
-            code(put(&sandbox, &"n".repeat(300), "x")),
+            code(put(&workspace, &"n".repeat(300), "x")),
             ErrorCode::InvalidRequest
         );
-        assert!(!sandbox.path("new").exists());
+        assert!(!workspace.path("new").exists());
     }
 
     #[test]
     fn preconditions_hold_and_a_failed_one_changes_nothing() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "hello");
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "hello");
         let matching = |list: &[&str]| Conditions {
             if_match: Some(list.iter().map(|&entry| entry.to_owned()).collect()),
             if_none_match: false,
@@ -410,83 +416,83 @@ mod tests {
             if_none_match: true,
         };
         assert_eq!(
-            code(put_if(&sandbox, "file", "x", &matching(&["0000"]))),
+            code(put_if(&workspace, "file", "x", &matching(&["0000"]))),
             ErrorCode::PreconditionFailed
         );
         assert_eq!(
-            code(put_if(&sandbox, "file", "x", &matching(&[]))),
+            code(put_if(&workspace, "file", "x", &matching(&[]))),
             ErrorCode::PreconditionFailed
         );
         assert_eq!(
-            code(put_if(&sandbox, "none/file", "x", &matching(&["*"]))),
+            code(put_if(&workspace, "none/file", "x", &matching(&["*"]))),
             ErrorCode::PreconditionFailed
         );
         assert_eq!(
-            code(put_if(&sandbox, "file", "x", &absent)),
+            code(put_if(&workspace, "file", "x", &absent)),
             ErrorCode::PreconditionFailed
         );
-        assert_eq!(sandbox.get("file"), b"hello");
-        assert!(!sandbox.path("none").exists());
-        put_if(&sandbox, "file", "one", &matching(&["0000", HELLO])).expect("the hash fits");
-        put_if(&sandbox, "file", "two", &matching(&["*"])).expect("it exists");
-        put_if(&sandbox, "new", "three", &absent).expect("it is new");
+        assert_eq!(workspace.get("file"), b"hello");
+        assert!(!workspace.path("none").exists());
+        put_if(&workspace, "file", "one", &matching(&["0000", HELLO])).expect("the hash fits");
+        put_if(&workspace, "file", "two", &matching(&["*"])).expect("it exists");
+        put_if(&workspace, "new", "three", &absent).expect("it is new");
         assert_eq!(
-            (sandbox.get("file"), sandbox.get("new")),
+            (workspace.get("file"), workspace.get("new")),
             (b"two".to_vec(), b"three".to_vec())
         );
     }
 
     #[test]
-    fn a_change_made_while_the_body_comes_fails_the_precondition() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "hello");
+    fn a_change_during_the_upload_fails_the_precondition() {
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "hello");
         let conditions = Conditions {
             if_match: Some(vec![HELLO.to_owned()]),
             if_none_match: false,
         };
         let mut pieces = vec![b"mine".to_vec()].into_iter();
-        let result = sandbox
+        let result = workspace
             .files
             .write(b"file", None, &conditions, 100, &mut || {
-                sandbox.put("file", "their");
+                workspace.put("file", "their");
                 Ok(pieces.next())
             });
         assert_eq!(code(result), ErrorCode::PreconditionFailed);
-        assert_eq!(sandbox.get("file"), b"their");
+        assert_eq!(workspace.get("file"), b"their");
 
         let conditions = Conditions {
             if_match: None,
             if_none_match: true,
         };
-        let result = sandbox
+        let result = workspace
             .files
             .write(b"fresh", None, &conditions, 100, &mut || {
-                sandbox.put("fresh", "their");
+                workspace.put("fresh", "their");
                 Ok(None)
             });
         assert_eq!(code(result), ErrorCode::PreconditionFailed);
-        assert_eq!(sandbox.get("fresh"), b"their");
+        assert_eq!(workspace.get("fresh"), b"their");
     }
 
     #[test]
     // invariant: bounded
     fn a_body_over_the_limit_changes_nothing() {
-        let sandbox = Sandbox::new();
+        let workspace = TestWorkspace::new();
         let mut pieces = vec![vec![0; 600], vec![0; 401]].into_iter();
         let result =
-            sandbox
+            workspace
                 .files
                 .write(b"a/file", None, &Conditions::default(), 1_000, &mut || {
                     Ok(pieces.next())
                 });
         assert_eq!(code(result), ErrorCode::TooLarge);
-        assert!(sandbox.names(".").is_empty());
+        assert!(workspace.names(".").is_empty());
     }
 
     #[test]
     fn a_sender_that_disconnects_before_the_end_changes_nothing() {
-        let sandbox = Sandbox::new();
-        sandbox.put("file", "old");
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "old");
         let write = |path: &str| FileOp::Write {
             path: raw(path),
             mode: None,
@@ -494,15 +500,15 @@ mod tests {
             if_none_match: false,
             max_bytes: 100,
         };
-        assert!(sandbox.ask_and_disconnect(write("file"), b"new").is_err());
-        assert!(sandbox.ask_and_disconnect(write("a/b"), b"new").is_err());
-        assert_eq!(sandbox.get("file"), b"old");
-        assert_eq!(sandbox.names("."), ["file"]);
+        assert!(workspace.ask_and_disconnect(write("file"), b"new").is_err());
+        assert!(workspace.ask_and_disconnect(write("a/b"), b"new").is_err());
+        assert_eq!(workspace.get("file"), b"old");
+        assert_eq!(workspace.names("."), ["file"]);
     }
 
     #[test]
     fn the_answer_to_a_write_comes_over_the_connection() {
-        let sandbox = Sandbox::new();
+        let workspace = TestWorkspace::new();
         let op = FileOp::Write {
             path: raw("file"),
             mode: Some(0o600),
@@ -510,21 +516,21 @@ mod tests {
             if_none_match: true,
             max_bytes: 100,
         };
-        let answer = sandbox.ask(op.clone(), b"hello");
+        let answer = workspace.ask(op.clone(), b"hello");
         assert!(
             matches!(answer.first(), Reply::Written(written) if written.sha256 == HELLO && written.created && written.mode == 0o600)
         );
         assert_eq!(
-            sandbox.ask(op, b"hello").error().code,
+            workspace.ask(op, b"hello").error().code,
             ErrorCode::PreconditionFailed
         );
     }
 
     #[test]
     fn no_space_is_its_own_error() {
-        let sandbox = Sandbox::new();
-        symlink("/dev/full", sandbox.path("full")).expect("link");
-        assert_eq!(code(put(&sandbox, "full", "x")), ErrorCode::NotAFile);
+        let workspace = TestWorkspace::new();
+        symlink("/dev/full", workspace.path("full")).expect("link");
+        assert_eq!(code(put(&workspace, "full", "x")), ErrorCode::NotAFile);
         let mut full = std::fs::OpenOptions::new()
             .write(true)
             .open("/dev/full")

@@ -50,15 +50,15 @@ enum StreamEnd {
 
 /// Decodes the frames of an input, and asserts that they don't depend on how the bytes are split.
 fn frames(input: &[u8], limit: usize) -> Vec<Frame> {
-    let (knob, rest) = split(input);
+    let (options, rest) = split(input);
     // The real limits are far above an input's size; small ones get exercised.
-    let limit = match knob >> 6 {
+    let limit = match options >> 6 {
         0 => 64,
         1 => 700,
         _ => limit,
     };
     // Half of the inputs are raw frames, half are payloads for well-formed frames.
-    let bytes = if knob & 1 == 0 {
+    let bytes = if options & 1 == 0 {
         rest.to_vec()
     } else {
         frames_of_payloads(rest)
@@ -66,12 +66,16 @@ fn frames(input: &[u8], limit: usize) -> Vec<Frame> {
 
     let (expected, end, consumed) = reference_decode(&bytes, limit);
     let whole = decoded(std::iter::once(bytes.as_slice()), limit);
-    assert_eq!((&whole.0, &whole.1), (&expected, &end), "decoded at once");
-    let pieces = decoded(bytes.chunks(usize::from(knob >> 1 & 31) + 1), limit);
+    assert_eq!(
+        (&whole.0, &whole.1),
+        (&expected, &end),
+        "decoding at once differs from the reference"
+    );
+    let pieces = decoded(bytes.chunks(usize::from(options >> 1 & 31) + 1), limit);
     assert_eq!(
         (&pieces.0, &pieces.1),
         (&expected, &end),
-        "decoded in pieces"
+        "decoding in pieces differs from the reference"
     );
 
     let mut again = Vec::new();
@@ -80,7 +84,7 @@ fn frames(input: &[u8], limit: usize) -> Vec<Frame> {
     }
     assert!(
         again == bytes[..consumed],
-        "frames are encoded as they were decoded"
+        "frames are encoded differently than they were decoded"
     );
     expected
 }

@@ -30,7 +30,7 @@ use super::{
     wait_until_gone,
 };
 use crate::{
-    calls::{CallNotes, with_result},
+    calls::{ResultRecorder, with_result},
     execs::{self, Command, Exec, ExecInput, InputSpool, OpenExec, StdinDelivery},
     sessions::{Live, SessionEntry, check_version, exec_environment},
 };
@@ -130,7 +130,7 @@ pub(super) async fn start(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
     headers: HeaderMap,
-    notes: Option<Extension<CallNotes>>,
+    recorder: Option<Extension<ResultRecorder>>,
     request: axum::extract::Request,
 ) -> Result<Response, ApiError> {
     let begun_at = std::time::Instant::now();
@@ -157,7 +157,7 @@ pub(super) async fn start(
         input,
         input_sha256,
     };
-    let exec = run(&api, &entry, live, received, notes).await?;
+    let exec = run(&api, &entry, live, received, recorder).await?;
     let accepted = ExecAccepted { exec_id: exec.id() };
     if background && !accepts_events(&headers) {
         return Ok(with_result(
@@ -196,7 +196,7 @@ async fn receive(
     let (bytes, form) = multipart::ExecForm::open(request.into_body(), &boundary).await?;
     let nodes = json::count(&bytes)?;
     let _room = json::room(bytes.len(), nodes).await;
-    let request = compute::apart(bytes.len(), || edge::parse(&bytes)).await?;
+    let request = compute::run(bytes.len(), || edge::parse(&bytes)).await?;
     Ok((request, Some(form)))
 }
 
@@ -206,7 +206,7 @@ async fn spool_input(
     entry: &SessionEntry,
     mut form: multipart::ExecForm,
 ) -> Result<(ExecInput, String), ApiError> {
-    let mut spool = InputSpool::new(&entry.execs.input_quota);
+    let mut spool = InputSpool::new(&entry.execs.input_usage);
     let mut unchecked = 0;
     while let Some(piece) = form.next_piece().await? {
         unchecked += piece.len();
@@ -227,7 +227,7 @@ async fn spool_field(entry: &SessionEntry, request: &ExecRequest) -> Result<Exec
     let Some(stdin) = text.or(bytes) else {
         return Ok(ExecInput::default());
     };
-    let mut spool = InputSpool::new(&entry.execs.input_quota);
+    let mut spool = InputSpool::new(&entry.execs.input_usage);
     spool.push(stdin, entry.execs.directory()).await?;
     Ok(spool.finish().await?.0)
 }
@@ -245,7 +245,7 @@ async fn run(
     entry: &SessionEntry,
     live: Arc<Live>,
     received: ReceivedExec,
-    notes: Option<Extension<CallNotes>>,
+    recorder: Option<Extension<ResultRecorder>>,
 ) -> Result<Arc<Exec>, ApiError> {
     let ReceivedExec {
         mut request,
@@ -259,11 +259,11 @@ async fn run(
         cwd.to_string_lossy().into_owned()
     };
     let open_exec = entry.execs.begin(&request, cwd, input_sha256.as_deref())?;
-    if let (Some(Extension(notes)), OpenExec::New(exec) | OpenExec::Existing(exec)) =
-        (notes, &open_exec)
+    if let (Some(Extension(recorder)), OpenExec::New(exec) | OpenExec::Existing(exec)) =
+        (recorder, &open_exec)
     {
         // From here on the command may run, even if the caller never learns of it.
-        notes.note(&ExecAccepted { exec_id: exec.id() });
+        recorder.record(&ExecAccepted { exec_id: exec.id() });
     }
     let exec = match open_exec {
         OpenExec::Existing(exec) => {
@@ -523,7 +523,10 @@ mod tests {
             )
         })
         .await;
-        assert!(data.starts_with(&offered), "in order, without gaps");
+        assert!(
+            data.starts_with(&offered),
+            "input was offered out of order or with gaps"
+        );
         written.map_err(|error| {
             (
                 error.code.clone(),
@@ -555,7 +558,7 @@ mod tests {
         assert_eq!(
             outcome(10, true, &[Taken, Closed]).await,
             Ok(()),
-            "everything was read, and the command has ended"
+            "input that was read completely was rejected"
         );
         assert_eq!(outcome(0, true, &[Closed]).await, closed());
         assert_eq!(outcome(0, false, &[]).await, Ok(()));

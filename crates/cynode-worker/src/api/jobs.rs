@@ -252,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_preference_is_found_among_others() {
+    fn a_prefer_header_is_found_among_others() {
         let prefers = |values: &[&str]| {
             responds_async(
                 &values

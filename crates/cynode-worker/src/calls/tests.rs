@@ -41,7 +41,7 @@ fn a_call_is_known_while_it_is_answered_and_after() {
         ),
         (CallState::Running, None, None, None)
     );
-    open_call.0.note(&json!({ "exec_id": "x" }));
+    open_call.0.record(&json!({ "exec_id": "x" }));
     assert_eq!(
         (state(&calls, id), calls.get(id).result),
         (CallState::Running, Some(json!({ "exec_id": "x" })))
@@ -62,13 +62,13 @@ fn a_call_is_known_while_it_is_answered_and_after() {
 }
 
 #[test]
-fn a_call_without_a_response_is_abandoned_with_its_noted_result() {
+fn a_call_without_a_response_is_abandoned_with_its_recorded_result() {
     let calls = Arc::new(Calls::default());
-    let (noted, silent) = (CallId::generate(), CallId::generate());
-    let open_call = begin(&calls, noted);
-    open_call.0.note(&json!({ "exec_id": "x" }));
+    let (recorded, silent) = (CallId::generate(), CallId::generate());
+    let open_call = begin(&calls, recorded);
+    open_call.0.record(&json!({ "exec_id": "x" }));
     drop((open_call, begin(&calls, silent)));
-    let abandoned = calls.get(noted);
+    let abandoned = calls.get(recorded);
     assert_eq!(
         (abandoned.state, abandoned.status, abandoned.result),
         (CallState::Abandoned, None, Some(json!({ "exec_id": "x" })))
@@ -125,7 +125,7 @@ fn a_call_reported_as_lost_is_rejected_if_it_arrives_later() {
 }
 
 #[test]
-fn the_oldest_finished_calls_are_evicted_and_none_in_flight() {
+fn finished_calls_are_evicted_oldest_first_and_calls_in_flight_are_kept() {
     let calls = Arc::new(Calls::bounded(100, usize::MAX));
     let long = CallId::generate();
     let open_call = begin(&calls, long);
@@ -139,7 +139,7 @@ fn the_oldest_finished_calls_are_evicted_and_none_in_flight() {
     // `since` holds for every call: all that arrived later are recorded.
     assert!(
         calls.get(ids[0]).remembered_since.is_some(),
-        "it is not found"
+        "an evicted call has no start of memory"
     );
     let memory = calls.0.lock();
     let since = memory.since;
@@ -166,7 +166,7 @@ fn the_oldest_finished_calls_are_evicted_and_none_in_flight() {
     assert_eq!(state(&calls, long), CallState::NotFound);
     assert!(
         calls.0.lock().since >= since,
-        "evicting an early call does not move `since` back"
+        "evicting an early call moved `since` back"
     );
 }
 

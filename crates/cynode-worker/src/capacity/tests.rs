@@ -114,7 +114,7 @@ fn a_node_smaller_than_the_defaults_gives_what_it_has() {
     };
     assert!(
         refusal(&small, request).is_some(),
-        "an explicit request is rejected"
+        "an explicit request beyond the node was accepted"
     );
 }
 
@@ -208,6 +208,6 @@ fn the_limit_of_all_sandboxes_is_written_once_and_verified() {
             .modified()
             .expect("a time"),
         written,
-        "nothing is written twice"
+        "the limit was written twice"
     );
 }

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use cynode_api::{
-    Bytes, ErrorCode, ExecExit, ExecVia, SignalName, SignalScope,
+    ByteCounts, ErrorCode, ExecExit, ExecVia, SignalName, SignalScope,
     exec_limits::{ABANDONED_MS, DRAIN_MS, GRACE_MS},
 };
 use cynode_sba_proto::{ExecStart, ExecStatus, ExitReport, Frame, MAX_DATA, Reply, Request};
@@ -316,7 +316,7 @@ async fn next_stdin(stdin: &mut Option<mpsc::Receiver<Stdin>>) -> Option<Stdin> 
 
 fn translate(live: &Live, exec: &Exec, report: &ExitReport) -> ExecExit {
     let killed = report.signal == Some(9) || report.code == Some(137);
-    let bytes = Bytes {
+    let bytes = ByteCounts {
         stdout: report.stdout_bytes,
         stderr: report.stderr_bytes,
     };

@@ -64,7 +64,7 @@ impl Answer {
         } = self;
         let size = usize::try_from(stdout.len() + stderr.len()).unwrap_or(usize::MAX);
         let is_text = || Ok(is_utf8(&stdout)? && is_utf8(&stderr)?);
-        let is_text = compute::apart(size, is_text)
+        let is_text = compute::run(size, is_text)
             .await
             .map_err(|error| unreadable(&error))?;
         let encoding = if is_text { "utf-8" } else { "base64" };

@@ -413,7 +413,10 @@ mod tests {
                         .take_while(|piece| !piece.is_empty())
                         .flatten()
                         .collect();
-                    assert!(pieces == expected, "{limit} {total} {piece}: in pieces");
+                    assert!(
+                        pieces == expected,
+                        "{limit} {total} {piece}: reading in pieces differs"
+                    );
                     assert!(
                         stdout.whole().expect("read") == expected,
                         "{limit} {total} {piece}"
@@ -424,7 +427,7 @@ mod tests {
         assert_eq!(
             spill_space.left.load(Ordering::Relaxed),
             1 << 30,
-            "the whole budget is released"
+            "part of the budget was not released"
         );
     }
 

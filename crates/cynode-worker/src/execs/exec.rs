@@ -10,7 +10,8 @@ use std::{
 };
 
 use cynode_api::{
-    Bytes, ErrorCode, Exec as ExecObject, ExecExit, ExecId, ExecResult, ExecState, StreamHashes,
+    ByteCounts, ErrorCode, Exec as ExecObject, ExecExit, ExecId, ExecResult, ExecState,
+    StreamHashes,
 };
 use cynode_service::ApiError;
 use parking_lot::Mutex;
@@ -249,7 +250,7 @@ impl Exec {
     }
 
     /// Hashes of the whole streams, or `None` if the lengths don't match the bytes hashed.
-    pub(super) fn sha256(&self, bytes: Bytes) -> Option<StreamHashes> {
+    pub(super) fn sha256(&self, bytes: ByteCounts) -> Option<StreamHashes> {
         self.inner
             .lock()
             .hashes

@@ -1,13 +1,13 @@
 //! SHA-256 of everything a command writes, including output that is not retained.
 
-use cynode_api::{Bytes, Stream, StreamHashes};
+use cynode_api::{ByteCounts, Stream, StreamHashes};
 use sha2::{Digest as _, Sha256};
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Hashes {
     stdout: Sha256,
     stderr: Sha256,
-    bytes: Bytes,
+    bytes: ByteCounts,
 }
 
 impl Hashes {
@@ -21,7 +21,7 @@ impl Hashes {
     }
 
     /// The digests, or `None` if the lengths differ: then some output never passed through here.
-    pub(super) fn digests(&self, bytes: Bytes) -> Option<StreamHashes> {
+    pub(super) fn digests(&self, bytes: ByteCounts) -> Option<StreamHashes> {
         (bytes == self.bytes).then(|| StreamHashes {
             stdout: hex::encode(self.stdout.clone().finalize()),
             stderr: hex::encode(self.stderr.clone().finalize()),
@@ -38,7 +38,7 @@ mod tests {
         let mut hashes = Hashes::default();
         let sha256 = |data: &[u8]| hex::encode(Sha256::digest(data));
         assert_eq!(
-            hashes.digests(Bytes::default()),
+            hashes.digests(ByteCounts::default()),
             Some(StreamHashes {
                 stdout: sha256(b""),
                 stderr: sha256(b"")
@@ -52,14 +52,14 @@ mod tests {
             stderr: sha256(b"\xff"),
         });
         assert_eq!(
-            hashes.digests(Bytes {
+            hashes.digests(ByteCounts {
                 stdout: 5,
                 stderr: 1
             }),
             expected
         );
         for (stdout, stderr) in [(6, 1), (5, 2), (5, 0), (4, 1)] {
-            assert_eq!(hashes.digests(Bytes { stdout, stderr }), None);
+            assert_eq!(hashes.digests(ByteCounts { stdout, stderr }), None);
         }
     }
 }

@@ -24,9 +24,10 @@ const MAX_IN_MEMORY_BYTES: usize = 256 * 1024;
 /// Input that has been received completely.
 #[derive(Debug, Default)]
 pub(crate) struct ExecInput {
-    /// The unread part in memory; precedes the part in the file.
+    /// The beginning of the input, in memory; precedes the part in the file.
     bytes: Vec<u8>,
-    taken: usize,
+    /// How much of `bytes` has been read.
+    read: usize,
     rest: Option<File>,
     size: u64,
     reservation: Option<InputReservation>,
@@ -42,28 +43,27 @@ pub(crate) struct InputSpool {
 
 /// Bytes of a session's input that its commands have not read yet.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct InputQuota(Arc<AtomicU64>);
+pub(crate) struct InputUsage(Arc<AtomicU64>);
 
 #[derive(Debug)]
 struct InputReservation {
-    quota: InputQuota,
+    usage: InputUsage,
     bytes: u64,
 }
 
 impl Drop for InputReservation {
     fn drop(&mut self) {
-        self.quota.0.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.usage.0.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
 impl InputReservation {
     fn grow(&mut self, by: u64) -> Result<(), ApiError> {
-        let all = self.quota.0.fetch_add(by, Ordering::Relaxed) + by;
+        let all = self.usage.0.fetch_add(by, Ordering::Relaxed) + by;
         self.bytes += by;
         if all > MAX_INPUT_PER_SESSION {
             let detail = format!(
-                "the commands of this session have {MAX_INPUT_PER_SESSION} bytes of unread input, \
-                 the maximum"
+                "the unread input of this session's commands exceeds {MAX_INPUT_PER_SESSION} bytes"
             );
             return Err(ApiError::new(ErrorCode::NoSpace, detail));
         }
@@ -78,13 +78,13 @@ impl ExecInput {
 
     /// The next piece, within the agent's limit; `None` at the end.
     pub(crate) async fn next(&mut self) -> io::Result<Option<Vec<u8>>> {
-        if self.taken < self.bytes.len() {
-            let piece = &self.bytes[self.taken..self.bytes.len().min(self.taken + MAX_DATA)];
-            self.taken += piece.len();
+        if self.read < self.bytes.len() {
+            let piece = &self.bytes[self.read..self.bytes.len().min(self.read + MAX_DATA)];
+            self.read += piece.len();
             return Ok(Some(piece.to_vec()));
         }
         self.bytes = Vec::new();
-        self.taken = 0;
+        self.read = 0;
         let Some(file) = &mut self.rest else {
             return Ok(None);
         };
@@ -96,11 +96,11 @@ impl ExecInput {
 }
 
 impl InputSpool {
-    pub(crate) fn new(quota: &InputQuota) -> Self {
+    pub(crate) fn new(usage: &InputUsage) -> Self {
         Self {
             input: ExecInput::default(),
             reservation: InputReservation {
-                quota: quota.clone(),
+                usage: usage.clone(),
                 bytes: 0,
             },
             hash: Sha256::new(),
@@ -121,14 +121,15 @@ impl InputSpool {
         } else {
             let file = tempfile::tempfile_in(directory).map_err(spill_failed)?;
             let mut file = File::from_std(file);
-            // The file keeps its buffer for as long as the command does not read.
+            // The file keeps its buffer until the command reads, so a large one would take memory
+            // for as long.
             file.set_max_buf_size(MAX_DATA);
             self.input.rest.insert(file)
         };
         file.write_all(piece).await.map_err(spill_failed)
     }
 
-    /// The whole input and its hash.
+    /// Returns the whole input and its hash.
     pub(crate) async fn finish(mut self) -> Result<(ExecInput, String), ApiError> {
         if let Some(file) = &mut self.input.rest {
             file.flush().await.map_err(spill_failed)?;
@@ -152,10 +153,10 @@ mod tests {
     async fn spooled(
         bytes: &[u8],
         piece: usize,
-        quota: &InputQuota,
+        usage: &InputUsage,
     ) -> Result<(ExecInput, String), ApiError> {
         let directory = tempfile::tempdir().expect("a directory");
-        let mut spooling = InputSpool::new(quota);
+        let mut spooling = InputSpool::new(usage);
         for piece in bytes.chunks(piece) {
             spooling.push(piece, directory.path()).await?;
         }
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn input_comes_out_as_it_went_in_whether_short_or_long() {
+    async fn input_round_trips() {
         for size in [
             0,
             1,
@@ -173,14 +174,14 @@ mod tests {
             3 * MAX_IN_MEMORY_BYTES,
         ] {
             let bytes: Vec<u8> = (0..=250).cycle().take(size).collect();
-            let quota = InputQuota::default();
-            let (mut input, sha256) = spooled(&bytes, 10_000, &quota).await.expect("room");
+            let usage = InputUsage::default();
+            let (mut input, sha256) = spooled(&bytes, 10_000, &usage).await.expect("room");
             assert_eq!(
                 (input.is_empty(), input.rest.is_some()),
                 (size == 0, size > MAX_IN_MEMORY_BYTES)
             );
             assert_eq!(
-                (quota.0.load(Ordering::Relaxed), sha256),
+                (usage.0.load(Ordering::Relaxed), sha256),
                 (size as u64, hex::encode(Sha256::digest(&bytes)))
             );
             let mut read = Vec::new();
@@ -190,22 +191,22 @@ mod tests {
             }
             assert!(read == bytes);
             drop(input);
-            assert_eq!(quota.0.load(Ordering::Relaxed), 0);
+            assert_eq!(usage.0.load(Ordering::Relaxed), 0);
         }
     }
 
     #[tokio::test]
     async fn unread_input_is_limited_per_session() {
-        let quota = InputQuota::default();
-        quota.0.store(MAX_INPUT_PER_SESSION - 10, Ordering::Relaxed);
-        let (input, _) = spooled(&[7; 10], 5, &quota).await.expect("room");
+        let usage = InputUsage::default();
+        usage.0.store(MAX_INPUT_PER_SESSION - 10, Ordering::Relaxed);
+        let (input, _) = spooled(&[7; 10], 5, &usage).await.expect("room");
         assert!(
-            spooled(&[7], 1, &quota)
+            spooled(&[7], 1, &usage)
                 .await
                 .is_err_and(|error| error.is(ErrorCode::NoSpace))
         );
         drop(input);
-        assert!(spooled(&[7; 10], 5, &quota).await.is_ok());
-        assert_eq!(quota.0.load(Ordering::Relaxed), MAX_INPUT_PER_SESSION - 10);
+        assert!(spooled(&[7; 10], 5, &usage).await.is_ok());
+        assert_eq!(usage.0.load(Ordering::Relaxed), MAX_INPUT_PER_SESSION - 10);
     }
 }

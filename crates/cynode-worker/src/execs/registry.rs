@@ -25,7 +25,7 @@ use time::OffsetDateTime;
 use super::{
     collect::{Collector, SpillSpace},
     exec::{Exec, lost_exit},
-    input::InputQuota,
+    input::InputUsage,
     spool::Spool,
 };
 
@@ -87,8 +87,8 @@ pub(crate) struct SessionExecs {
     /// Record bytes added since the last trim.
     recorded: AtomicUsize,
     spill_space: Arc<SpillSpace>,
-    /// Quota for standard input that commands have not read yet.
-    pub(crate) input_quota: InputQuota,
+    /// Standard input that commands have not read yet.
+    pub(crate) input_usage: InputUsage,
 }
 
 #[derive(Debug, Default)]
@@ -170,7 +170,7 @@ impl SessionExecs {
             finished: AtomicU64::new(0),
             recorded: AtomicUsize::new(0),
             spill_space,
-            input_quota: InputQuota::default(),
+            input_usage: InputUsage::default(),
         };
         execs.compact()?;
         Ok(execs)
@@ -499,7 +499,7 @@ fn fingerprint(request: &ExecRequest, input: Option<&str>) -> String {
         .map_err(io::Error::from)
         .and_then(|()| hash.write_all(input.unwrap_or_default().as_bytes()))
         .and_then(|()| hash.flush());
-    debug_assert!(written.is_ok(), "a hash takes every write");
+    debug_assert!(written.is_ok(), "writing to a hash failed");
     hex::encode(hash.into_parts().0.0.finalize())
 }
 

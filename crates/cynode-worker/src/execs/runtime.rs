@@ -16,7 +16,7 @@ use std::{
 };
 
 use cynode_api::{
-    Bytes, ErrorCode, ExecExit, ExecId, ExecVia, Problem, SignalName, Stream,
+    ByteCounts, ErrorCode, ExecExit, ExecId, ExecVia, Problem, SignalName, Stream,
     exec_limits::{DRAIN_MS, GRACE_MS},
 };
 use cynode_sba_proto::MAX_DATA;
@@ -194,7 +194,7 @@ async fn follow(
         .filter(|code| timed_out && *code > 128)
         .map(|code| SignalName::name_of(code - 128))
         .or_else(|| (timed_out && code.is_none()).then(|| "KILL".to_owned()));
-    let bytes = Bytes {
+    let bytes = ByteCounts {
         stdout: counts.stdout.load(Ordering::Relaxed),
         stderr: counts.stderr.load(Ordering::Relaxed),
     };

@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tail_begins_at_a_piece_and_holds_the_requested_bytes() {
+    fn the_tail_begins_at_a_chunk_and_has_at_least_the_requested_bytes() {
         let directory = tempfile::tempdir().expect("a directory");
         let mut spool = Spool::new(directory.path().to_owned(), ExecId::generate());
         assert_eq!(spool.before_tail(10).expect("reads"), 0);

@@ -119,7 +119,7 @@ mod tests {
         );
         assert!(
             receiver.try_recv().is_ok() && receiver.try_recv().is_err(),
-            "exactly the queued piece"
+            "other input than the queued piece was delivered"
         );
 
         assert_eq!(

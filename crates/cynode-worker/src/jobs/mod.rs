@@ -47,7 +47,7 @@ pub(crate) struct Jobs {
     by_id: Mutex<BTreeMap<JobId, Arc<JobEntry>>>,
     /// Held from the lookup of an id to its admission. The value is true once the worker shuts down
     /// and admits no more jobs.
-    gate: tokio::sync::Mutex<bool>,
+    admission_lock: tokio::sync::Mutex<bool>,
     drivers: TaskTracker,
     /// Ids of changed jobs, for the reports to the orchestrator. Lossy: the orchestrator polls for
     /// missed changes.
@@ -71,7 +71,7 @@ impl Jobs {
             sessions,
             journal,
             by_id: Mutex::new(by_id),
-            gate: tokio::sync::Mutex::new(false),
+            admission_lock: tokio::sync::Mutex::new(false),
             drivers: TaskTracker::new(),
             changes,
         }))
@@ -152,7 +152,7 @@ impl Jobs {
         fingerprint: String,
         image: Result<Image, ApiError>,
     ) -> Result<Arc<JobEntry>, ApiError> {
-        let stopping = self.gate.lock().await;
+        let stopping = self.admission_lock.lock().await;
         let id = request.job_id;
         if let Some(existing) = self.existing(&request, &fingerprint)? {
             return Ok(existing);
@@ -369,9 +369,9 @@ impl Jobs {
     }
 
     /// Reserves the id of a job that was stopped before its request arrived: the request may be in
-    /// flight or waiting at the gate.
+    /// flight or waiting for the lock.
     async fn bar(&self, record: JobRecord) -> Result<Arc<JobEntry>, ApiError> {
-        let _gate = self.gate.lock().await;
+        let _admission = self.admission_lock.lock().await;
         let id = record.job.job_id;
         if let Ok(entry) = self.get(id) {
             return Ok(entry);
@@ -394,7 +394,7 @@ impl Jobs {
     /// Stops all jobs and admits no more. Returns when their sandboxes are gone, or after
     /// `SHUTDOWN_TIMEOUT`.
     pub(crate) async fn stop_all(&self) {
-        *self.gate.lock().await = true;
+        *self.admission_lock.lock().await = true;
         let running: Vec<Arc<JobEntry>> = self
             .by_id
             .lock()
@@ -462,7 +462,7 @@ impl Jobs {
 
     async fn remove_expired(&self, now: OffsetDateTime) {
         // No request may use an id between the check and its removal.
-        let _gate = self.gate.lock().await;
+        let _admission = self.admission_lock.lock().await;
         let expired: Vec<JobId> = self
             .by_id
             .lock()

@@ -211,7 +211,11 @@ fn in_a_container_the_machine_has_the_memory_of_its_cgroup() {
     fs_err::write(root.path().join("memory.max"), "4096\n").expect("a file");
     assert_eq!(inside.memory_of_machine(), Some(4_096));
     fs_err::write(root.path().join("cgroup.controllers"), "cpu pids\n").expect("a file");
-    assert_eq!(inside.memory_tree(), None, "no memory controller there");
+    assert_eq!(
+        inside.memory_tree(),
+        None,
+        "a tree without a memory controller was used"
+    );
 }
 
 #[test]
@@ -238,6 +242,6 @@ fn no_limit_is_enforced_on_an_unlimited_process() {
         )
         .len(),
         6,
-        "nothing is enforced on a process that is gone"
+        "limits of a process that is gone count as enforced"
     );
 }

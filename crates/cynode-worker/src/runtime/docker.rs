@@ -620,11 +620,11 @@ mod tests {
         );
         assert!(
             id_space(&info("/var/lib/docker/100000.200000", &["name=userns"])).is_err(),
-            "different ranges"
+            "different ranges were accepted"
         );
         assert!(
             id_space(&info("/var/lib/docker", &["name=userns"])).is_err(),
-            "a root directory without ids"
+            "a root directory without ids was accepted"
         );
         assert!(
             id_space(&info("/home/a/docker", &["name=rootless"])).is_err(),
@@ -669,7 +669,11 @@ mod tests {
             ..Default::default()
         };
         let count = |image: &ImageConfig| docker.mounts(&spec, image).expect("mounts").len();
-        assert_eq!(count(&image("/workspace/")), 4, "already mounted");
+        assert_eq!(
+            count(&image("/workspace/")),
+            4,
+            "a volume was mounted over ours"
+        );
         assert_eq!(count(&image("/tmp")), 4);
         let mounts = docker.mounts(&spec, &image("/workspaces")).expect("mounts");
         assert_eq!(
@@ -680,7 +684,7 @@ mod tests {
             docker
                 .mounts(&spec, &image("/workspace/../workspace/sub"))
                 .is_err(),
-            "below our mount"
+            "a volume below our mount was accepted"
         );
     }
 }

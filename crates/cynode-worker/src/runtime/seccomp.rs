@@ -1,8 +1,8 @@
 //! The seccomp profile of every sandbox: `seccomp.json` next to this file, with a reason for each
-//! group.
+//! group of syscalls.
 //!
-//! Invariant: no sandbox runs without it. Podman reads it from a file, which the driver writes
-//! before its first call; Docker's API takes its text.
+//! Invariant: no sandbox runs without the profile. Podman reads it from a file, which the Podman
+//! driver writes before it first calls Podman; Docker's API takes the text of the profile.
 
 use std::{
     io,
@@ -65,8 +65,8 @@ mod tests {
 
     #[test]
     fn every_group_has_a_reason_and_unconditional_calls_are_unique() {
-        let mut with = std::collections::BTreeSet::new();
-        let mut without = std::collections::BTreeSet::new();
+        let mut conditional = std::collections::BTreeSet::new();
+        let mut unconditional = std::collections::BTreeSet::new();
         for group in groups() {
             assert!(
                 group["comment"]
@@ -84,14 +84,14 @@ mod tests {
             for name in group["names"].as_array().expect("names") {
                 let name = name.as_str().expect("a name").to_owned();
                 if conditions.is_empty() {
-                    assert!(without.insert(name.clone()), "{name} is listed twice");
+                    assert!(unconditional.insert(name.clone()), "{name} is listed twice");
                 } else {
-                    with.insert(name);
+                    conditional.insert(name);
                 }
             }
         }
         assert_eq!(
-            with.intersection(&without).collect::<Vec<_>>(),
+            conditional.intersection(&unconditional).collect::<Vec<_>>(),
             Vec::<&String>::new()
         );
     }

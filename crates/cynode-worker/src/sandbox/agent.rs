@@ -149,7 +149,7 @@ impl Channel {
                 .map_err(|error| unavailable(LinkError::Protocol(error.to_string())))
         };
         Ok(AgentBody {
-            value: compute::apart(size, parse).await?,
+            value: compute::run(size, parse).await?,
             size,
             room,
         })
@@ -207,7 +207,7 @@ impl<T: serde::Serialize> AgentBody<T> {
     /// The response to the caller.
     pub(crate) async fn into_response(self) -> Response {
         let Self { value, size, room } = self;
-        let response = compute::apart(size, || Json(value).into_response()).await;
+        let response = compute::run(size, || Json(value).into_response()).await;
         drop(room);
         response
     }

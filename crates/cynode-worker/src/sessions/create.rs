@@ -73,7 +73,7 @@ impl Sessions {
         image: Image,
         begun_at: Instant,
     ) -> Result<(Arc<SessionEntry>, bool), ApiError> {
-        let _gate = self.gate.lock().await;
+        let _admission = self.admission_lock.lock().await;
         if let Some(existing) = self.existing(&request)? {
             return Ok((existing, false));
         }

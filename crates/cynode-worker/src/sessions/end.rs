@@ -232,7 +232,9 @@ impl Sessions {
                     return;
                 }
                 if !live.init.is_alive() {
-                    sessions.lose(&entry, "the sandbox's process 1 ended").await;
+                    sessions
+                        .mark_lost(&entry, "the sandbox's process 1 ended")
+                        .await;
                     return;
                 }
             }
@@ -240,7 +242,7 @@ impl Sessions {
     }
 
     /// Marks a session lost whose container is gone without an end.
-    pub(super) async fn lose(&self, entry: &Arc<SessionEntry>, reason: &str) {
+    pub(super) async fn mark_lost(&self, entry: &Arc<SessionEntry>, reason: &str) {
         let _step = entry.step.lock().await;
         let record = entry.record();
         if !matches!(
@@ -319,7 +321,7 @@ impl Sessions {
         self.remove_sandbox(record.sandbox_id, record.id_block)
             .await?;
         // As for a new session: admissions compete for the workspace and the last slot.
-        let _gate = self.gate.lock().await;
+        let _admission = self.admission_lock.lock().await;
         self.check_room()?;
         // The node's capacity may have shrunk since the session was created.
         self.capacity.check(&record.session.limits)?;

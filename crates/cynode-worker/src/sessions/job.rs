@@ -22,12 +22,12 @@ use crate::{
     runtime::Image,
 };
 
-/// Admission of one more sandbox. Holds the gate, so nothing else is admitted meanwhile.
+/// Admission of one more sandbox. Holds the admission lock, so nothing else is admitted meanwhile.
 #[derive(Debug)]
 pub(crate) struct Reservation<'a> {
     sessions: &'a Arc<Sessions>,
     record: SessionRecord,
-    _gate: MutexGuard<'a, ()>,
+    _lock: MutexGuard<'a, ()>,
 }
 
 /// Whether admission may fail because the node is full.
@@ -92,7 +92,7 @@ impl Sessions {
         let request = session_of(run, session_id);
         let checked = validate::check(&request, &self.capacity)?;
         let sandbox_id = SandboxId::from_uuid(*run.job_id.as_uuid());
-        let gate = self.gate.lock().await;
+        let lock = self.admission_lock.lock().await;
         if admission == Admission::CheckCapacity {
             self.check_room()?;
             self.check_capacity(checked.limits.memory_bytes)?;
@@ -134,7 +134,7 @@ impl Sessions {
         Ok(Reservation {
             sessions: self,
             record,
-            _gate: gate,
+            _lock: lock,
         })
     }
 

@@ -117,7 +117,7 @@ impl Sessions {
     async fn delete_expired(&self) {
         let now = OffsetDateTime::now_utc();
         // No session may mount a workspace between the check and its deletion.
-        let _gate = self.gate.lock().await;
+        let _admission = self.admission_lock.lock().await;
         let entries: Vec<Arc<SessionEntry>> = self.by_id.lock().values().cloned().collect();
         let (live, mut ended): (Vec<_>, Vec<_>) = entries
             .iter()

@@ -88,7 +88,7 @@ pub(crate) struct Sessions {
     by_id: Mutex<HashMap<SessionId, Arc<SessionEntry>>>,
     /// Held from the lookup of a session id to the admission, so that concurrent calls with one id
     /// create one session.
-    gate: tokio::sync::Mutex<()>,
+    admission_lock: tokio::sync::Mutex<()>,
     /// Why earlier sessions are not all recovered yet; `None` once they are.
     unreconciled: watch::Sender<Option<String>>,
 }
@@ -223,7 +223,7 @@ impl Sessions {
             pool: pool::Pool::default(),
             pending_removals: Mutex::default(),
             by_id: Mutex::new(by_id),
-            gate: tokio::sync::Mutex::new(()),
+            admission_lock: tokio::sync::Mutex::new(()),
             unreconciled: watch::Sender::new(Some("recovering earlier sessions".to_owned())),
         }))
     }

@@ -215,8 +215,8 @@ impl Sessions {
         true
     }
 
-    /// Allocates a block of ids, evicting spares when none is free. The caller holds the gate, so
-    /// no new spare takes a freed block.
+    /// Allocates a block of ids, evicting spares when none is free. The caller holds the admission
+    /// lock, so no new spare takes a freed block.
     pub(super) async fn allocate_id_block(self: &Arc<Self>) -> Option<u32> {
         let deadline = tokio::time::Instant::now() + EVICTION_TIMEOUT;
         loop {
@@ -371,7 +371,7 @@ impl Sessions {
     /// Reserves a slot and a block of ids for one more spare, if there is capacity.
     async fn reserve_spare(&self) -> Option<u32> {
         // Must not compete with an admission in progress.
-        let _gate = self.gate.lock().await;
+        let _admission = self.admission_lock.lock().await;
         let count = self.pool.count();
         let is_full = self.live_count() + count >= self.config.max_sandboxes
             || self.promised_memory().saturating_add(self.spare_memory(1))

@@ -94,9 +94,9 @@ impl DiskUsage {
 }
 
 impl GrowthTracker {
-    /// Records the current usage of each session. `slack` is set while free space is below the mark;
-    /// the sessions that grew by more are returned. `first` is a session's usage before anything ran
-    /// in it, if known.
+    /// Records the current usage of each session. `slack` is set while free space is below the
+    /// mark; the sessions that grew by more are returned. `first` is a session's usage before
+    /// anything ran in it, if known.
     fn observe(
         &mut self,
         slack: Option<Slack>,
@@ -296,7 +296,7 @@ mod tests {
         assert_eq!(
             observe(false, &[(writer, 90 * MIB), (quiet, 100 * MIB)]),
             [],
-            "there is space"
+            "a sandbox was stopped although there is space"
         );
         // A quiet one still writes a little; a new one has not grown yet.
         let now = [
@@ -305,7 +305,11 @@ mod tests {
             (late, 50 * MIB),
         ];
         assert_eq!(observe(true, &now), [writer]);
-        assert_eq!(observe(true, &now), [], "stopped, it no longer grows");
+        assert_eq!(
+            observe(true, &now),
+            [],
+            "a stopped sandbox was stopped again"
+        );
         assert_eq!(
             observe(
                 true,
@@ -319,7 +323,7 @@ mod tests {
                 &[(writer, 190 * MIB), (quiet, 100 * MIB), (late, 52 * MIB)]
             ),
             [late],
-            "back at their peaks, and one beyond"
+            "other sandboxes than the one beyond its peak were stopped"
         );
         // Slow growth counts too.
         let creeping: Vec<_> = (1..=20)
@@ -379,12 +383,12 @@ mod tests {
         assert_eq!(
             (observe(30, true), observe(40, false)),
             (0, 0),
-            "written before it died"
+            "writes before the kill triggered another one"
         );
         assert_eq!(
             (observe(40, false), observe(50, false)),
             (0, 1),
-            "written by a later command"
+            "writes of a later command were ignored"
         );
     }
 

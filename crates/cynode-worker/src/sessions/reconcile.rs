@@ -72,7 +72,7 @@ impl Sessions {
         let record = entry.record();
         let Some(init) = record.init.filter(|init| init.is_alive()) else {
             return self
-                .lose(entry, "its container was gone when the worker started")
+                .mark_lost(entry, "its container was gone when the worker started")
                 .await;
         };
         let directory = self.journal.sandbox_directory(record.sandbox_id);
@@ -83,7 +83,7 @@ impl Sessions {
                 Err(error) => {
                     tracing::error!(%error, "Failed to reopen a control socket.");
                     return self
-                        .lose(entry, "its control socket could not be reopened")
+                        .mark_lost(entry, "its control socket could not be reopened")
                         .await;
                 }
             },
@@ -98,7 +98,7 @@ impl Sessions {
         if let Ok(link) = live.link() {
             if !link.present(ADOPT_TIMEOUT).await {
                 live.kill_container().await;
-                return self.lose(entry, "its agent did not reconnect").await;
+                return self.mark_lost(entry, "its agent did not reconnect").await;
             }
             if let Err(error) = adopt_by_agent(
                 Arc::clone(&live),

@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn valid_and_invalid_image_references_are_told_apart() {
+    fn valid_and_invalid_image_references_are_distinguished() {
         let hex = "0123456789abcdef".repeat(4);
         for good in [
             "busybox",

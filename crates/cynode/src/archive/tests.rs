@@ -81,7 +81,7 @@ fn pax(records: &[u8]) -> Vec<u8> {
     raw(EntryType::XHeader, b"pax", b"", records)
 }
 
-/// One POSIX record with its length.
+/// A pax record.
 fn record(text: &str) -> String {
     // The length counts its own digits.
     let rest = text.len() + 2;
@@ -174,14 +174,14 @@ fn a_path_of_a_record_is_the_path_that_the_gate_checks() {
 }
 
 #[test]
-fn an_empty_stream_is_no_archive_and_an_end_marker_alone_is_an_empty_one() {
+fn an_empty_stream_is_no_archive_and_an_end_marker_is_an_empty_one() {
     let scratch = Scratch::new();
     assert!(matches!(scratch.unpack(b""), Err(UnpackError::Refused(_))));
     assert_eq!(scratch.unpack(&archive(&[])).expect("unpacked").files, 0);
 }
 
 #[test]
-fn names_that_lead_out_end_the_copy() {
+fn paths_that_leave_the_target_fail_the_copy() {
     for name in [
         "/etc/evil",
         "../evil",
@@ -201,7 +201,7 @@ fn names_that_lead_out_end_the_copy() {
 }
 
 #[test]
-fn a_long_name_that_leads_out_ends_the_copy_too() {
+fn long_paths_that_leave_the_target_fail_the_copy() {
     let long = [b"a/".repeat(60), b"../".repeat(61), b"evil".to_vec()].concat();
     let gnu = archive(&[
         raw(
@@ -223,7 +223,7 @@ fn a_long_name_that_leads_out_ends_the_copy_too() {
 }
 
 #[test]
-fn links_that_point_outside_are_left_out() {
+fn links_that_point_outside_are_skipped() {
     for (name, target) in [
         ("l", "/etc/passwd"),
         ("l", "../outside"),
@@ -265,7 +265,7 @@ fn nothing_is_written_through_a_link() {
 }
 
 #[test]
-fn a_file_takes_the_place_of_a_link_and_does_not_follow_it() {
+fn a_file_replaces_a_link_without_following_it() {
     let scratch = Scratch::new();
     std::os::unix::fs::symlink(scratch.root.join("outside"), scratch.target().join("f"))
         .expect("link");
@@ -278,7 +278,7 @@ fn a_file_takes_the_place_of_a_link_and_does_not_follow_it() {
 }
 
 #[test]
-fn hard_links_and_special_files_are_left_out() {
+fn hard_links_and_special_files_are_skipped() {
     let scratch = Scratch::new();
     let entries = [
         raw(EntryType::Link, b"h", b"good", b""),
@@ -297,7 +297,7 @@ fn hard_links_and_special_files_are_left_out() {
 }
 
 #[test]
-fn hard_links_that_lead_out_and_sparse_files_end_the_copy() {
+fn hard_links_that_leave_the_target_and_sparse_files_fail_the_copy() {
     for entry in [
         raw(EntryType::Link, b"h", b"../outside", b""),
         raw(EntryType::Link, b"h", b"/etc/passwd", b""),
@@ -333,7 +333,7 @@ fn set_id_bits_are_dropped() {
 }
 
 #[test]
-fn endless_headers_are_not_held_in_memory() {
+fn endless_headers_take_bounded_memory() {
     for kind in [
         EntryType::GNULongName,
         EntryType::GNULongLink,
@@ -377,7 +377,7 @@ fn sample(root: &Path) {
 }
 
 #[test]
-fn a_tree_comes_back_with_its_modes_and_links() {
+fn trees_round_trip_with_modes_and_links() {
     let scratch = Scratch::new();
     let source = tempfile::tempdir().expect("temporary directory");
     sample(source.path());
@@ -492,7 +492,7 @@ proptest! {
     }
 
     #[test]
-    fn bytes_that_are_no_archive_do_no_harm(bytes in prop::collection::vec(any::<u8>(), 0..3000)) {
+    fn arbitrary_bytes_never_write_outside(bytes in prop::collection::vec(any::<u8>(), 0..3000)) {
         let scratch = Scratch::new();
         drop(scratch.unpack(&bytes));
         prop_assert!(scratch.is_untouched());

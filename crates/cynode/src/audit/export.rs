@@ -36,7 +36,7 @@ pub async fn run(client: &UserClient, args: &AuditExport) -> CommandResult {
                 sanitize::json(json!({ "checkpoint": line }).to_string())
             )?;
         }
-        output::note(&sanitize::line(&format!(
+        output::message(&sanitize::line(&format!(
             "verify the file with 'cynode audit verify --file FILE --key {}'",
             checkpoints.key
         )));

@@ -35,7 +35,7 @@ pub fn run(globals: &Globals, file: &Path, key: PublicKey) -> CommandResult {
     };
     drop(progress);
     if verdict.records == 0 && verdict.intact {
-        output::note("the file has no records");
+        output::message("the file has no records");
     }
     print_verdict(globals, &verdict)
 }

@@ -36,7 +36,7 @@ pub async fn run(client: &UserClient, globals: &Globals, subject: AuditSubjectId
             Format::Table => output::line(story.to_text().trim_end())?,
         }
         if is_truncated {
-            output::note(&format!(
+            output::message(&format!(
                 "showing only the first {MAX_RECORDS} records; see 'cynode audit export'"
             ));
         }

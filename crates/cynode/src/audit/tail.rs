@@ -50,7 +50,7 @@ pub async fn run(client: &UserClient, globals: &Globals, args: &AuditTail) -> Co
                     sleep(RETRY_DELAY).await;
                 }
             }
-            Err(error) if error.is_passing() => sleep(RETRY_DELAY).await,
+            Err(error) if error.is_transient() => sleep(RETRY_DELAY).await,
             Err(error) => return Err(error.into()),
         }
     }

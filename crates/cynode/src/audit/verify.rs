@@ -80,14 +80,14 @@ pub fn print_verdict(globals: &Globals, verdict: &AuditVerdict) -> CommandResult
             if verdict.more_problems {
                 output::line("… and more")?;
             }
-            output::note(&sanitize::line(&format!(
+            output::message(&sanitize::line(&format!(
                 "NOT intact: {}",
                 summary(verdict)
             )));
         }
     }
     if verdict.records > 0 && verdict.checkpoints == 0 {
-        output::note("there are no checkpoints: only the hash chain was verified");
+        output::message("there are no checkpoints: only the hash chain was verified");
     }
     Ok(if verdict.intact {
         ExitCode::SUCCESS
@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_verdict_counts_what_it_saw() {
+    fn a_verdict_shows_its_counts() {
         let verdict = AuditVerdict {
             records: 2,
             streams: 1,
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_problem_is_a_line_that_says_where() {
+    fn a_problem_is_one_line_with_its_location() {
         let problem = AuditProblem {
             what: "record_changed".into(),
             stream: None,
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trail_that_another_key_signed_is_not_intact() {
+    fn a_trail_signed_by_another_key_is_not_intact() {
         let (ours, other) = (
             SigningKey::from_seed([1; 32]).public(),
             SigningKey::from_seed([2; 32]).public(),

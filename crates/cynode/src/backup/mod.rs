@@ -78,11 +78,13 @@ pub async fn run(globals: &Globals, args: &Backup) -> Result<ExitCode, Failure> 
             } else {
                 "no artifacts (they are in an external store)".to_owned()
             };
-            output::note(&format!(
+            output::message(&format!(
                 "{verb} {}: the database, keys and tokens, {contents}",
                 args.file.display()
             ));
-            output::note("a backup does not include sandboxes, workspaces and images of workers");
+            output::message(
+                "a backup does not include sandboxes, workspaces and images of workers",
+            );
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -72,7 +72,7 @@ async fn follow(
     loop {
         let page = match client.events(after, filter.task, POLL_TIMEOUT).await {
             Ok(page) => page,
-            Err(error) if connected && error.is_passing() => {
+            Err(error) if connected && error.is_transient() => {
                 sleep(RETRY_DELAY).await;
                 continue;
             }

@@ -75,7 +75,7 @@ impl<'a> Follower<'a> {
                 stdout.finish().await?;
                 stderr.finish().await?;
                 if let Some(quota) = &job.output.truncated_by {
-                    output::note(&sanitize::line(&format!(
+                    output::message(&sanitize::line(&format!(
                         "cynode: the stored output is truncated: {quota}"
                     )));
                 }
@@ -120,7 +120,7 @@ impl<'a> Follower<'a> {
             .lost_before_seq
             .is_some_and(|lost| lost > self.last_seq + 1)
         {
-            output::note("cynode: some output is missing: it is no longer stored");
+            output::message("cynode: some output is missing: it is no longer stored");
         }
         if page.exit.is_some() {
             self.exit = page.exit;
@@ -145,7 +145,7 @@ impl<'a> Follower<'a> {
         let request = async || request(self.client, self.id).await;
         Ok(request
             .retry(retry::backoff(MAX_RETRY_DELAY))
-            .when(|error| error.is_passing() && Instant::now() < deadline)
+            .when(|error| error.is_transient() && Instant::now() < deadline)
             .await?)
     }
 }

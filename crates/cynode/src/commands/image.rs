@@ -268,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn availability_names_nodes_and_purpose_or_what_is_awaited() {
+    fn availability_shows_nodes_and_purpose_or_what_is_pending() {
         let id = "01890000-0000-7000-8000-000000000001";
         let version = |reference: &str,
                        state: &str,

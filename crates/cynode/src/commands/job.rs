@@ -97,7 +97,7 @@ pub async fn run(globals: &Globals, command: Job) -> CommandResult {
             for id in ids {
                 let job = client.stop_job(id).await?;
                 if globals.output == Format::Table {
-                    output::note(&format!("job {id} is {}", job.state));
+                    output::message(&format!("job {id} is {}", job.state));
                 }
                 jobs.push(job);
             }

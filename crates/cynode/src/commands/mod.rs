@@ -69,7 +69,7 @@ fn print_created(
         Format::Json => output::json(object)?,
         Format::Table => {
             output::line(id)?;
-            output::note(&sanitize::line(note));
+            output::message(&sanitize::line(note));
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -79,7 +79,7 @@ fn print_created(
 pub fn print_done(globals: &Globals, object: &impl Serialize, note: &str) -> CommandResult {
     match globals.output {
         Format::Json => output::json(object)?,
-        Format::Table => output::note(&sanitize::line(note)),
+        Format::Table => output::message(&sanitize::line(note)),
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -26,7 +26,7 @@ use crate::{
     output, retry,
     session::{
         exit_code,
-        transfer::{note_flagged, send_tree},
+        transfer::{print_flagged, send_tree},
     },
 };
 
@@ -95,7 +95,7 @@ async fn run_job(
     let finished = tokio::select! {
         finished = finished => finished?,
         () = interrupted(client, id) => {
-            output::note(&format!("cynode: no longer waiting; see 'cynode job show {id}'"));
+            output::message(&format!("cynode: no longer waiting; see 'cynode job show {id}'"));
             return Ok(ExitCode::from(INTERRUPTED));
         }
     };
@@ -155,12 +155,12 @@ async fn upload_workspace(
     })
     .await?;
     for name in skipped {
-        output::note(&format!(
+        output::message(&format!(
             "cynode: skipped: {}",
             crate::sanitize::line(&name)
         ));
     }
-    note_flagged(&sent.flags);
+    print_flagged(&sent.flags);
     request.task_id = Some(task);
     request.workspace_ref = Some(WorkspaceRef::Artifact(sent.id));
     Ok(())
@@ -182,7 +182,7 @@ async fn create(client: &UserClient, request: &JobCreate) -> Result<(), Failure>
                 }
             );
             sent |= !never_sent;
-            sent && error.is_passing() && Instant::now() < deadline
+            sent && error.is_transient() && Instant::now() < deadline
         })
         .await?;
     Ok(())
@@ -195,7 +195,7 @@ async fn wait_for_end(client: &UserClient, id: JobId) -> Result<FinishedJob, Fai
         match client.job(id).await {
             Ok(job) if job.state.is_final() => return Ok(FinishedJob { job, exit: None }),
             Ok(_) => {}
-            Err(error) if error.is_passing() => {}
+            Err(error) if error.is_transient() => {}
             Err(error) => return Err(error.into()),
         }
         sleep(pause).await;
@@ -219,10 +219,10 @@ async fn interrupted(client: &UserClient, id: JobId) {
         }
     };
     next_signal().await;
-    output::note("cynode: stopping the job");
+    output::message("cynode: stopping the job");
     let stop = async {
         if let Err(error) = client.stop_job(id).await {
-            output::note(&format!(
+            output::message(&format!(
                 "cynode: the job was not stopped: {}",
                 error.chain()
             ));
@@ -243,18 +243,18 @@ fn exit_result(finished: &FinishedJob) -> CommandResult {
         .as_ref()
         .and_then(|exit| exit.signal.as_deref());
     if finished.exit.as_ref().is_some_and(|exit| exit.oom_killed) {
-        output::note(
+        output::message(
             "cynode: the sandbox ran out of memory and the command was killed; run it with more \
              --memory",
         );
     }
     match job.state {
         JobState::Timeout => {
-            output::note("cynode: the job timed out");
+            output::message("cynode: the job timed out");
             return Ok(ExitCode::from(TIMED_OUT));
         }
         JobState::Canceled => {
-            output::note("cynode: the job was stopped");
+            output::message("cynode: the job was stopped");
             return Ok(ExitCode::from(INTERRUPTED));
         }
         _ => {}

@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_token_is_told_from_one_at_the_wrong_port() {
+    fn a_refused_token_is_distinguished_from_a_wrong_port() {
         let remedy =
             |context: ConnectionContext| context.remedy(RemoteProblem::Token).expect("a remedy");
         assert!(
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_is_not_made_names_its_cause() {
+    fn a_failed_connection_names_its_cause() {
         let with = |message: &str, url: &str| {
             ConnectionContext {
                 message: message.into(),

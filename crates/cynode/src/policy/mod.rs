@@ -117,7 +117,7 @@ fn print_policy(globals: &Globals, policy: &ApiPolicy) -> CommandResult {
         .iter()
         .map(|rule| format!("{} {}", rule.effect, rule.name))
         .collect();
-    output::note(&sanitize::line(&format!(
+    output::message(&sanitize::line(&format!(
         "revision {} by {} at {}: {}",
         policy.revision,
         policy.updated_by,
@@ -160,7 +160,7 @@ async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> C
                 &sanitize::line(&deciding_rules(&verdict)),
             )?;
             for error in &verdict.errors {
-                output::note(&sanitize::line(&format!("evaluation error: {error}")));
+                output::message(&sanitize::line(&format!("evaluation error: {error}")));
             }
         }
     }

@@ -210,7 +210,7 @@ mod tests {
         assert_eq!(
             fs_err::read_dir(&elsewhere).expect("a directory").count(),
             0,
-            "nothing is created at the target of a link"
+            "something was created at the target of a link"
         );
         if geteuid().is_root() {
             fs_err::remove_file(directory.path()).expect("removed");

@@ -1,4 +1,4 @@
-//! The private server for the duration of one command, while no `up` runs it.
+//! The private server for the duration of one command, when `cynode up` is not running.
 
 use std::{
     process::{Child, Command, Stdio},
@@ -23,7 +23,8 @@ pub struct TemporaryServer {
 }
 
 impl TemporaryServer {
-    /// Starts the server and waits until it accepts connections. The caller holds the lock of `up`.
+    /// Starts the server and waits until it accepts connections. The caller must hold the
+    /// lock of `up`.
     #[expect(clippy::disallowed_methods, reason = "starts a role of this program")]
     pub fn start(state: &StateDir) -> Result<Self, Failure> {
         let server = Server::new(state);

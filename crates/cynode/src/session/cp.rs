@@ -20,7 +20,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::{
     stdio,
-    transfer::{body, feed, join_transfer, local_failure, note_flagged, report_skipped, send_tree},
+    transfer::{
+        body, feed, join_transfer, local_failure, print_flagged, report_skipped, send_tree,
+    },
 };
 use crate::{
     archive::{self, PieceReader, PieceWriter},
@@ -227,7 +229,7 @@ impl Remote<'_> {
             .client
             .import(self.id, &parent, body(from, progress))
             .await;
-        join_transfer(reader.await, sent).map(|((), imported)| note_flagged(&imported.flags))
+        join_transfer(reader.await, sent).map(|((), imported)| print_flagged(&imported.flags))
     }
 
     async fn upload_tree(&self, source: &Path, target: &Path) -> Result<(), Failure> {
@@ -236,7 +238,7 @@ impl Remote<'_> {
             self.client.import(self.id, target, body).await
         })
         .await?;
-        note_flagged(&imported.flags);
+        print_flagged(&imported.flags);
         report_skipped(&skipped, skipped.len() as u64)
     }
 

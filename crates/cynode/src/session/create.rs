@@ -139,14 +139,14 @@ fn print(globals: &Globals, session: &Session) -> Result<ExitCode, Failure> {
                 .map(|ms| format!(" in {ms} ms"))
                 .unwrap_or_default();
             let warm = if session.warm { ", from the pool" } else { "" };
-            output::note(&format!(
+            output::message(&format!(
                 "running{took}{warm}; image {}, workspace {}, task {}",
                 crate::sanitize::line(&session.image_ref),
                 session.workspace_id,
                 session.task_id
             ));
             if !session.unenforced.is_empty() {
-                output::note(&format!(
+                output::message(&format!(
                     "not enforced on this machine: {}",
                     super::list::unenforced(session)
                 ));

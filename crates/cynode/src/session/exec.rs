@@ -121,7 +121,7 @@ impl RunningExec {
             Ok(()) => {}
             // The command has ended, or has not started.
             Err(error) if error.is(ErrorCode::ExecEnded) || error.is(ErrorCode::ExecNotFound) => {}
-            Err(error) => output::note(&format!(
+            Err(error) => output::message(&format!(
                 "cynode: the signal was not delivered: {}",
                 error.chain()
             )),
@@ -217,7 +217,7 @@ async fn run_streamed(
         let event = match events.next().await {
             Ok(Some(event)) => event,
             Ok(None) => return Err(Failure::internal("the stream ended without an exit status")),
-            Err(error) if error.is_passing() => {
+            Err(error) if error.is_transient() => {
                 let last_seq = started.then_some(events.last_seq());
                 events = reconnect(running, request, input_file, last_seq).await?;
                 continue;
@@ -232,7 +232,7 @@ async fn run_streamed(
             ExecEvent::Start {
                 lost_before_seq, ..
             } => {
-                note_gap(lost_before_seq);
+                print_gap(lost_before_seq);
                 Ok(())
             }
             ExecEvent::Output {
@@ -241,7 +241,7 @@ async fn run_streamed(
                 lost_before_seq,
                 ..
             } => {
-                note_gap(lost_before_seq);
+                print_gap(lost_before_seq);
                 match stream {
                     Stream::Stdout => stdout.write(&data).await,
                     Stream::Stderr => stderr.write(&data).await,
@@ -268,9 +268,9 @@ async fn run_streamed(
     exit_result(&exit)
 }
 
-fn note_gap(lost_before_seq: Option<u64>) {
+fn print_gap(lost_before_seq: Option<u64>) {
     if lost_before_seq.is_some() {
-        output::note("cynode: some output is missing: it is no longer stored");
+        output::message("cynode: some output is missing: it is no longer stored");
     }
 }
 
@@ -296,25 +296,25 @@ async fn reconnect(
     sleep(RECONNECT_DELAY).await;
     Ok(open
         .retry(retry::backoff(MAX_RETRY_DELAY))
-        .when(|error| error.is_passing() && Instant::now() < deadline)
+        .when(|error| error.is_transient() && Instant::now() < deadline)
         .await?)
 }
 
 fn exit_result(exit: &ExecExit) -> Result<ExitCode, Failure> {
     if exit.oom_killed {
-        output::note(
+        output::message(
             "cynode: the sandbox ran out of memory and the command was killed; create the session \
              with more --memory",
         );
     }
     if exit.no_space {
-        output::note(
+        output::message(
             "cynode: the node's disk is nearly full, so the commands of the sandbox were killed; \
              its files are intact",
         );
     }
     if exit.timed_out {
-        output::note(&format!(
+        output::message(&format!(
             "cynode: the command timed out after {} ms",
             exit.duration_ms
         ));
@@ -339,7 +339,7 @@ async fn forward_stdin(running: RunningExec) {
         let count = stdin.read(&mut buffer).await.unwrap_or(0);
         if let Err(error) = write_stdin(&running, &buffer[..count]).await {
             if !error.is(ErrorCode::StdinClosed) && !error.is(ErrorCode::ExecEnded) {
-                output::note(&format!(
+                output::message(&format!(
                     "cynode: stopped forwarding standard input: {}",
                     error.chain()
                 ));

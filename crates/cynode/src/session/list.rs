@@ -153,7 +153,7 @@ pub async fn end(
             Err(error) => {
                 let failure = Failure::from(error);
                 if ids.len() > 1 && globals.output == Format::Table {
-                    output::note(&format!("session {id}:"));
+                    output::message(&format!("session {id}:"));
                 }
                 failure.report(globals.output);
                 first_failure.get_or_insert(Failure::reported(failure.exit));
@@ -173,7 +173,7 @@ pub async fn end(
                 } else {
                     String::new()
                 };
-                output::note(&format!("ended session {}{kept}", session.session_id));
+                output::message(&format!("ended session {}{kept}", session.session_id));
             }
         }
     }

@@ -87,7 +87,7 @@ pub async fn run(client: &SessionClient, args: Shell) -> Result<ExitCode, Failur
         )
         .remedy("See 'cynode session show'.")),
         TerminalEnd::Signalled(number) => {
-            output::note("cynode: disconnected from the terminal");
+            output::message("cynode: disconnected from the terminal");
             Ok(ExitCode::from(128 + number))
         }
     }

@@ -16,21 +16,21 @@ pub async fn send_tree<T>(
     root: &Path,
     send: impl AsyncFnOnce(Body) -> cynode_client::Result<T>,
 ) -> Result<(T, Vec<String>), Failure> {
-    let (to, from) = archive::channel();
+    let (sender, receiver) = archive::channel();
     let progress = Progress::start("copying");
     let root = root.to_owned();
     let packer = tokio::task::spawn_blocking(move || {
-        feed(PieceWriter::new(to), |writer| {
+        feed(PieceWriter::new(sender), |writer| {
             archive::pack_tree(&root, writer)
         })
     });
-    let sent = send(body(from, progress)).await;
+    let sent = send(body(receiver, progress)).await;
     let (packed, sent) = join_transfer(packer.await, sent)?;
     Ok((sent, packed.skipped))
 }
 
-/// Runs a producer into the channel. A failure ends the stream with an error, so that a partial
-/// transfer is not mistaken for a complete one.
+/// Writes a producer's output to the channel. A failure ends the stream with an error, so that a
+/// partial transfer is not mistaken for a complete one.
 pub(super) fn feed<T>(
     mut writer: PieceWriter,
     produce: impl FnOnce(&mut PieceWriter) -> io::Result<T>,
@@ -61,12 +61,12 @@ pub(super) fn join_transfer<T, U>(
 }
 
 pub(super) fn body(
-    mut from: tokio::sync::mpsc::Receiver<io::Result<bytes::Bytes>>,
+    mut receiver: tokio::sync::mpsc::Receiver<io::Result<bytes::Bytes>>,
     progress: Progress,
 ) -> Body {
     let mut total = 0;
     Body::wrap_stream(futures_util::stream::poll_fn(move |context| {
-        let piece = from.poll_recv(context);
+        let piece = receiver.poll_recv(context);
         if let std::task::Poll::Ready(Some(Ok(piece))) = &piece {
             total += piece.len() as u64;
             progress.set_bytes("copying", total);
@@ -76,10 +76,10 @@ pub(super) fn body(
 }
 
 /// Prints which transferred files look like they contain credentials.
-pub(crate) fn note_flagged(flags: &Flags) {
+pub(crate) fn print_flagged(flags: &Flags) {
     const MAX_SHOWN: usize = 10;
     for file in flags.flagged.iter().take(MAX_SHOWN) {
-        output::note(&format!(
+        output::message(&format!(
             "cynode: {} contains what looks like {}",
             crate::sanitize::line(&file.path),
             crate::sanitize::line(&file.shape)
@@ -89,19 +89,19 @@ pub(crate) fn note_flagged(flags: &Flags) {
         .flagged_total
         .saturating_sub(MAX_SHOWN.min(flags.flagged.len()) as u64);
     if more > 0 {
-        output::note(&format!(
+        output::message(&format!(
             "cynode: {more} more files contain what looks like credentials"
         ));
     }
 }
 
-/// Prints skipped entries, of which `names` may be only the first, and fails if there are any.
+/// Prints skipped entries and fails if there are any. `names` may be incomplete.
 pub(super) fn report_skipped(names: &[String], count: u64) -> Result<(), Failure> {
     if count == 0 {
         return Ok(());
     }
     for skipped in names {
-        output::note(&format!("skipped: {}", crate::sanitize::line(skipped)));
+        output::message(&format!("skipped: {}", crate::sanitize::line(skipped)));
     }
     Err(Failure::new(
         INTERNAL,
@@ -110,7 +110,7 @@ pub(super) fn report_skipped(names: &[String], count: u64) -> Result<(), Failure
     ))
 }
 
-/// A failure of a local file, which is the user's to correct.
+/// A failure of a local file; a usage error if the path is wrong.
 pub fn local_failure(error: &io::Error) -> Failure {
     match error.kind() {
         io::ErrorKind::NotFound

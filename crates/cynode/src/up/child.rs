@@ -46,7 +46,7 @@ pub enum StopRequest {
 pub enum RoleEnd {
     /// The supervisor stopped it.
     Stopped,
-    /// It exited cleanly by itself, such as after a shutdown over its API.
+    /// It exited cleanly without a signal of the supervisor, such as after a shutdown over its API.
     Exited,
 }
 
@@ -128,7 +128,7 @@ impl RoleKeeper {
                 return Err(self.never_ready(status));
             }
             let pause = backoff.delay_after(started.elapsed());
-            output::note(&format!(
+            output::message(&format!(
                 "cynode: {} exited ({status}); restarting it in {} ms",
                 self.role.name,
                 pause.as_millis()
@@ -161,7 +161,10 @@ impl RoleKeeper {
                     Ok(()) => drop(self.ready.send_replace(true)),
                     Err(current) => {
                         if current != reason && self.to_stderr {
-                            output::note(&format!("cynode: {} is not ready: {current}", role.name));
+                            output::message(&format!(
+                                "cynode: {} is not ready: {current}",
+                                role.name
+                            ));
                         }
                         reason = current;
                         if Instant::now() > self.deadline {
@@ -255,7 +258,7 @@ impl RoleKeeper {
             _ = running.child.wait() => {}
             () = give_up => {
                 let name = self.role.name;
-                output::note(&format!("cynode: {name} did not stop in time; killing it"));
+                output::message(&format!("cynode: {name} did not stop in time; killing it"));
                 // PostgreSQL ends its children on this signal.
                 signal(&running.child, Signal::QUIT);
                 if timeout(Duration::from_secs(3), running.child.wait()).await.is_err() {

@@ -95,7 +95,7 @@ pub async fn run(
             () = sleep(Duration::from_millis(50)) => {}
             _ = tokio::signal::ctrl_c() => {
                 drop(progress);
-                output::note("cynode: interrupted; stopping CyNode");
+                output::message("cynode: interrupted; stopping CyNode");
                 stop(&mut child).await;
                 return Err(Failure::reported(130));
             }
@@ -122,6 +122,6 @@ fn print_tail(log: &std::path::Path) {
         .unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     for line in &lines[lines.len().saturating_sub(MAX_TAIL_LINES)..] {
-        output::note(line);
+        output::message(line);
     }
 }

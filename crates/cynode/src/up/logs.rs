@@ -92,7 +92,7 @@ impl LogSink {
 
     fn write(&mut self, line: &str) {
         if self.to_stderr {
-            output::note(&format!("{} | {line}", self.name));
+            output::message(&format!("{} | {line}", self.name));
         }
         if self.tail.len() == MAX_TAIL_LINES {
             self.tail.pop_front();
@@ -106,7 +106,7 @@ impl LogSink {
     pub fn print_tail(&self) {
         if !self.to_stderr {
             for line in &self.tail {
-                output::note(&format!("{} | {line}", self.name));
+                output::message(&format!("{} | {line}", self.name));
             }
         }
     }

@@ -100,10 +100,10 @@ fn already_running(
         )
         .remedy("Use the running one, or stop it with 'cynode down'."));
     }
-    output::note(&format!("CyNode is already running, pid {pid}"));
+    output::message(&format!("CyNode is already running, pid {pid}"));
     match state.endpoints()? {
         Some(endpoints) => announce(globals, &endpoints)?,
-        None => output::note("CyNode is not ready yet; see 'cynode status'."),
+        None => output::message("CyNode is not ready yet; see 'cynode status'."),
     }
     Ok(ExitCode::SUCCESS)
 }

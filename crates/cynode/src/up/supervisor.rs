@@ -112,12 +112,12 @@ impl Supervisor {
                     } else {
                         ""
                     };
-                    output::note(&format!("cynode: stopping{sandboxes}"));
+                    output::message(&format!("cynode: stopping{sandboxes}"));
                     return Ok(ExitCode::SUCCESS);
                 }
                 ended = self.tasks.join_next() => match ended {
                     Some(Ok((index, Ok(RoleEnd::Exited)))) => {
-                        output::note(&format!("cynode: {} has stopped", self.roles[index].name));
+                        output::message(&format!("cynode: {} has stopped", self.roles[index].name));
                         return Ok(ExitCode::SUCCESS);
                     }
                     Some(Ok((_, Ok(RoleEnd::Stopped)))) => {}
@@ -132,7 +132,7 @@ impl Supervisor {
                     state.write_endpoints(endpoints)?;
                     for role in &self.roles {
                         let Role { name, address, .. } = role.as_ref();
-                        output::note(&format!("cynode: {name} is ready at {address}"));
+                        output::message(&format!("cynode: {name} is ready at {address}"));
                     }
                 }
             }

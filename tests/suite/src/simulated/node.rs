@@ -207,6 +207,6 @@ impl Shared {
 async fn read<T: DeserializeOwned>(request: reqwest::RequestBuilder) -> Result<T> {
     let answer = request.send().await?.error_for_status()?;
     let bytes = answer.bytes().await?;
-    ensure!(!bytes.is_empty(), "an empty answer");
+    ensure!(!bytes.is_empty(), "the response is empty");
     Ok(serde_json::from_slice(&bytes)?)
 }

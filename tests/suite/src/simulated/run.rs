@@ -11,7 +11,7 @@ use std::{
 };
 
 use cynode_api::{
-    Bytes, Chunk, ErrorCode, ExecExit, ExecId, ExecResult, ExecVia, OutputPage, Problem,
+    ByteCounts, Chunk, ErrorCode, ExecExit, ExecId, ExecResult, ExecVia, OutputPage, Problem,
     SignalName, Stream, StreamHashes, Truncated, encode_streams, exec_limits::KEPT_PER_EXEC,
 };
 use cynode_service::ApiError;
@@ -231,7 +231,7 @@ impl Run {
 
     fn finish(&self, exit_code: Option<i32>, signal: Option<String>, timed_out: bool) {
         self.progress.send_modify(|progress| {
-            let bytes = Bytes {
+            let bytes = ByteCounts {
                 stdout: progress.stdout.len() as u64,
                 stderr: progress.stderr.len() as u64,
             };

@@ -22,7 +22,7 @@ use cynode_service::{
     events::accepts_events,
     output::{DEFAULT_PAGE_BYTES, OutputRequest},
 };
-use cynode_worker::calls::{CallNotes, with_result};
+use cynode_worker::calls::{ResultRecorder, with_result};
 use futures_util::stream;
 use http::{HeaderMap, StatusCode, header};
 use serde::Deserialize;
@@ -449,7 +449,7 @@ async fn exec(
     State(shared): State<Arc<Shared>>,
     Path(text): Path<String>,
     headers: HeaderMap,
-    noting: Option<Extension<CallNotes>>,
+    recorder: Option<Extension<ResultRecorder>>,
     JsonBody(request): JsonBody<ExecRequest>,
 ) -> ApiResult<Response> {
     check_version(request.version)?;
@@ -486,8 +486,8 @@ async fn exec(
         }
     };
     let accepted = ExecAccepted { exec_id: run.id };
-    if let Some(Extension(noting)) = noting {
-        noting.note(&accepted);
+    if let Some(Extension(recorder)) = recorder {
+        recorder.record(&accepted);
     }
     if accepts_events(&headers) {
         return Ok(with_result(&accepted, events(run, 0, true)));

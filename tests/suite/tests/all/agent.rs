@@ -141,7 +141,7 @@ fn start(argv: &[&str]) -> Request {
 }
 
 #[tokio::test]
-async fn a_bad_frame_from_the_worker_is_answered_and_hurts_nothing() -> Result<()> {
+async fn a_bad_frame_from_the_worker_is_answered_and_harms_no_exec() -> Result<()> {
     let mut agent = Agent::start()?;
     let mut too_large = u32::try_from(MAX_WORKER_FRAME + 1)?.to_le_bytes().to_vec();
     too_large.push(1);
@@ -245,7 +245,7 @@ async fn output_is_sent_again_until_it_is_acknowledged_and_then_forgotten() -> R
     peer.stream.write_all(&bytes).await?;
     ensure!(
         peer.frame().await?.is_none(),
-        "the connection ends with the acknowledgement"
+        "the connection outlived the acknowledgement"
     );
     // The agent removes the entry just after it closes our connection.
     eventually(
@@ -263,7 +263,7 @@ async fn output_is_sent_again_until_it_is_acknowledged_and_then_forgotten() -> R
 }
 
 #[tokio::test]
-async fn a_file_operation_that_the_worker_gives_up_on_is_ended() -> Result<()> {
+async fn a_file_operation_that_the_worker_abandons_is_killed() -> Result<()> {
     let agent = Agent::start()?;
     let mut peer = agent.parked().await?;
     let path = cynode_api::Base64Bytes(b"/proc/self/status".to_vec());
@@ -455,7 +455,7 @@ async fn an_exec_id_is_started_once_however_often_it_is_requested() -> Result<()
             other => anyhow::bail!("{other:?}"),
         }
     }
-    assert_eq!(started.len(), 1, "exactly one request starts it");
+    assert_eq!(started.len(), 1, "not exactly one request started the exec");
     let mut peer = started.remove(0);
     loop {
         match peer.frame().await?.context("a frame")? {

@@ -137,7 +137,7 @@ async fn every_route_refuses_callers_without_the_token() -> Result<()> {
     assert_eq!(
         Answer::of(lower).await?.status,
         200,
-        "the scheme's case does not matter"
+        "the case of the scheme matters"
     );
     for (first, second) in [("right", "wrong"), ("wrong", "right"), ("right", "right")] {
         let value =
@@ -157,7 +157,8 @@ async fn every_route_refuses_callers_without_the_token() -> Result<()> {
 }
 
 #[tokio::test]
-async fn health_readiness_metrics_and_description_need_no_token_and_tell_no_secret() -> Result<()> {
+async fn health_readiness_metrics_and_description_need_no_token_and_reveal_no_secret() -> Result<()>
+{
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let http = Http::new(&worker)?;
@@ -234,7 +235,7 @@ async fn health_readiness_metrics_and_description_need_no_token_and_tell_no_secr
 
 /// `CYNODE_REGENERATE=1` rewrites the file instead of comparing.
 #[tokio::test]
-async fn the_description_that_is_served_is_the_one_that_is_checked_in() -> Result<()> {
+async fn the_served_openapi_document_is_the_checked_in_one() -> Result<()> {
     let path = repository().join("openapi/worker.json");
     let current = serde_json::to_string_pretty(&cynode_worker::openapi())? + "\n";
     if std::env::var_os("CYNODE_REGENERATE").is_some_and(|value| value == "1") {
@@ -274,7 +275,7 @@ async fn the_description_that_is_served_is_the_one_that_is_checked_in() -> Resul
 }
 
 #[tokio::test]
-async fn every_refusal_is_a_whole_problem_under_its_requests_id() -> Result<()> {
+async fn every_refusal_is_a_complete_problem_with_its_request_id() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let (client, http) = (worker.client()?, Http::new(&worker)?);

@@ -238,7 +238,7 @@ async fn sessions_are_made_listed_shown_ended_and_resumed() -> Result<()> {
     assert_eq!(
         (made.code, made.text()),
         (Some(0), format!("{id}\n")),
-        "stdout is the id and nothing else: {made:?}"
+        "stdout is not just the id: {made:?}"
     );
     assert!(
         id.parse::<cynode_api::SessionId>().is_ok() && made.stderr.contains("running"),
@@ -376,7 +376,7 @@ async fn a_session_that_has_ended_can_be_resumed_with_its_files() -> Result<()> 
 }
 
 #[tokio::test]
-async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<()> {
+async fn failures_print_one_line_and_exit_as_documented() -> Result<()> {
     const ID: &str = "01890000-0000-7000-8000-000000000001";
     let cli = Cli::new().await?;
     for arguments in [
@@ -511,7 +511,7 @@ async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<(
 }
 
 #[tokio::test]
-async fn completions_are_a_script_that_bash_takes() -> Result<()> {
+async fn completions_are_a_valid_bash_script() -> Result<()> {
     let world = World::new()?;
     let script = run(cynode(&world)?.args(["completions", "bash"]), b"")?.success()?;
     let check = r#"source /dev/stdin && complete -p cynode && COMP_WORDS=(cynode session sh) COMP_CWORD=2 && _cynode cynode sh session && printf '%s\n' "${COMPREPLY[@]}""#;

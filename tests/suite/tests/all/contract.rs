@@ -262,7 +262,7 @@ async fn limits_beyond_the_node_are_refused_by_name(client: &SessionClient) -> R
     Ok(())
 }
 
-async fn sessions_are_listed_by_what_they_are(client: &SessionClient) -> Result<()> {
+async fn sessions_are_listed_by_state_task_and_label(client: &SessionClient) -> Result<()> {
     let task = TaskId::generate();
     let request = |colour: &str| {
         let mut request = SessionCreate {
@@ -303,7 +303,7 @@ async fn sessions_are_listed_by_what_they_are(client: &SessionClient) -> Result<
     assert_eq!(
         ids(SessionFilter::default()).await?,
         [red.session_id, blue.session_id],
-        "oldest first"
+        "the list is not sorted from the oldest"
     );
     assert_eq!(
         (ids(label("red")).await?, ids(label("green")).await?),
@@ -386,7 +386,7 @@ async fn sessions_are_listed_by_what_they_are(client: &SessionClient) -> Result<
     Ok(())
 }
 
-async fn an_end_is_an_end_however_often(client: &SessionClient) -> Result<()> {
+async fn ending_a_session_is_idempotent(client: &SessionClient) -> Result<()> {
     let request = session();
     let id = client.create_session(&request).await?.session_id;
     let running = client
@@ -460,7 +460,7 @@ async fn an_end_is_an_end_however_often(client: &SessionClient) -> Result<()> {
         )
         .await?,
         (409, "not_resumable".to_owned()),
-        "the session's files are gone"
+        "the session's files still exist"
     );
     Ok(())
 }
@@ -994,7 +994,7 @@ async fn a_job_runs_once_and_its_result_waits_to_be_acknowledged(
     assert_eq!(
         client.stop_job(request.task_id, id).await?.state,
         JobState::Failed,
-        "a final state doesn't change"
+        "a final state changed"
     );
     let filter = JobFilter {
         task_id: Some(request.task_id),
@@ -1222,7 +1222,9 @@ async fn a_job_that_is_stopped_before_its_request_comes_never_runs(
     Ok(())
 }
 
-async fn what_is_wrong_with_a_job_is_its_own_failure(client: &SessionClient) -> Result<()> {
+async fn a_job_with_a_bad_image_or_program_fails_with_its_code(
+    client: &SessionClient,
+) -> Result<()> {
     let mut no_image = job("exit 0");
     "localhost/no/such:image".clone_into(&mut no_image.sandbox.image_ref);
     let mut no_program = job("");
@@ -1273,17 +1275,17 @@ async fn what_is_wrong_with_a_job_is_its_own_failure(client: &SessionClient) -> 
 }
 
 /// The whole contract; each part uses its own sessions and jobs.
-async fn it_holds(client: &SessionClient) -> Result<()> {
-    macro_rules! hold {
+async fn check_contract(client: &SessionClient) -> Result<()> {
+    macro_rules! check {
         ($($part:ident),+ $(,)?) => { $($part(client).await.context(stringify!($part))?;)+ };
     }
-    hold!(
+    check!(
         callers_without_the_token_are_refused,
         a_session_is_made_once,
         bad_requests_make_nothing,
         limits_beyond_the_node_are_refused_by_name,
-        sessions_are_listed_by_what_they_are,
-        an_end_is_an_end_however_often,
+        sessions_are_listed_by_state_task_and_label,
+        ending_a_session_is_idempotent,
         a_kept_workspace_is_used_again_by_its_own_task,
         a_command_runs_once_by_its_id,
         a_command_in_the_background_is_followed_and_ended,
@@ -1292,7 +1294,7 @@ async fn it_holds(client: &SessionClient) -> Result<()> {
         a_job_runs_once_and_its_result_waits_to_be_acknowledged,
         a_job_is_handed_over_and_stopped,
         a_job_that_is_stopped_before_its_request_comes_never_runs,
-        what_is_wrong_with_a_job_is_its_own_failure,
+        a_job_with_a_bad_image_or_program_fails_with_its_code,
         the_hash_of_output_is_of_all_of_it,
         what_a_call_did_is_in_its_header,
         a_call_is_remembered_by_its_id,
@@ -1302,17 +1304,17 @@ async fn it_holds(client: &SessionClient) -> Result<()> {
 
 #[tokio::test]
 // invariant: api-boundaries
-async fn the_real_worker_holds_the_contract() -> Result<()> {
+async fn the_real_worker_fulfils_the_contract() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
-    it_holds(&worker.client()?).await?;
+    check_contract(&worker.client()?).await?;
     worker.shut_down().await?;
     world.assert_clean().await
 }
 
 #[tokio::test]
 // invariant: api-boundaries
-async fn the_simulated_worker_holds_the_contract() -> Result<()> {
+async fn the_simulated_worker_fulfils_the_contract() -> Result<()> {
     let worker = SimulatedWorker::start("simulated", &[IMAGE, UNLABELLED]).await?;
-    it_holds(&worker.client()?).await
+    check_contract(&worker.client()?).await
 }

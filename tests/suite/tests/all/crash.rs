@@ -17,8 +17,7 @@ fn background(script: &str) -> ExecRequest {
     }
 }
 
-/// Reads pages of a counter's output until it has passed `until`; checks that no line is missing or
-/// duplicated.
+/// A command that counts, and its output so far.
 struct Counter {
     session: SessionId,
     exec: ExecId,
@@ -27,6 +26,8 @@ struct Counter {
 }
 
 impl Counter {
+    /// Reads output until the counter has passed `until`; checks that no chunk is missing or
+    /// duplicated.
     async fn read_past(&mut self, client: &SessionClient, until: u64) -> Result<()> {
         let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
         while self.last() <= until {
@@ -48,7 +49,7 @@ impl Counter {
             for chunk in page.chunks {
                 ensure!(
                     chunk.seq == self.seq + 1,
-                    "piece {} after {}",
+                    "chunk {} after {}",
                     chunk.seq,
                     self.seq
                 );
@@ -143,7 +144,7 @@ async fn twenty_sessions_survive_the_death_of_the_worker_without_a_gap_in_their_
 
 #[tokio::test]
 // invariant: nothing-lost
-async fn output_written_while_the_worker_is_away_is_kept_and_the_exit_too() -> Result<()> {
+async fn output_and_exit_of_a_command_survive_the_absence_of_the_worker() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -158,7 +159,7 @@ async fn output_written_while_the_worker_is_away_is_kept_and_the_exit_too() -> R
     };
     client.exec(session, &exec(["mkfifo", "fifo"])).await?;
     let exec_id = client.exec_background(session, &request).await?.exec_id;
-    // A second command answers, which the agent keeps running while the worker is dead.
+    // A second command unblocks the first while the worker is dead.
     client
         .exec_background(
             session,
@@ -271,17 +272,16 @@ async fn a_hundred_sessions_at_once_answer_and_leave_nothing() -> Result<()> {
 
 #[tokio::test]
 // invariant: nothing-lost
-async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_session()
--> Result<()> {
+async fn a_worker_killed_while_it_creates_and_ends_sessions_loses_and_leaks_none() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let kept = worker.client()?.create_session(&session()).await?;
-    let mut asked = Vec::new();
+    let mut sent = Vec::new();
     for round in 0..3 {
         let client = worker.client()?;
         let before = client.list_sessions(&SessionFilter::default()).await?.len();
         let requests: Vec<_> = (0..4).map(|_| session()).collect();
-        asked.extend(requests.iter().cloned());
+        sent.extend(requests.iter().cloned());
         let mut calls = tokio::task::JoinSet::new();
         for request in requests {
             let client = client.clone();
@@ -295,7 +295,7 @@ async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_
                 }
             });
         }
-        // The moment differs from round to round: after `round` sessions are known.
+        // Kill the worker later in each round.
         eventually(
             "some sessions are being created",
             Duration::from_secs(30),
@@ -318,7 +318,7 @@ async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_
     );
     // Every repeated request returns its session, no session exists twice, and only live sessions
     // have containers.
-    for request in &asked {
+    for request in &sent {
         match client.create_session(request).await {
             Ok(session) => ensure!(
                 matches!(session.state, SessionState::Running | SessionState::Ended),
@@ -339,7 +339,7 @@ async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_
 }
 
 #[tokio::test]
-async fn a_worker_killed_in_every_phase_loses_no_session_and_mixes_up_none() -> Result<()> {
+async fn a_worker_killed_in_every_phase_loses_and_confuses_no_session() -> Result<()> {
     kills::kill_again_and_again(5).await
 }
 
@@ -395,7 +395,7 @@ async fn containers_that_vanished_with_a_reboot_leave_sessions_that_can_be_resum
 }
 
 #[tokio::test]
-async fn stopping_the_worker_keeps_the_sandboxes_and_the_next_one_takes_them_up() -> Result<()> {
+async fn sandboxes_survive_a_stopped_worker_and_the_next_one_adopts_them() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;

@@ -37,7 +37,7 @@ async fn refusal(world: &World, options: &Options) -> Result<String> {
     let mut worker = world.start_worker(options)?;
     ensure!(
         !worker.wait(Duration::from_secs(60)).await?.success(),
-        "the worker ended well"
+        "the worker succeeded"
     );
     Ok(fs_err::read_to_string(
         world.directory().join("worker.log"),
@@ -197,7 +197,7 @@ async fn an_oci_runtime_named_to_podman_is_looked_for() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_name_that_no_limit_has_can_not_be_allowed() -> Result<()> {
+async fn an_unknown_limit_cannot_be_allowed() -> Result<()> {
     let world = World::new()?;
     let mut worker =
         world.start_worker(&Options::default().set("allow_unenforced", "[\"everything\"]"))?;
@@ -245,7 +245,7 @@ async fn image_with_volume(world: &World, name: &str, path: &str) -> Result<()> 
 }
 
 #[tokio::test]
-async fn a_volume_that_an_image_declares_is_no_place_to_write() -> Result<()> {
+async fn volumes_declared_by_an_image_are_not_writable() -> Result<()> {
     let world = World::on(Engine::Docker).await?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;

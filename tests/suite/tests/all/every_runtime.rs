@@ -17,7 +17,7 @@ on_every_runtime!(
     a_session_runs_commands_keeps_files_and_ends,
     a_session_survives_the_death_of_the_worker,
     a_sandbox_sees_nothing_of_the_host,
-    an_images_config_decides_nothing,
+    the_config_of_an_image_is_ignored,
     a_terminal_opens_and_takes_input,
     unenforced_limits_are_reported,
     a_job_runs_and_its_result_waits,
@@ -193,7 +193,7 @@ async fn a_sandbox_sees_nothing_of_the_host(world: World) -> Result<()> {
     assert_eq!(
         run("grep '^nameserver' /etc/resolv.conf").await?,
         "",
-        "no resolver of the host"
+        "a resolver of the host is visible inside"
     );
     assert_eq!(run("hostname").await?, "sandbox\n");
     let host = fs_err::read_to_string("/proc/sys/kernel/hostname")?;
@@ -218,7 +218,7 @@ async fn a_sandbox_sees_nothing_of_the_host(world: World) -> Result<()> {
     assert_eq!(
         run("touch /x /etc/x /usr/x 2>/dev/null; ls /x /etc/x /usr/x 2>/dev/null").await?,
         "",
-        "the root is read-only"
+        "the root is writable"
     );
     assert_eq!(run("ulimit -n; ulimit -c").await?, "1024\n0\n");
     let sizes = run("for place in /tmp /run /dev/shm; do stat -f -c '%b %S' $place; done").await?;
@@ -230,7 +230,7 @@ async fn a_sandbox_sees_nothing_of_the_host(world: World) -> Result<()> {
     assert_eq!(
         run("cp /bin/busybox /tmp/true && /tmp/true && echo runs").await?,
         "runs\n",
-        "programs can be built and run in /tmp"
+        "a program could not be built and run in /tmp"
     );
 
     // The workspace's files belong to no other user of the host.
@@ -244,7 +244,7 @@ async fn a_sandbox_sees_nothing_of_the_host(world: World) -> Result<()> {
     Ok(())
 }
 
-async fn an_images_config_decides_nothing(world: World) -> Result<()> {
+async fn the_config_of_an_image_is_ignored(world: World) -> Result<()> {
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let mut request = session();

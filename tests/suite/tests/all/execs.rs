@@ -133,7 +133,7 @@ async fn a_command_that_can_not_start_reports_its_errno() -> Result<()> {
             .items
             .iter()
             .all(|exec| exec.argv[0] == "/bin/sh"),
-        "commands that never ran are not listed"
+        "a command that never ran is listed"
     );
     Ok(())
 }
@@ -315,7 +315,7 @@ async fn few_open_files_suffice_for_commands_and_too_few_are_reported() -> Resul
         }
         assert!(
             running.len() < 64,
-            "each takes some of the agent's 64 files"
+            "the agent ran more execs than its 64 files allow"
         );
     };
     assert!(
@@ -510,7 +510,7 @@ async fn a_full_process_table_is_reported_and_cleared_without_a_fork() -> Result
             Ok(_) => started += 1,
             Err(error) => break error,
         }
-        assert!(started < 24, "the limit holds");
+        assert!(started < 24, "more processes started than the limit allows");
     };
     assert!(error.is(ErrorCode::PidsExhausted), "{error}");
     client.signal_session(id, SignalName::KILL).await?;
@@ -668,7 +668,7 @@ async fn the_same_exec_id_attaches_and_another_request_is_refused() -> Result<()
 // part of: REQ-SANDBX-0105
 #[tokio::test]
 // invariant: bounded
-async fn a_gibibyte_of_output_arrives_whole_through_a_small_worker() -> Result<()> {
+async fn a_gibibyte_of_output_arrives_complete_through_a_small_worker() -> Result<()> {
     let world = World::new()?;
     let (worker, client, id) = one_session(&world).await?;
     let size: u64 = 1 << 30;
@@ -824,7 +824,7 @@ async fn a_reader_may_stall_past_the_commands_deadline_and_costs_nothing_but_tim
     assert!(exit.is_some_and(|exit| exit.timed_out && !exit.lost));
     assert!(
         processes_inside(&client, id).await?.contains("4321"),
-        "nothing else in the sandbox was touched"
+        "something else in the sandbox was killed"
     );
     Ok(())
 }

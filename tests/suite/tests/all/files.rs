@@ -296,7 +296,7 @@ async fn preconditions_hold_and_a_failed_one_changes_nothing() -> Result<()> {
 }
 
 #[tokio::test]
-async fn of_several_that_write_on_the_same_condition_one_wins() -> Result<()> {
+async fn one_of_several_writers_with_the_same_precondition_wins() -> Result<()> {
     let sandbox = Sandbox::new().await?;
     for round in 0..5 {
         let path = format!("new-{round}");
@@ -333,22 +333,22 @@ async fn ranges_are_served_and_those_outside_the_file_refused() -> Result<()> {
     let range = async |path: &str, range: &str| {
         Answer::of(sandbox.file(Method::GET, path).header("Range", range)).await
     };
-    for (asked, body, content_range) in [
+    for (requested, body, content_range) in [
         ("bytes=0-3", "0123", "bytes 0-3/10"),
         ("bytes=8-", "89", "bytes 8-9/10"),
         ("bytes=-4", "6789", "bytes 6-9/10"),
         ("bytes=5-500", "56789", "bytes 5-9/10"),
     ] {
-        let answer = range("small", asked).await?;
+        let answer = range("small", requested).await?;
         assert_eq!(
             (answer.status, answer.header("content-range")),
             (206, content_range),
-            "{asked}"
+            "{requested}"
         );
         assert_eq!(
             (answer.body.as_ref(), answer.header("x-content-sha256")),
             (body.as_bytes(), sha256(b"0123456789").as_str()),
-            "{asked}"
+            "{requested}"
         );
     }
     let answer = range("large", "bytes=2000000-2999999").await?;
@@ -358,28 +358,28 @@ async fn ranges_are_served_and_those_outside_the_file_refused() -> Result<()> {
     );
     assert!(
         answer.body == large[2_000_000..3_000_000],
-        "another part came"
+        "another range was returned"
     );
-    for asked in ["bytes=10-", "bytes=99-100", "bytes=-0"] {
+    for requested in ["bytes=10-", "bytes=99-100", "bytes=-0"] {
         assert_eq!(
-            range("small", asked).await?.outcome(),
+            range("small", requested).await?.outcome(),
             (416, "range_not_satisfiable".to_owned()),
-            "{asked}"
+            "{requested}"
         );
     }
     sandbox.write("empty", "").await?;
-    for asked in ["bytes=0-", "bytes=0-0", "bytes=-1"] {
+    for requested in ["bytes=0-", "bytes=0-0", "bytes=-1"] {
         assert_eq!(
-            range("empty", asked).await?.outcome(),
+            range("empty", requested).await?.outcome(),
             (416, "range_not_satisfiable".to_owned()),
-            "{asked}"
+            "{requested}"
         );
     }
     // A range of a file that is too large to read whole.
     sandbox
         .sh("printf start > huge; truncate -s 1099511627776 huge")
         .await?;
-    for (asked, body, content_range) in [
+    for (requested, body, content_range) in [
         ("bytes=0-4", b"start".as_ref(), "bytes 0-4/1099511627776"),
         (
             "bytes=-2",
@@ -392,7 +392,7 @@ async fn ranges_are_served_and_those_outside_the_file_refused() -> Result<()> {
             "bytes 1099511627775-1099511627775/1099511627776",
         ),
     ] {
-        let answer = range("huge", asked).await?;
+        let answer = range("huge", requested).await?;
         assert_eq!(
             (
                 answer.status,
@@ -400,15 +400,15 @@ async fn ranges_are_served_and_those_outside_the_file_refused() -> Result<()> {
                 answer.body.as_ref()
             ),
             (206, content_range, body),
-            "{asked}"
+            "{requested}"
         );
         assert_eq!(
             (answer.header("etag"), answer.header("x-content-sha256")),
             ("", ""),
-            "{asked}"
+            "{requested}"
         );
     }
-    for asked in [
+    for requested in [
         "bytes=0-1,4-5",
         "lines=1-2",
         "bytes=5-1",
@@ -416,11 +416,11 @@ async fn ranges_are_served_and_those_outside_the_file_refused() -> Result<()> {
         "bytes=+1-+2",
         "bytes=-+3",
     ] {
-        let answer = range("small", asked).await?;
+        let answer = range("small", requested).await?;
         assert_eq!(
             (answer.status, answer.body.as_ref()),
             (200, b"0123456789".as_ref()),
-            "{asked}"
+            "{requested}"
         );
     }
     Ok(())
@@ -694,7 +694,7 @@ async fn links_are_followed_by_reads_and_writes_and_kept_by_the_rest() -> Result
 }
 
 #[tokio::test]
-async fn any_name_that_a_file_can_have_works() -> Result<()> {
+async fn every_valid_file_name_works() -> Result<()> {
     let sandbox = Sandbox::new().await?;
     let names: [&[u8]; 8] = [
         b"a b",

@@ -39,7 +39,7 @@ async fn no_container(world: &World) -> Result<()> {
 // part of: REQ-SANDBX-0110, CYNAI.SANDBX.EnvironmentVariables, ISC-02
 #[tokio::test]
 // invariant: jobs
-async fn a_job_runs_to_its_end_and_says_how_it_ended() -> Result<()> {
+async fn a_job_runs_to_its_end_and_reports_its_exit() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -120,7 +120,7 @@ async fn a_job_runs_to_its_end_and_says_how_it_ended() -> Result<()> {
 // part of: REQ-SANDBX-0105
 #[tokio::test]
 // invariant: jobs
-async fn a_job_that_nobody_waits_for_goes_on_and_its_output_is_read_during_and_after_the_run()
+async fn an_asynchronous_job_runs_on_and_its_output_is_readable_during_and_after_the_run()
 -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
@@ -165,10 +165,7 @@ async fn a_job_that_nobody_waits_for_goes_on_and_its_output_is_read_during_and_a
     let lines: String = (1..=20).map(|number| number.to_string() + "\n").collect();
     assert_eq!((out, err.as_str()), (format!("first\n{lines}"), "last\n"));
     assert_eq!(exit.context("an exit")?.exit_code, Some(7));
-    assert!(
-        seen_running,
-        "the job was in progress while its output arrived"
-    );
+    assert!(seen_running, "the job had ended before its output arrived");
 
     // A caller that disconnects changes nothing.
     let other = job("sleep 1; echo done");
@@ -463,7 +460,7 @@ async fn the_sandbox_of_a_job_is_no_session_and_counts_as_one() -> Result<()> {
             .job(second.job_id)
             .await
             .is_err_and(|error| error.is(ErrorCode::JobNotFound)),
-        "nothing is left of the refused jobs"
+        "something is left of the refused jobs"
     );
     client.stop_job(request.task_id, request.job_id).await?;
     no_container(&world).await?;

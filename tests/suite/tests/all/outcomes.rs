@@ -20,7 +20,7 @@ use time::OffsetDateTime;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-on_every_runtime!(the_hash_of_output_by_the_runtime_is_of_all_of_it);
+on_every_runtime!(the_hash_of_output_read_through_the_runtime_covers_everything);
 
 fn sha256(bytes: impl AsRef<[u8]>) -> String {
     hex::encode(Sha256::digest(bytes))
@@ -191,7 +191,7 @@ async fn hashes_are_of_all(client: &SessionClient, id: SessionId) -> Result<()> 
 
 #[tokio::test]
 // invariant: calls
-async fn the_hash_of_output_is_of_all_that_was_written_however_little_is_kept() -> Result<()> {
+async fn the_hash_of_output_covers_everything_written_even_if_little_is_kept() -> Result<()> {
     let sandbox = RecordedSandbox::new().await?;
     let (client, id) = (&sandbox.client, sandbox.id);
     hashes_are_of_all(client, id).await?;
@@ -243,7 +243,7 @@ async fn the_hash_of_output_is_of_all_that_was_written_however_little_is_kept() 
 }
 
 // invariant: calls
-async fn the_hash_of_output_by_the_runtime_is_of_all_of_it(world: World) -> Result<()> {
+async fn the_hash_of_output_read_through_the_runtime_covers_everything(world: World) -> Result<()> {
     let sandbox =
         RecordedSandbox::on(world, &Options::default().set("exec_via", "\"runtime\"")).await?;
     hashes_are_of_all(&sandbox.client, sandbox.id).await
@@ -251,7 +251,7 @@ async fn the_hash_of_output_by_the_runtime_is_of_all_of_it(world: World) -> Resu
 
 #[tokio::test]
 // invariant: calls
-async fn the_hash_of_output_and_what_was_remembered_after_the_death_of_the_worker() -> Result<()> {
+async fn output_hashes_and_call_records_are_correct_after_a_worker_crash() -> Result<()> {
     let RecordedSandbox {
         client,
         http,
@@ -317,7 +317,7 @@ async fn the_hash_of_output_and_what_was_remembered_after_the_death_of_the_worke
     );
     ensure!(
         forgotten.remembered_since.context("since when")? > before,
-        "an earlier call may still have arrived"
+        "the memory reaches back to before the restart"
     );
     client
         .exec(id, &sh("echo go > small; echo go > large"))
@@ -339,13 +339,13 @@ async fn the_hash_of_output_and_what_was_remembered_after_the_death_of_the_worke
     assert_eq!(
         (small.exit_code, small.sha256),
         (Some(4), Some(hashes("before\nafter\n", ""))),
-        "the whole output was kept"
+        "the hash does not cover the whole output"
     );
     let large = exit(large).await?;
     assert_eq!(
         (large.exit_code, large.sha256, large.bytes.stdout),
         (Some(0), None, 40_000_010),
-        "dropped output can't be hashed again"
+        "output that was dropped has a hash"
     );
     Ok(())
 }
@@ -534,10 +534,10 @@ async fn a_truncated_archive_reports_its_changes_and_a_large_one_their_number() 
     let many: Vec<(String, &str)> = (0..1_000)
         .map(|number| (format!("many-{number}"), "x"))
         .collect();
-    let (status, told) = import(&many).await?;
-    let count = told["changes"].as_array().context("changes")?.len() as u64;
+    let (status, result) = import(&many).await?;
+    let count = result["changes"].as_array().context("changes")?.len() as u64;
     assert_eq!(
-        (status, told["more"].as_u64().context("more")? + count),
+        (status, result["more"].as_u64().context("more")? + count),
         (204, 1_000)
     );
     ensure!(count > 40, "{count}");
@@ -559,7 +559,7 @@ async fn input_is_reported_by_size_and_hash_and_never_verbatim() -> Result<()> {
         .await?
         .exec_id;
     let write = json!({ "data_b64": Base64Bytes(b"secret".to_vec()), "eof": true });
-    let (status, told) = sandbox
+    let (status, result) = sandbox
         .post(&format!("execs/{exec_id}/stdin"), &write)
         .await?;
     let expected = json!({
@@ -568,11 +568,11 @@ async fn input_is_reported_by_size_and_hash_and_never_verbatim() -> Result<()> {
         "sha256": { "stdin": sha256("secret") },
         "eof": true
     });
-    assert_eq!((status, told), (204, expected));
-    let (status, told) = sandbox
+    assert_eq!((status, result), (204, expected));
+    let (status, result) = sandbox
         .post(&format!("execs/{exec_id}/stdin"), &write)
         .await?;
-    assert_eq!((status, told), (409, json!({ "code": "stdin_closed" })));
+    assert_eq!((status, result), (409, json!({ "code": "stdin_closed" })));
     Ok(())
 }
 

@@ -132,7 +132,7 @@ async fn a_claimed_sandbox_survives_the_worker_and_spares_do_not_leak() -> Resul
     let client = worker.client()?;
     assert_eq!(output_of(&client, &made, "cat file").await?, "kept\n");
     wait_for_spares(&worker, 2).await?;
-    assert_eq!(world.containers()?.len(), 3, "the old spares are gone");
+    assert_eq!(world.containers()?.len(), 3, "old spares were left");
     worker.signal(rustix::process::Signal::TERM)?;
     ensure!(
         worker.wait(Duration::from_secs(30)).await?.success(),
@@ -141,7 +141,7 @@ async fn a_claimed_sandbox_survives_the_worker_and_spares_do_not_leak() -> Resul
     assert_eq!(
         world.containers()?.len(),
         1,
-        "a worker that stops keeps sessions, not spares"
+        "a stopped worker kept spares or lost a session"
     );
     let mut worker = world.worker(&Options::default()).await?;
     worker.shut_down().await?;
@@ -245,7 +245,7 @@ async fn a_new_image_under_the_same_name_drains_the_pool() -> Result<()> {
 
 #[tokio::test]
 // invariant: warm-pool
-async fn spares_give_way_when_a_node_is_full() -> Result<()> {
+async fn spares_are_evicted_when_a_node_is_full() -> Result<()> {
     let world = World::new()?;
     let worker = world
         .worker(
@@ -287,7 +287,7 @@ fn blocking_runtime(world: &World) -> Result<Options> {
 
 #[tokio::test]
 // invariant: warm-pool
-async fn a_spare_that_is_still_being_made_gives_way_too() -> Result<()> {
+async fn a_starting_spare_is_evicted_too() -> Result<()> {
     let world = World::new()?;
     let options = blocking_runtime(&world)?;
     // The probe of the host's capabilities must not be blocked.

@@ -58,7 +58,7 @@ async fn each_sandbox_has_ids_of_its_own_among_the_users() -> Result<()> {
     assert_eq!(
         fs_err::metadata(world.state_dir().join("worker.token"))?.uid(),
         world.user()?,
-        "the worker's files belong to the user"
+        "a file of the worker belongs to another user"
     );
     // Signals reach processes with other ids, and their trees are removed.
     client
@@ -198,7 +198,7 @@ async fn doctor_reports_an_ordinary_users_capabilities() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_user_without_subordinate_ids_is_told_the_remedy() -> Result<()> {
+async fn a_user_without_subordinate_ids_sees_the_remedy() -> Result<()> {
     let world = World::on(Engine::Rootless).await?;
     let nobody = world.directory().join("nobody");
     fs_err::create_dir_all(&nobody)?;

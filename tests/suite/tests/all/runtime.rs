@@ -150,7 +150,7 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     assert_eq!(
         image.labels.get(LABEL_AGENT_COMPATIBLE).map(String::as_str),
         Some("true"),
-        "labels are read"
+        "labels were not read"
     );
     assert!(
         !runtime
@@ -164,7 +164,7 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
             runtime.image("localhost/cynode/none:latest").await,
             Err(RuntimeError::NotFound(_))
         ),
-        "an unknown image is not found"
+        "an unknown image was found"
     );
 
     let name = format!("contract-{}", uuid::Uuid::new_v4().simple());
@@ -175,7 +175,7 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
             runtime.create(&unknown).await,
             Err(RuntimeError::NotFound(_))
         ),
-        "creating from an unknown image fails as such"
+        "creating from an unknown image did not fail as such"
     );
     // Bounded, because the fake runs processes on the host: a killed test must not leave them
     // forever.
@@ -186,7 +186,7 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
             runtime.create(&spec(runtime, &name, "true").await?).await,
             Err(RuntimeError::NameInUse(_))
         ),
-        "a name is taken once"
+        "a name was taken twice"
     );
     runtime.start(&name).await?;
 
@@ -198,7 +198,7 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     assert_eq!(found.labels.get(LABEL), Some(&name));
     assert!(
         fs_err::metadata(format!("/proc/{}", found.pid)).is_ok(),
-        "the process is on this host"
+        "the process is not on this host"
     );
     let listed = runtime.list(LABEL, &name).await?;
     assert_eq!(
@@ -207,7 +207,7 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
             .map(|container| container.name.as_str())
             .collect::<Vec<_>>(),
         [name.as_str()],
-        "lists by label"
+        "the list by label differs"
     );
     assert!(runtime.list(LABEL, "other").await?.is_empty());
 
@@ -225,14 +225,14 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
             b"err\n".as_slice(),
             Some(7)
         ),
-        "exec has streams, env, cwd and a code"
+        "exec has other streams, env, cwd or exit code"
     );
     let big = vec![b'x'; 300_000];
     let ran = exec(runtime, &name, "wc -c", Some(&big)).await?;
     assert_eq!(
         String::from_utf8_lossy(&ran.stdout).trim(),
         "300000",
-        "exec takes input and its end"
+        "exec did not read its input to the end"
     );
     let missing = ExecSpec {
         argv: vec!["/no/such/program".to_owned()],
@@ -246,13 +246,13 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
             !matches!(runtime.exec_state(&started.id).await?.exit_code, Some(0))
         }
     };
-    assert!(outcome, "a missing command fails");
+    assert!(outcome, "a missing command did not fail");
     assert!(
         matches!(
             runtime.exec_state("nothing").await,
             Err(RuntimeError::NotFound(_))
         ),
-        "an unknown exec is not found"
+        "an unknown exec was found"
     );
 
     runtime.kill(&name, "TERM").await?;
@@ -265,16 +265,16 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     assert_eq!(
         runtime.inspect(&name).await?.exit_code,
         Some(3),
-        "the exit code is kept"
+        "the exit code was lost"
     );
     assert!(
         runtime.exec(&name, &missing).await.is_err(),
-        "nothing runs in a stopped container"
+        "a command ran in a stopped container"
     );
     runtime.remove(&name).await?;
     assert!(
         matches!(runtime.inspect(&name).await, Err(RuntimeError::NotFound(_))),
-        "a removed container is gone"
+        "a removed container still exists"
     );
     runtime.remove(&name).await?;
 
@@ -289,7 +289,7 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     runtime.remove(&name).await?;
     assert!(
         fs_err::metadata(format!("/proc/{pid}")).is_err(),
-        "the container's process is gone"
+        "the container's process still exists"
     );
     assert!(matches!(
         runtime.inspect("nothing").await,
@@ -304,20 +304,20 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
 }
 
 on_every_runtime!(
-    every_runtime_holds_the_runtime_contract,
+    every_runtime_fulfils_the_runtime_contract,
     every_runtime_gives_a_resizable_terminal
 );
 
 // proves: REQ-SANDBX-0104
 // invariant: api-boundaries
-async fn every_runtime_holds_the_runtime_contract(world: World) -> Result<()> {
+async fn every_runtime_fulfils_the_runtime_contract(world: World) -> Result<()> {
     hold_the_contract(runtime(&world)).await?;
     world.assert_clean().await
 }
 
 #[tokio::test]
 // invariant: api-boundaries
-async fn the_fake_holds_the_runtime_contract() -> Result<()> {
+async fn the_fake_runtime_fulfils_the_runtime_contract() -> Result<()> {
     hold_the_contract(fake()).await
 }
 
@@ -362,7 +362,7 @@ async fn every_runtime_gives_a_resizable_terminal(world: World) -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_fake_fails_when_it_is_told_to() -> Result<()> {
+async fn the_fake_runtime_fails_on_request() -> Result<()> {
     let fake = Fake::new([(IMAGE.to_owned(), FakeImage::default())]);
     fake.inject(Fault::Refuse("image"));
     assert!(matches!(

@@ -103,7 +103,7 @@ async fn commands_see_their_task_and_session_and_nothing_of_the_host() -> Result
 // part of: CYNAI.SANDBX.ImageCompatibilityTaskType, REQ-SANDBX-0124
 #[tokio::test]
 // invariant: fail-closed
-async fn only_marked_images_are_taken_and_their_config_decides_nothing() -> Result<()> {
+async fn only_marked_images_are_accepted_and_their_config_is_ignored() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -396,7 +396,7 @@ async fn lists_filter_by_state_task_and_label() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_full_node_says_so_and_has_room_again_after_an_end() -> Result<()> {
+async fn a_full_node_refuses_sessions_and_has_capacity_after_an_end() -> Result<()> {
     let world = World::new()?;
     let worker = world
         .worker(&Options::default().set("max_sandboxes", "1"))

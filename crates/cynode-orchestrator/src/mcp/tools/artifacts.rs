@@ -7,7 +7,7 @@ use http::Method;
 use super::{
     AGENTS, ALL, Arguments, Kind, Tool, arguments, work::page, workspace, workspace::FileContent,
 };
-use crate::mcp::plan::{ApiRequest, Plan, ResultShape, segments};
+use crate::mcp::plan::{ApiRequest, Plan, ResultFormat, segments};
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
@@ -72,7 +72,7 @@ arguments! {
 }
 
 impl Arguments for ArtifactPut {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let request = ApiRequest::new(
             Method::PUT,
             format!(
@@ -99,7 +99,7 @@ impl Arguments for ArtifactPut {
 }
 
 impl Arguments for ArtifactGet {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let part = workspace::part(None, None, self.max_bytes)?;
         let request = match (self.path, self.id) {
             (Some(path), None) => ApiRequest::get(
@@ -119,12 +119,12 @@ impl Arguments for ArtifactGet {
                 ));
             }
         };
-        Ok(Plan::Request(request.with_shape(ResultShape::File(part))))
+        Ok(Plan::Request(request.with_format(ResultFormat::File(part))))
     }
 }
 
 impl Arguments for ArtifactList {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(page(
             ApiRequest::get("/v1/artifacts", self.task_id).query("task_id", Some(self.task_id)),
             self.limit,
@@ -134,7 +134,7 @@ impl Arguments for ArtifactList {
 }
 
 impl Arguments for EventList {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let request = ApiRequest::get("/v1/events", self.task_id)
             .query("task_id", Some(self.task_id))
             .query("after", self.after);

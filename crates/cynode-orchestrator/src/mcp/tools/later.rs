@@ -146,7 +146,7 @@ pub(crate) struct Skills {
 }
 
 impl Arguments for Git {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Unavailable(
             self.task_id,
             "Export the change with sandbox.workspace.export_patch; a person can fetch the \
@@ -156,7 +156,7 @@ impl Arguments for Git {
 }
 
 impl Arguments for Skills {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Unavailable(
             self.task_id,
             "Keep guidance as an artifact of the task, or in the preference \
@@ -166,7 +166,7 @@ impl Arguments for Skills {
 }
 
 impl Arguments for HelpList {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let topics: Vec<Value> = help::TOPICS
             .iter()
             .map(|topic| json!({"topic": topic.name, "about": topic.about}))
@@ -176,7 +176,7 @@ impl Arguments for HelpList {
 }
 
 impl Arguments for HelpGet {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let topic = help::TOPICS.iter().find(|topic| topic.name == self.topic);
         let topics = || {
             help::TOPICS
@@ -201,25 +201,25 @@ const NO_WEB: &str =
     "Have a person provide what is needed as an artifact of the task, or use an image that has it.";
 
 impl Arguments for ExternalCall {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Unavailable(self.task_id, NO_WEB))
     }
 }
 
 impl Arguments for WebFetch {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Unavailable(self.task_id, NO_WEB))
     }
 }
 
 impl Arguments for WebSearch {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Unavailable(self.task_id, NO_WEB))
     }
 }
 
 impl Arguments for Publish {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Unavailable(
             self.task_id,
             "Have a person build the image and add it: 'cynode image add'.",

@@ -4,8 +4,8 @@
 //! and records them like any other call. Arguments are parsed strictly before anything else
 //! happens.
 
+mod argument_errors;
 mod artifacts;
-mod flaws;
 mod later;
 mod sandbox;
 mod sessions;
@@ -56,7 +56,7 @@ impl Audience {
 
 /// The arguments of a tool, which become its plan.
 pub(crate) trait Arguments: DeserializeOwned + ToSchema {
-    fn plan(self) -> Result<Plan, ApiError>;
+    fn into_plan(self) -> Result<Plan, ApiError>;
 }
 
 /// The effect of a tool, as clients are told before they call it.
@@ -79,8 +79,8 @@ pub(crate) struct Tool {
     pub(crate) enabled_by: Option<&'static str>,
     pub(crate) input: Arc<Map<String, Value>>,
     pub(crate) output: Arc<Map<String, Value>>,
-    plan: fn(&[u8]) -> Result<Plan, ApiError>,
-    parse: flaws::Parse,
+    parse_into_plan: fn(&[u8]) -> Result<Plan, ApiError>,
+    parse: argument_errors::Parse,
 }
 
 impl std::fmt::Debug for Tool {
@@ -98,7 +98,7 @@ impl Tool {
         kind: Kind,
         description: &'static str,
     ) -> Self {
-        let plan = |arguments: &[u8]| edge::parse::<A>(arguments)?.plan();
+        let parse_into_plan = |arguments: &[u8]| edge::parse::<A>(arguments)?.into_plan();
         let parse = |arguments: &[u8]| edge::parse::<A>(arguments).map(drop);
         Self {
             name,
@@ -108,7 +108,7 @@ impl Tool {
             enabled_by: None,
             input: Arc::new(schema::of::<A>()),
             output: Arc::new(schema::of::<O>()),
-            plan,
+            parse_into_plan,
             parse,
         }
     }
@@ -121,13 +121,13 @@ impl Tool {
         }
     }
 
-    /// Parses the arguments.
+    /// Parses the arguments into the plan of a call.
     pub(crate) fn plan(&self, arguments: &Map<String, Value>) -> Result<Plan, ApiError> {
         let bytes =
             serde_json::to_vec(arguments).map_err(|error| ApiError::invalid(error.to_string()))?;
-        (self.plan)(&bytes).map_err(|error| {
+        (self.parse_into_plan)(&bytes).map_err(|error| {
             if (self.parse)(&bytes).is_err() {
-                flaws::all(&self.input, self.parse, arguments, error)
+                argument_errors::all(&self.input, self.parse, arguments, error)
             } else {
                 error
             }
@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     // invariant: api-boundaries
-    fn the_list_of_tools_changes_only_when_somebody_means_it() {
+    fn the_list_of_tools_matches_its_snapshot() {
         let audience = |tool: &Tool| {
             let named = [
                 (tool.audience.managers, "pm"),

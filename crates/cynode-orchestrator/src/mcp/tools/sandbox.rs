@@ -143,7 +143,7 @@ fn session(job: JobId) -> SessionId {
 }
 
 impl Arguments for Create {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let (image, workspace) = (
             self.image_ref.unwrap_or_default(),
             self.workspace_ref.unwrap_or_default(),
@@ -166,7 +166,7 @@ impl Arguments for Create {
 }
 
 impl Arguments for Exec {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let body = ExecRequest {
             argv: self.argv,
             cwd: self.cwd,
@@ -188,7 +188,7 @@ impl Arguments for Exec {
 }
 
 impl Arguments for PutFile {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         workspace::write(FileWrite {
             task_id: self.task_id,
             session_id: session(self.job_id),
@@ -201,7 +201,7 @@ impl Arguments for PutFile {
 }
 
 impl Arguments for GetFile {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(workspace::read(
             self.task_id,
             session(self.job_id),
@@ -212,7 +212,7 @@ impl Arguments for GetFile {
 }
 
 impl Arguments for StreamLogs {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let execs = format!("/v1/sessions/{}/execs", session(self.job_id));
         let path = self
             .exec_id
@@ -234,7 +234,7 @@ impl Arguments for StreamLogs {
 }
 
 impl Arguments for Destroy {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let body = SessionEnd {
             reason: self.reason,
             ..SessionEnd::default()
@@ -251,7 +251,7 @@ impl Arguments for Destroy {
 }
 
 impl Arguments for ListImages {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let request = ApiRequest::get("/v1/images", None).query("allowed", Some(true));
         Ok(Plan::Request(
             request
@@ -262,7 +262,7 @@ impl Arguments for ListImages {
 }
 
 impl Arguments for AddImage {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         // The full reference as name: a shorter one could take over the name of another image.
         let body = ImageCreate {
             name: Some(self.image_ref.clone()),

@@ -201,7 +201,7 @@ pub(super) fn create(
 }
 
 impl Arguments for Create {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let id = chosen(&self.session_id).map(str::parse).transpose();
         let id = id.map_err(|_| ApiError::invalid("session_id: must be a UUID, or 'new'"))?;
         create(
@@ -215,7 +215,7 @@ impl Arguments for Create {
 }
 
 impl Arguments for ExecArguments {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         at_most("max_output_bytes", self.max_output_bytes)?;
         let body = ExecRequest {
             argv: self.argv,
@@ -256,7 +256,7 @@ pub(super) fn output(
 }
 
 impl Arguments for Output {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let request = ApiRequest::get(
             format!(
                 "/v1/sessions/{}/execs/{}/output",
@@ -275,7 +275,7 @@ impl Arguments for Output {
 }
 
 impl Arguments for Signal {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let session = format!("/v1/sessions/{}", self.session_id);
         let request = match self.exec_id {
             Some(exec_id) => {
@@ -308,7 +308,7 @@ impl Arguments for Signal {
 }
 
 impl Arguments for ShowSession {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Request(ApiRequest::get(
             format!("/v1/sessions/{}", self.session_id),
             self.task_id,
@@ -317,7 +317,7 @@ impl Arguments for ShowSession {
 }
 
 impl Arguments for List {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let request = ApiRequest::get("/v1/sessions", self.task_id)
             .query("task_id", Some(self.task_id))
             .query("state", self.state);
@@ -330,7 +330,7 @@ impl Arguments for List {
 }
 
 impl Arguments for End {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let body = SessionEnd {
             version: None,
             reason: Some(self.reason),

@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use uuid::Uuid;
 
 use super::{AGENTS, Arguments, Kind, MANAGERS, Tool, arguments};
-use crate::mcp::plan::{ApiRequest, Plan, ResultShape, segment};
+use crate::mcp::plan::{ApiRequest, Plan, ResultFormat, segment};
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
@@ -222,7 +222,7 @@ pub(super) fn page(request: ApiRequest, limit: Option<u32>, cursor: Option<Strin
 }
 
 impl Arguments for ProjectGet {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(match self.project_id {
             Some(id) => Plan::Request(ApiRequest::get(format!("/v1/projects/{id}"), self.task_id)),
             None => Plan::TaskProject(self.task_id),
@@ -231,7 +231,7 @@ impl Arguments for ProjectGet {
 }
 
 impl Arguments for ProjectList {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(page(
             ApiRequest::get("/v1/projects", self.task_id),
             self.limit,
@@ -241,7 +241,7 @@ impl Arguments for ProjectList {
 }
 
 impl Arguments for TaskNew {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let body = TaskCreate {
             version: None,
             id: None,
@@ -258,7 +258,7 @@ impl Arguments for TaskNew {
 }
 
 impl Arguments for TaskGet {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Request(ApiRequest::get(
             format!("/v1/tasks/{}", self.task_id),
             self.task_id,
@@ -267,7 +267,7 @@ impl Arguments for TaskGet {
 }
 
 impl Arguments for TaskList {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(page(
             ApiRequest::get("/v1/tasks", None).query("project_id", self.project_id),
             self.limit,
@@ -277,7 +277,7 @@ impl Arguments for TaskList {
 }
 
 impl Arguments for TaskUpdate {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let body = TaskPatch {
             version: None,
             name: self.name,
@@ -300,7 +300,7 @@ impl Arguments for TaskUpdate {
 }
 
 impl Arguments for JobNew {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let invalid =
             |error: serde_json::Error| ApiError::invalid(format!("workspace_ref: {error}"));
         let workspace_ref: Option<WorkspaceRef> = self
@@ -328,7 +328,7 @@ impl Arguments for JobNew {
 }
 
 impl Arguments for JobGet {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Request(ApiRequest::get(
             format!("/v1/jobs/{}", self.job_id),
             self.task_id,
@@ -337,7 +337,7 @@ impl Arguments for JobGet {
 }
 
 impl Arguments for JobStop {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Request(ApiRequest::new(
             Method::POST,
             format!("/v1/jobs/{}/stop", self.job_id),
@@ -347,7 +347,7 @@ impl Arguments for JobStop {
 }
 
 impl Arguments for JobList {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(page(
             ApiRequest::get("/v1/jobs", self.task_id)
                 .query("task_id", Some(self.task_id))
@@ -380,7 +380,7 @@ fn preferences(
 }
 
 impl Arguments for PreferenceGet {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let request = ApiRequest::get(
             preferences(self.task_id, self.scope, self.scope_id)?,
             self.task_id,
@@ -388,13 +388,13 @@ impl Arguments for PreferenceGet {
         Ok(Plan::Request(
             request
                 .query("key", Some(&self.key))
-                .with_shape(ResultShape::Preference(self.key.clone())),
+                .with_format(ResultFormat::Preference(self.key.clone())),
         ))
     }
 }
 
 impl Arguments for PreferenceList {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Request(ApiRequest::get(
             preferences(self.task_id, self.scope, self.scope_id)?,
             self.task_id,
@@ -403,7 +403,7 @@ impl Arguments for PreferenceList {
 }
 
 impl Arguments for PreferenceSet {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         if !matches!(
             self.scope,
             None | Some(PreferenceScope::Task | PreferenceScope::Project)
@@ -429,7 +429,7 @@ impl Arguments for PreferenceSet {
 }
 
 impl Arguments for PreferenceEffective {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Request(
             ApiRequest::get("/v1/preferences", self.task_id).query("task_id", Some(self.task_id)),
         ))
@@ -437,7 +437,7 @@ impl Arguments for PreferenceEffective {
 }
 
 impl Arguments for SettingGet {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Request(ApiRequest::get(
             format!("/v1/settings/{}", segment("key", &self.key)?),
             None,
@@ -446,13 +446,13 @@ impl Arguments for SettingGet {
 }
 
 impl Arguments for SettingList {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Request(ApiRequest::get("/v1/settings", None)))
     }
 }
 
 impl Arguments for NodeList {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(page(
             ApiRequest::get("/v1/nodes", None),
             self.limit,
@@ -462,7 +462,7 @@ impl Arguments for NodeList {
 }
 
 impl Arguments for NodeGet {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Request(ApiRequest::get(
             format!("/v1/nodes/{}", self.node_id),
             None,

@@ -12,7 +12,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::{Arguments, Kind, MANAGERS, Tool, arguments};
-use crate::mcp::plan::{ApiRequest, FilePart, Plan, ResultShape};
+use crate::mcp::plan::{ApiRequest, FilePart, Plan, ResultFormat};
 
 const WORKSPACE: &str = "/workspace";
 pub(super) const DEFAULT_READ: u64 = 262_144;
@@ -204,7 +204,7 @@ pub(super) fn read(task_id: TaskId, session_id: SessionId, path: &str, part: Fil
     Plan::Request(
         ApiRequest::get(format!("/v1/sessions/{session_id}/files"), task_id)
             .query("path", Some(path))
-            .with_shape(ResultShape::File(part)),
+            .with_format(ResultFormat::File(part)),
     )
 }
 
@@ -252,7 +252,7 @@ pub(super) fn write(file: FileWrite<'_>) -> Result<Plan, ApiError> {
 }
 
 impl Arguments for ReadFile {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let part = part(self.start_line, self.end_line, self.max_bytes)?;
         Ok(read(
             self.task_id,
@@ -264,7 +264,7 @@ impl Arguments for ReadFile {
 }
 
 impl Arguments for WriteFile {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let content = content(self.content, self.content_b64)?;
         write(FileWrite {
             task_id: self.task_id,
@@ -278,7 +278,7 @@ impl Arguments for WriteFile {
 }
 
 impl Arguments for ApplyPatch {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let body = PatchRequest {
             diff: self.diff,
             ..PatchRequest::default()
@@ -295,7 +295,7 @@ impl Arguments for ApplyPatch {
 }
 
 impl Arguments for List {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let path = self.path.as_deref().map(inside).transpose()?;
         let body = ListRequest {
             path,
@@ -316,7 +316,7 @@ impl Arguments for List {
 }
 
 impl Arguments for Search {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let body = SearchRequest {
             pattern: self.pattern,
             glob: self.glob,
@@ -336,7 +336,7 @@ impl Arguments for Search {
 }
 
 impl Arguments for ExportPatch {
-    fn plan(self) -> Result<Plan, ApiError> {
+    fn into_plan(self) -> Result<Plan, ApiError> {
         let body = ExportRequest {
             version: None,
             format: ExportFormat::Patch,

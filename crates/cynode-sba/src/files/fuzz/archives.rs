@@ -19,19 +19,20 @@ use crate::fuzz::split;
 /// An archive writes only below its directory, sets no special permissions, creates no devices, and
 /// its effect doesn't depend on how the input is split.
 pub fn archives(input: &[u8]) {
-    let (knob, rest) = split(input);
+    let (options, rest) = split(input);
     let mut archive = rest.to_vec();
     // Wrong checksums would keep the fuzzer from getting further.
-    if knob & 1 == 0 {
+    if options & 1 == 0 {
         correct_checksums(&mut archive);
     }
-    let pieces = [(archive.len() + 1), usize::from(knob) * 4 + 1];
-    let [(one, first), (other, second)] = pieces.map(|size| unpacked(&archive, size));
+    let piece_sizes = [(archive.len() + 1), usize::from(options) * 4 + 1];
+    let [(whole_result, whole_files), (split_result, split_files)] =
+        piece_sizes.map(|size| unpacked(&archive, size));
     let named_paths = named_paths(&archive);
-    let was_there = ["beside", "into", "into/file", "into/out"].map(Path::new);
-    for path in first
+    let preexisting = ["beside", "into", "into/file", "into/out"].map(Path::new);
+    for path in whole_files
         .keys()
-        .filter(|path| !was_there.contains(&path.as_path()))
+        .filter(|path| !preexisting.contains(&path.as_path()))
     {
         assert!(
             named_paths.iter().any(|name| name.starts_with(path)),
@@ -39,8 +40,11 @@ pub fn archives(input: &[u8]) {
             path.display()
         );
     }
-    assert_eq!(one, other, "the result does not depend on the pieces");
-    assert_eq!(first, second, "the files do not depend on the pieces");
+    assert_eq!(
+        whole_result, split_result,
+        "the result depends on the pieces"
+    );
+    assert_eq!(whole_files, split_files, "the files depend on the pieces");
 }
 
 /// The paths that the gate would check against rules.
@@ -55,14 +59,14 @@ fn named_paths(archive: &[u8]) -> Vec<PathBuf> {
 }
 
 /// The result of an import, and the files that it created.
-fn unpacked(archive: &[u8], size: usize) -> (Option<String>, Tree) {
+fn unpacked(archive: &[u8], piece_size: usize) -> (Option<String>, Tree) {
     let scratch = FuzzWorkspace::new();
-    // A file to replace, and a link outside to refuse.
+    // A file to replace, and a symlink that leads outside.
     scratch.put("into/file", "old\n");
     scratch.link("into/out", "../../outside");
     scratch.put("beside", "beside\n");
-    let mut pieces = archive.chunks(size).map(<[u8]>::to_vec);
-    let ended = match scratch.files.import(b"into", &mut || Ok(pieces.next())) {
+    let mut pieces = archive.chunks(piece_size).map(<[u8]>::to_vec);
+    let refusal = match scratch.files.import(b"into", &mut || Ok(pieces.next())) {
         Ok(_) => None,
         Err(Failure::Refused(error)) => Some(format!("{}: {}", error.code, error.message)),
         Err(Failure::Connection(error)) => panic!("unexpected connection error: {error}"),
@@ -72,7 +76,7 @@ fn unpacked(archive: &[u8], size: usize) -> (Option<String>, Tree) {
         fs::read(scratch.root().join("beside")).expect("there"),
         b"beside\n"
     );
-    open_up(&scratch);
+    restore_permissions(&scratch);
     let made = scratch.inside();
     for (path, (mode, _)) in &made {
         assert!(
@@ -87,14 +91,14 @@ fn unpacked(archive: &[u8], size: usize) -> (Option<String>, Tree) {
             path.display()
         );
     }
-    (ended, made)
+    (refusal, made)
 }
 
-/// Makes everything that an archive closed readable and removable again.
-fn open_up(scratch: &FuzzWorkspace) {
+/// Restores the owner's permissions, so that everything can be read and removed.
+fn restore_permissions(scratch: &FuzzWorkspace) {
     use std::os::unix::fs::PermissionsExt as _;
-    let mut open = vec![scratch.root().to_owned()];
-    while let Some(directory) = open.pop() {
+    let mut directories = vec![scratch.root().to_owned()];
+    while let Some(directory) = directories.pop() {
         let mode = fs::metadata(&directory)
             .expect("there")
             .permissions()
@@ -102,17 +106,17 @@ fn open_up(scratch: &FuzzWorkspace) {
             & 0o7777;
         if mode & 0o700 != 0o700 {
             fs::set_permissions(&directory, fs::Permissions::from_mode(mode | 0o700))
-                .expect("ours");
+                .expect("permissions");
         }
         for entry in fs::read_dir(&directory).expect("listed") {
             let entry = entry.expect("entry");
             let kind = entry.file_type().expect("a type");
             if kind.is_dir() {
-                open.push(entry.path());
+                directories.push(entry.path());
             } else if kind.is_file() {
                 let mode = entry.metadata().expect("there").permissions().mode() & 0o7777;
                 fs::set_permissions(entry.path(), fs::Permissions::from_mode(mode | 0o400))
-                    .expect("ours");
+                    .expect("permissions");
             }
         }
     }

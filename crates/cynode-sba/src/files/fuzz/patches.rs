@@ -17,30 +17,30 @@ use crate::fuzz::split;
 /// A diff applies completely or not at all, reports its changes correctly, and stays inside the
 /// workspace and outside of `.git`.
 pub fn patches(input: &[u8]) {
-    let (knob, diff) = split(input);
-    let strip = u32::from(knob & 3);
+    let (options, diff) = split(input);
+    let strip = u32::from(options & 3);
     super::super::patch::fuzz::parsed(diff, strip);
 
     let scratch = workspace();
     let before = scratch.inside();
     let dry = scratch.files.patch(diff, strip, true);
-    assert_eq!(scratch.inside(), before, "a dry run changes nothing");
+    assert_eq!(scratch.inside(), before, "a dry run changed files");
     let real = scratch.files.patch(diff, strip, false);
     let after = scratch.inside();
     scratch.assert_outside_is_untouched();
     match (dry, real) {
         (Ok(dry), Ok(real)) => {
-            assert_eq!(dry, real, "a dry run reports the same changes");
+            assert_eq!(dry, real, "a dry run reported other changes");
             assert_reported(&scratch, &real, &before, &after);
             assert_named(diff, strip, &real);
         }
         (Err(Failure::Refused(dry)), Err(Failure::Refused(real))) => {
             assert_eq!((dry.code, dry.rejects), (real.code, real.rejects));
-            assert_eq!(after, before, "a refused diff changes nothing");
+            assert_eq!(after, before, "a refused diff changed files");
         }
         // Write errors show only in a real run.
         (Ok(_), Err(Failure::Refused(error))) => {
-            assert_eq!(after, before, "a failing diff changes nothing: {error:?}");
+            assert_eq!(after, before, "a failing diff changed files: {error:?}");
         }
         (dry, real) => panic!("a dry run gave {dry:?}, the real one {real:?}"),
     }
@@ -148,7 +148,12 @@ fn assert_reported(scratch: &FuzzWorkspace, result: &PatchResult, before: &Tree,
             .get(path)
             .filter(|(mode, _)| mode & 0o170_000 != 0o040_000);
         let there = file.map(|(_, content)| digest::of_bytes(content));
-        assert_eq!(there, **reported, "{} matches the report", path.display());
+        assert_eq!(
+            there,
+            **reported,
+            "{} differs from the report",
+            path.display()
+        );
     }
     let changed: BTreeSet<&Path> = before
         .keys()

@@ -34,7 +34,7 @@ const DIRECTORIES: [&str; 3] = ["", "a", "a/b"];
 /// No path resolves outside its root, whatever links exist, with or without `openat2`; and all
 /// functions on paths are consistent.
 pub fn paths(input: &[u8]) {
-    let (knob, rest) = split(input);
+    let (options, rest) = split(input);
     let scratch = FuzzWorkspace::new();
     fs::create_dir_all(scratch.root().join("a/b")).expect("made");
     scratch.put("file", "");
@@ -43,7 +43,7 @@ pub fn paths(input: &[u8]) {
         if let Some(link) = field.strip_prefix(b"\n") {
             put_link(
                 &scratch,
-                DIRECTORIES[(usize::from(knob) + index) % DIRECTORIES.len()],
+                DIRECTORIES[(usize::from(options) + index) % DIRECTORIES.len()],
                 link,
             );
         } else {
@@ -87,7 +87,7 @@ fn check_text(scratch: &FuzzWorkspace, name: &[u8]) {
     assert_eq!(
         components(&printed_prefix(name)),
         components(name),
-        "a printed prefix names the same place"
+        "a printed prefix names another path"
     );
 
     let is_plain = Path::new(OsStr::from_bytes(name))
@@ -103,7 +103,7 @@ fn check_text(scratch: &FuzzWorkspace, name: &[u8]) {
         }
         Err(_) => assert!(
             !is_plain || components(name).is_empty() || name.contains(&0) || name.len() > 4_095,
-            "{} is refused",
+            "{} was refused",
             shown(name)
         ),
     }
@@ -122,7 +122,7 @@ fn check_text(scratch: &FuzzWorkspace, name: &[u8]) {
             assert_eq!(
                 components(path::bytes(&parent.join(last))),
                 components(path::bytes(&place)),
-                "a path is its directory and its name"
+                "the directory and the name of a path do not make up the path"
             );
         }
     }
@@ -145,7 +145,7 @@ fn lookup(scratch: &FuzzWorkspace, confined: &mut ConfinedRoot, name: &[u8]) {
             assert_eq!(
                 inode(found),
                 inode(fallback),
-                "both lookups find the same directory"
+                "the lookups found different directories"
             );
         }
         // The fallback follows no links at all.
@@ -161,7 +161,9 @@ fn lookup(scratch: &FuzzWorkspace, confined: &mut ConfinedRoot, name: &[u8]) {
             ),
             Err(Errno::XDEV),
         ) => {}
-        (Err(found), Err(fallback)) => assert_eq!(found, fallback, "both lookups fail alike"),
+        (Err(found), Err(fallback)) => {
+            assert_eq!(found, fallback, "the lookups failed differently");
+        }
         (found, fallback) => panic!("{} gives {found:?}, the fallback {fallback:?}", shown(name)),
     }
     for without_openat2 in [true, false] {

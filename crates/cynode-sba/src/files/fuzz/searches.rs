@@ -11,7 +11,7 @@ const NAMES: [&str; 2] = ["a.rs", "src/b-1.txt"];
 
 /// A search finds exactly the matching lines, in order, with correct context.
 pub fn searches(input: &[u8]) {
-    let (knob, rest) = split(input);
+    let (options, rest) = split(input);
     let mut parts = fields(rest);
     let (pattern, glob) = (
         parts.next().unwrap_or_default(),
@@ -24,9 +24,9 @@ pub fn searches(input: &[u8]) {
     let request = SearchRequest {
         pattern: pattern.to_owned(),
         glob: (!glob.is_empty()).then(|| glob.to_owned()),
-        case: (knob & 1 != 0).then_some(knob & 2 != 0),
-        context_lines: Some(u32::from(knob >> 2 & 3)),
-        max_results: (knob & 0x10 != 0).then_some(u32::from(knob >> 5)),
+        case: (options & 1 != 0).then_some(options & 2 != 0),
+        context_lines: Some(u32::from(options >> 2 & 3)),
+        max_results: (options & 0x10 != 0).then_some(u32::from(options >> 5)),
         ..SearchRequest::default()
     };
     let scratch = FuzzWorkspace::new();
@@ -59,7 +59,7 @@ pub fn searches(input: &[u8]) {
             "{} was not requested",
             found.path
         );
-        assert!(!is_binary, "binary files are skipped");
+        assert!(!is_binary, "a binary file was searched");
         check(found, &lines, context, content);
         let line = lines[index(found)];
         assert!(
@@ -71,7 +71,7 @@ pub fn searches(input: &[u8]) {
     for pair in result.matches.windows(2) {
         assert!(
             (pair[0].path.as_bytes(), pair[0].line) < (pair[1].path.as_bytes(), pair[1].line),
-            "sorted, each line once"
+            "matches are unsorted or repeated"
         );
     }
     // A plain word can be searched without a regular expression.
@@ -95,7 +95,10 @@ pub fn searches(input: &[u8]) {
             .iter()
             .map(|found| (found.path.clone(), found.line, found.column))
             .collect();
-        assert_eq!(seen, expected, "every line with the word, and no other");
+        assert_eq!(
+            seen, expected,
+            "other lines than those with the word were found"
+        );
         assert_eq!(result.files_searched, wanted.len() as u64);
     }
 }

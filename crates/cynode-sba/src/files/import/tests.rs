@@ -6,7 +6,7 @@ use tar::{EntryType, Header};
 
 use super::{super::tests::*, *};
 
-/// A POSIX record with its length prefix.
+/// A pax record.
 fn record(key: &str, value: &str) -> String {
     let rest = key.len() + value.len() + 3;
     let length = (rest..rest + 10)
@@ -52,20 +52,20 @@ impl ArchiveBuilder {
     }
 }
 
-fn import(sandbox: &Sandbox, bytes: &[u8]) -> Outcome<FileChanges> {
+fn import(workspace: &TestWorkspace, bytes: &[u8]) -> Outcome<FileChanges> {
     let mut pieces = bytes.chunks(700).map(<[u8]>::to_vec);
-    sandbox.files.import(b"into", &mut || Ok(pieces.next()))
+    workspace.files.import(b"into", &mut || Ok(pieces.next()))
 }
 
-fn refusal(sandbox: &Sandbox, bytes: &[u8]) -> AgentError {
-    let error = refused(import(sandbox, bytes));
+fn refusal(workspace: &TestWorkspace, bytes: &[u8]) -> AgentError {
+    let error = refused(import(workspace, bytes));
     assert_eq!(error.code, ErrorCode::InvalidRequest, "{error:?}");
     error
 }
 
 #[test]
 fn an_archive_is_unpacked_with_modes_times_and_links() {
-    let sandbox = Sandbox::new();
+    let workspace = TestWorkspace::new();
     let archive = ArchiveBuilder::default()
         .add(EntryType::Directory, b"./", b"", 0o700, b"")
         .add(EntryType::Directory, b"closed/", b"", 0o555, b"")
@@ -74,10 +74,10 @@ fn an_archive_is_unpacked_with_modes_times_and_links() {
         .add(EntryType::Link, b"hard", b"closed/file", 0o644, b"")
         .add(EntryType::Symlink, b"soft", b"/anywhere", 0o777, b"")
         .end();
-    import(&sandbox, &archive).expect("unpacked");
-    import(&sandbox, &archive).expect("unpacked over itself");
-    assert_eq!(sandbox.get("into/closed/file"), b"hello");
-    let stat = |path: &str| std::fs::symlink_metadata(sandbox.path(path)).expect("stat");
+    import(&workspace, &archive).expect("unpacked");
+    import(&workspace, &archive).expect("unpacked over itself");
+    assert_eq!(workspace.get("into/closed/file"), b"hello");
+    let stat = |path: &str| std::fs::symlink_metadata(workspace.path(path)).expect("stat");
     assert_eq!(stat("into/closed").permissions().mode() & 0o7777, 0o555);
     assert_eq!(stat("into/suid").permissions().mode() & 0o7777, 0o755);
     assert_eq!(
@@ -90,7 +90,7 @@ fn an_archive_is_unpacked_with_modes_times_and_links() {
 
 #[test]
 fn the_changes_of_an_archive_are_reported() {
-    let sandbox = Sandbox::new();
+    let workspace = TestWorkspace::new();
     let archive = ArchiveBuilder::default()
         .add(EntryType::Directory, b"./", b"", 0o700, b"")
         .add(EntryType::Directory, b"dir/", b"", 0o755, b"")
@@ -101,7 +101,7 @@ fn the_changes_of_an_archive_are_reported() {
         .end();
     let hash = |text: &str| Some(digest::of_bytes(text.as_bytes()));
     let named = |path: &str| FileChange::new(format!("into/{path}").as_bytes());
-    let first = import(&sandbox, &archive).expect("unpacked");
+    let first = import(&workspace, &archive).expect("unpacked");
     let expected = [
         named("dir").of_kind(FileType::Dir),
         named("dir/file").after(hash("hello")),
@@ -110,12 +110,12 @@ fn the_changes_of_an_archive_are_reported() {
         named("soft").of_kind(FileType::Symlink),
     ];
     assert_eq!((first.changes.as_slice(), first.more), (&expected[..], 0));
-    sandbox.put("into/soft2", "old");
+    workspace.put("into/soft2", "old");
     let over = ArchiveBuilder::default()
         .file("./dir//file", "new")
         .add(EntryType::Symlink, b"soft2", b"x", 0o777, b"")
         .end();
-    let second = import(&sandbox, &over).expect("unpacked").changes;
+    let second = import(&workspace, &over).expect("unpacked").changes;
     assert_eq!(
         second,
         [
@@ -129,9 +129,9 @@ fn the_changes_of_an_archive_are_reported() {
 
 #[test]
 fn entries_unpacked_before_an_error_are_reported_with_it() {
-    let sandbox = Sandbox::new();
+    let workspace = TestWorkspace::new();
     let error = refusal(
-        &sandbox,
+        &workspace,
         &ArchiveBuilder::default()
             .file("good", "hello")
             .file("../evil", "x")
@@ -142,23 +142,23 @@ fn entries_unpacked_before_an_error_are_reported_with_it() {
         reported,
         [FileChange::new(b"into/good").after(Some(HELLO.to_owned()))]
     );
-    assert_eq!(sandbox.names("into"), ["good"]);
+    assert_eq!(workspace.names("into"), ["good"]);
     let nothing = refusal(
-        &sandbox,
+        &workspace,
         &ArchiveBuilder::default().file("../evil", "x").end(),
     );
     assert_eq!(nothing.changed, None);
 }
 
 #[test]
-fn of_many_changes_the_first_are_reported_and_the_others_counted() {
-    let sandbox = Sandbox::new();
+fn changes_are_reported_up_to_the_limit_and_the_others_counted() {
+    let workspace = TestWorkspace::new();
     let archive = (0..500)
         .fold(ArchiveBuilder::default(), |archive, number| {
             archive.file(&format!("file-{number}"), "hello")
         })
         .end();
-    let reported = import(&sandbox, &archive).expect("unpacked");
+    let reported = import(&workspace, &archive).expect("unpacked");
     assert!(
         reported.changes.len() > 40
             && reported
@@ -172,13 +172,13 @@ fn of_many_changes_the_first_are_reported_and_the_others_counted() {
 }
 
 #[test]
-fn nothing_gets_out_of_the_directory() {
-    let sandbox = Sandbox::new();
-    let outside = sandbox.outside("secret");
+fn no_entry_leaves_the_directory() {
+    let workspace = TestWorkspace::new();
+    let outside = workspace.outside("secret");
     std::fs::write(&outside, "secret").expect("written");
     let outside = outside.to_str().expect("text").to_owned();
-    std::fs::create_dir(sandbox.path("into")).expect("made");
-    symlink("../..", sandbox.path("into/out")).expect("link");
+    std::fs::create_dir(workspace.path("into")).expect("made");
+    symlink("../..", workspace.path("into/out")).expect("link");
     for (archive, expected) in [
         (ArchiveBuilder::default().file("../evil", "x"), "'..'"),
         (ArchiveBuilder::default().file("a/../../evil", "x"), "'..'"),
@@ -232,7 +232,7 @@ fn nothing_gets_out_of_the_directory() {
             "unknown",
         ),
     ] {
-        let error = refusal(&sandbox, &archive.end());
+        let error = refusal(&workspace, &archive.end());
         assert!(
             error.message.contains(expected),
             "{expected}: {}",
@@ -240,36 +240,36 @@ fn nothing_gets_out_of_the_directory() {
         );
     }
     assert!(
-        !sandbox.outside("evil").exists()
-            && !sandbox.path("evil").exists()
+        !workspace.outside("evil").exists()
+            && !workspace.path("evil").exists()
             && !std::path::Path::new("/tmp/evil").exists()
     );
     assert_eq!(
-        std::fs::read(sandbox.outside("secret")).expect("read"),
+        std::fs::read(workspace.outside("secret")).expect("read"),
         b"secret"
     );
 }
 
 #[test]
 fn a_file_replaces_a_link_instead_of_writing_through_it() {
-    let sandbox = Sandbox::new();
-    std::fs::write(sandbox.outside("secret"), "secret").expect("written");
-    std::fs::create_dir(sandbox.path("into")).expect("made");
-    symlink(sandbox.outside("secret"), sandbox.path("into/file")).expect("link");
+    let workspace = TestWorkspace::new();
+    std::fs::write(workspace.outside("secret"), "secret").expect("written");
+    std::fs::create_dir(workspace.path("into")).expect("made");
+    symlink(workspace.outside("secret"), workspace.path("into/file")).expect("link");
     import(
-        &sandbox,
+        &workspace,
         &ArchiveBuilder::default().file("file", "new").end(),
     )
     .expect("unpacked");
     assert_eq!(
-        std::fs::read(sandbox.outside("secret")).expect("read"),
+        std::fs::read(workspace.outside("secret")).expect("read"),
         b"secret"
     );
-    assert_eq!(sandbox.get("into/file"), b"new");
-    sandbox.put("into/dir/x", "");
+    assert_eq!(workspace.get("into/file"), b"new");
+    workspace.put("into/dir/x", "");
     assert_eq!(
         code(import(
-            &sandbox,
+            &workspace,
             &ArchiveBuilder::default().file("dir", "new").end()
         )),
         ErrorCode::AlreadyExists
@@ -278,7 +278,7 @@ fn a_file_replaces_a_link_instead_of_writing_through_it() {
 
 #[test]
 fn extension_headers_name_the_next_entry() {
-    let sandbox = Sandbox::new();
+    let workspace = TestWorkspace::new();
     let name = "n".repeat(150);
     let records = record("path", &name) + &record("mtime", "12345.678") + &record("comment", "x");
     let archive = ArchiveBuilder::default()
@@ -286,17 +286,17 @@ fn extension_headers_name_the_next_entry() {
         .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
         .file("short", "hello")
         .file("other", "");
-    import(&sandbox, &archive.end()).expect("unpacked");
-    assert_eq!(sandbox.names("into"), [name.as_str(), "other"]);
+    import(&workspace, &archive.end()).expect("unpacked");
+    assert_eq!(workspace.names("into"), [name.as_str(), "other"]);
     assert_eq!(
-        std::fs::metadata(sandbox.path("into").join(&name))
+        std::fs::metadata(workspace.path("into").join(&name))
             .expect("stat")
             .mtime(),
         12_345
     );
     for records in ["nonsense", "99 path=x\n", "5 x\n"] {
         refusal(
-            &sandbox,
+            &workspace,
             &ArchiveBuilder::default()
                 .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
                 .end(),
@@ -305,60 +305,60 @@ fn extension_headers_name_the_next_entry() {
 }
 
 #[test]
-fn no_record_is_hidden_by_a_newline_in_another() {
-    let sandbox = Sandbox::new();
+fn a_newline_in_a_record_hides_no_other_record() {
+    let workspace = TestWorkspace::new();
     let records = record("comment", "x\n14 path=fine") + &record("path", "other");
     import(
-        &sandbox,
+        &workspace,
         &ArchiveBuilder::default()
             .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
             .file("fine", "hello")
             .end(),
     )
     .expect("unpacked");
-    assert_eq!(sandbox.names("into"), ["other"]);
+    assert_eq!(workspace.names("into"), ["other"]);
     let smuggled = ArchiveBuilder::default().file("smuggled", "x").0;
     let records = record("comment", "x\n13 size=1024") + &record("size", "0");
     let archive = ArchiveBuilder::default()
         .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
         .add(EntryType::Regular, b"fine", b"", 0o644, &smuggled);
     assert!(
-        refusal(&sandbox, &archive.end())
+        refusal(&workspace, &archive.end())
             .message
             .contains("different sizes")
     );
-    assert_eq!(sandbox.names("into"), ["other"]);
+    assert_eq!(workspace.names("into"), ["other"]);
 }
 
 #[test]
-fn an_archive_of_nothing_makes_an_empty_directory() {
-    let sandbox = Sandbox::new();
-    import(&sandbox, &ArchiveBuilder::default().end()).expect("unpacked");
-    assert!(sandbox.names("into").is_empty());
+fn an_empty_archive_makes_an_empty_directory() {
+    let workspace = TestWorkspace::new();
+    import(&workspace, &ArchiveBuilder::default().end()).expect("unpacked");
+    assert!(workspace.names("into").is_empty());
 }
 
 #[test]
 fn a_broken_archive_is_refused() {
-    let sandbox = Sandbox::new();
-    refusal(&sandbox, b"");
-    refusal(&sandbox, b"short");
-    refusal(&sandbox, &[b'x'; 2_048]);
-    assert!(!sandbox.path("into").exists());
+    let workspace = TestWorkspace::new();
+    refusal(&workspace, b"");
+    refusal(&workspace, b"short");
+    refusal(&workspace, &[b'x'; 2_048]);
+    assert!(!workspace.path("into").exists());
     let archive = ArchiveBuilder::default()
         .file("file", &"x".repeat(2_000))
         .end();
-    sandbox.put("into/file", "old");
+    workspace.put("into/file", "old");
     assert!(
-        refusal(&sandbox, &archive[..1_000])
+        refusal(&workspace, &archive[..1_000])
             .message
             .contains("ends within")
     );
     assert_eq!(
-        (sandbox.get("into/file"), sandbox.names("into")),
+        (workspace.get("into/file"), workspace.names("into")),
         (b"old".to_vec(), vec!["file".to_owned()])
     );
     let mut pieces = vec![archive[..1_000].to_vec()].into_iter();
-    let interrupted = sandbox.files.import(b"into", &mut || {
+    let interrupted = workspace.files.import(b"into", &mut || {
         pieces
             .next()
             .map(Some)
@@ -370,12 +370,12 @@ fn a_broken_archive_is_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
     #[test]
-    fn damaged_archives_never_panic_nor_leave(
+    fn corrupt_archives_never_panic_or_escape_the_directory(
         position in 0_usize..2_000,
         byte in any::<u8>(),
         fix in any::<bool>(),
     ) {
-        let sandbox = Sandbox::new();
+        let workspace = TestWorkspace::new();
         let mut archive = ArchiveBuilder::default()
             .add(EntryType::Symlink, b"link", b"..", 0o777, b"")
             .file("link/file", "hello")
@@ -391,7 +391,7 @@ proptest! {
             header.set_cksum();
             archive[block..block + BLOCK].copy_from_slice(header.as_bytes());
         }
-        let _result = import(&sandbox, &archive);
-        prop_assert!(!sandbox.path("file").exists());
+        let _result = import(&workspace, &archive);
+        prop_assert!(!workspace.path("file").exists());
     }
 }

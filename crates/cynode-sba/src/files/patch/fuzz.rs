@@ -7,19 +7,19 @@ use crate::fuzz::{fields, split};
 
 /// The diff of two contents turns the first into the second, and its reverse undoes that.
 pub fn diffs(input: &[u8]) {
-    let (knob, rest) = split(input);
+    let (options, rest) = split(input);
     let mut contents = fields(rest);
     let (old, new) = (
         contents.next().unwrap_or_default(),
         contents.next().unwrap_or_default(),
     );
-    there_and_back(old, new, usize::from(knob & 7));
+    there_and_back(old, new, usize::from(options & 7));
     if let Some(third) = contents.next() {
         // The same lines before both move the hunks down.
         there_and_back(
             &[third, old].concat(),
             &[third, new].concat(),
-            usize::from(knob & 7),
+            usize::from(options & 7),
         );
         anywhere(old, new, third);
     }

@@ -7,21 +7,21 @@ use proptest::prelude::*;
 
 use super::super::{digest, tests::*};
 
-fn patch(sandbox: &Sandbox, diff: &str) -> PatchResult {
-    sandbox
+fn patch(workspace: &TestWorkspace, diff: &str) -> PatchResult {
+    workspace
         .files
         .patch(diff.as_bytes(), 1, false)
         .unwrap_or_else(|failure| panic!("{failure:?}"))
 }
 
-fn rejected(sandbox: &Sandbox, diff: &str) -> AgentError {
-    let error = refused(sandbox.files.patch(diff.as_bytes(), 1, false));
+fn rejected(workspace: &TestWorkspace, diff: &str) -> AgentError {
+    let error = refused(workspace.files.patch(diff.as_bytes(), 1, false));
     assert_eq!(error.code, ErrorCode::PatchRejected, "{error:?}");
     error
 }
 
-fn reason(sandbox: &Sandbox, diff: &str) -> String {
-    let error = rejected(sandbox, diff);
+fn reason(workspace: &TestWorkspace, diff: &str) -> String {
+    let error = rejected(workspace, diff);
     assert_eq!(error.rejects.len(), 1, "{error:?}");
     error.rejects[0].reason.clone()
 }
@@ -34,8 +34,8 @@ fn summary(result: &PatchResult) -> Vec<(&str, PatchOperation)> {
         .collect()
 }
 
-fn mode(sandbox: &Sandbox, path: &str) -> u32 {
-    std::fs::metadata(sandbox.path(path))
+fn mode(workspace: &TestWorkspace, path: &str) -> u32 {
+    std::fs::metadata(workspace.path(path))
         .expect("stat")
         .permissions()
         .mode()
@@ -44,14 +44,14 @@ fn mode(sandbox: &Sandbox, path: &str) -> u32 {
 
 #[test]
 fn a_git_diff_of_every_kind_applies() {
-    let sandbox = Sandbox::new();
-    sandbox.put("modified", "one\ntwo\n");
-    sandbox.put("deleted", "gone\n");
-    sandbox.put("old/name", "same\nhere\n");
-    sandbox.put("script", "#!\n");
-    sandbox.put("empty", "");
+    let workspace = TestWorkspace::new();
+    workspace.put("modified", "one\ntwo\n");
+    workspace.put("deleted", "gone\n");
+    workspace.put("old/name", "same\nhere\n");
+    workspace.put("script", "#!\n");
+    workspace.put("empty", "");
     let result = patch(
-        &sandbox,
+        &workspace,
         "diff --git a/created b/created\nnew file mode 100755\nindex 0000000..1\n--- /dev/null\n+++ b/created\n@@ -0,0 +1 @@\n+new\n\
          diff --git a/deep/er/nothing b/deep/er/nothing\nnew file mode 100644\nindex 0000000..e69de29\n\
          diff --git a/deleted b/deleted\ndeleted file mode 100644\nindex 1..0\n--- a/deleted\n+++ /dev/null\n@@ -1 +0,0 @@\n-gone\n\
@@ -73,27 +73,27 @@ fn a_git_diff_of_every_kind_applies() {
     ];
     assert_eq!(summary(&result), expected);
     assert_eq!(
-        sandbox.names("."),
+        workspace.names("."),
         [
             "copied", "created", "deep", "modified", "new", "old", "script"
         ]
     );
     assert_eq!(
-        (sandbox.get("created"), mode(&sandbox, "created")),
+        (workspace.get("created"), mode(&workspace, "created")),
         (b"new\n".to_vec(), 0o755)
     );
     assert_eq!(
-        (sandbox.get("copied"), sandbox.get("modified")),
+        (workspace.get("copied"), workspace.get("modified")),
         (b"one\ntwo\n".to_vec(), b"one\n2\n".to_vec())
     );
     assert_eq!(
-        (sandbox.get("new/name"), sandbox.names("old").len()),
+        (workspace.get("new/name"), workspace.names("old").len()),
         (b"same\nthere\n".to_vec(), 0)
     );
     assert_eq!(
         (
-            sandbox.get("deep/er/nothing").len(),
-            mode(&sandbox, "script")
+            workspace.get("deep/er/nothing").len(),
+            mode(&workspace, "script")
         ),
         (0, 0o755)
     );
@@ -110,23 +110,23 @@ fn a_git_diff_of_every_kind_applies() {
 
 #[test]
 fn a_plain_diff_applies_and_names_may_differ_by_a_suffix() {
-    let sandbox = Sandbox::new();
-    sandbox.put("dir/file.c", b"a\n\xff\nc\n");
+    let workspace = TestWorkspace::new();
+    workspace.put("dir/file.c", b"a\n\xff\nc\n");
     let diff = b"--- dir/file.c.orig\t2024-01-01\n+++ dir/file.c\t2024-01-02\n@@ -1,3 +1,3 @@\n a\n \xff\n-c\n+C";
-    let result = sandbox.files.patch(diff, 0, false).expect("applied");
+    let result = workspace.files.patch(diff, 0, false).expect("applied");
     assert_eq!(summary(&result), [("dir/file.c", PatchOperation::Modify)]);
-    assert_eq!(sandbox.get("dir/file.c"), b"a\n\xff\nC\n");
-    let created = patch(&sandbox, "--- a/fresh\n+++ b/fresh\n@@ -0,0 +1 @@\n+x\n");
+    assert_eq!(workspace.get("dir/file.c"), b"a\n\xff\nC\n");
+    let created = patch(&workspace, "--- a/fresh\n+++ b/fresh\n@@ -0,0 +1 @@\n+x\n");
     assert_eq!(summary(&created), [("fresh", PatchOperation::Create)]);
 }
 
 #[test]
-fn a_rejected_diff_changes_nothing_and_names_every_place() {
-    let sandbox = Sandbox::new();
-    sandbox.put("one", "a\nb\n");
-    sandbox.put("two", "x\n");
+fn a_rejected_diff_changes_nothing_and_names_every_failed_hunk() {
+    let workspace = TestWorkspace::new();
+    workspace.put("one", "a\nb\n");
+    workspace.put("two", "x\n");
     let diff = "--- a/one\n+++ b/one\n@@ -1 +1 @@\n-a\n+A\n@@ -2 +2 @@\n-zzz\n+B\n--- a/two\n+++ b/two\n@@ -1 +1 @@\n-x\n+X\n--- a/none\n+++ b/none\n@@ -1 +1 @@\n-x\n+X\n--- /dev/null\n+++ b/two\n@@ -0,0 +1 @@\n+x\n";
-    let error = rejected(&sandbox, diff);
+    let error = rejected(&workspace, diff);
     let places: Vec<_> = error
         .rejects
         .iter()
@@ -151,37 +151,37 @@ fn a_rejected_diff_changes_nothing_and_names_every_place() {
     ];
     assert_eq!(places, expected);
     assert_eq!(
-        (sandbox.get("one"), sandbox.get("two")),
+        (workspace.get("one"), workspace.get("two")),
         (b"a\nb\n".to_vec(), b"x\n".to_vec())
     );
-    assert_eq!(sandbox.names("."), ["one", "two"]);
+    assert_eq!(workspace.names("."), ["one", "two"]);
 }
 
 #[test]
 fn a_dry_run_answers_the_same_and_changes_nothing() {
-    let sandbox = Sandbox::new();
-    sandbox.put("file", "a\n");
+    let workspace = TestWorkspace::new();
+    workspace.put("file", "a\n");
     let diff = "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-a\n+b\n--- /dev/null\n+++ b/new/file\n@@ -0,0 +1 @@\n+x\n";
-    let dry = sandbox
+    let dry = workspace
         .files
         .patch(diff.as_bytes(), 1, true)
         .expect("applies");
-    assert_eq!(sandbox.names("."), ["file"]);
-    assert_eq!(sandbox.get("file"), b"a\n");
-    assert_eq!(patch(&sandbox, diff), dry);
-    assert_eq!(sandbox.get("new/file"), b"x\n");
+    assert_eq!(workspace.names("."), ["file"]);
+    assert_eq!(workspace.get("file"), b"a\n");
+    assert_eq!(patch(&workspace, diff), dry);
+    assert_eq!(workspace.get("new/file"), b"x\n");
 }
 
 #[test]
 fn paths_stay_in_the_workspace_and_out_of_git() {
-    let sandbox = Sandbox::new();
-    std::fs::create_dir(sandbox.outside("outside")).expect("made");
-    symlink(sandbox.outside("outside"), sandbox.path("link")).expect("link");
-    symlink("../outside", sandbox.path("up")).expect("link");
-    sandbox.put(".git/config", "x\n");
-    symlink(".git", sandbox.path("git")).expect("link");
-    symlink("target", sandbox.path("final")).expect("link");
-    sandbox.put("file", "x\n");
+    let workspace = TestWorkspace::new();
+    std::fs::create_dir(workspace.outside("outside")).expect("made");
+    symlink(workspace.outside("outside"), workspace.path("link")).expect("link");
+    symlink("../outside", workspace.path("up")).expect("link");
+    workspace.put(".git/config", "x\n");
+    symlink(".git", workspace.path("git")).expect("link");
+    symlink("target", workspace.path("final")).expect("link");
+    workspace.put("file", "x\n");
     let create = |path: &str| format!("--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n");
     for (path, expected) in [
         ("../evil", "'..'"),
@@ -201,40 +201,40 @@ fn paths_stay_in_the_workspace_and_out_of_git() {
             create(path)
         };
         let strip = u32::from(!path.starts_with('/'));
-        let error = refused(sandbox.files.patch(diff.as_bytes(), strip, false));
+        let error = refused(workspace.files.patch(diff.as_bytes(), strip, false));
         assert!(
             error.code == ErrorCode::PatchRejected && error.rejects[0].reason.contains(expected),
             "{path}: {error:?}"
         );
     }
     let out = "diff --git a/file b/../evil\nrename from file\nrename to ../evil\n";
-    assert!(reason(&sandbox, out).contains("'..'"));
+    assert!(reason(&workspace, out).contains("'..'"));
     assert!(
-        !sandbox.outside("evil").exists()
-            && std::fs::read_dir(sandbox.outside("outside"))
+        !workspace.outside("evil").exists()
+            && std::fs::read_dir(workspace.outside("outside"))
                 .expect("listed")
                 .count()
                 == 0
     );
-    assert!(sandbox.path("file").exists());
+    assert!(workspace.path("file").exists());
 }
 
 #[test]
 fn a_link_inside_the_workspace_leads_to_the_same_file() {
-    let sandbox = Sandbox::new();
-    sandbox.put("real/file", "1\n");
-    symlink("real", sandbox.path("alias")).expect("link");
+    let workspace = TestWorkspace::new();
+    workspace.put("real/file", "1\n");
+    symlink("real", workspace.path("alias")).expect("link");
     patch(
-        &sandbox,
+        &workspace,
         "--- a/alias/file\n+++ b/alias/file\n@@ -1 +1 @@\n-1\n+2\n--- a/real/file\n+++ b/real/file\n@@ -1 +1 @@\n-2\n+3\n",
     );
-    assert_eq!(sandbox.get("real/file"), b"3\n");
+    assert_eq!(workspace.get("real/file"), b"3\n");
 }
 
 #[test]
 fn submodules_and_binary_changes_are_rejected() {
-    let sandbox = Sandbox::new();
-    sandbox.put("file", "x\n");
+    let workspace = TestWorkspace::new();
+    workspace.put("file", "x\n");
     for (diff, expected) in [
         (
             "diff --git a/s b/s\nnew file mode 160000\n--- /dev/null\n+++ b/s\n@@ -0,0 +1 @@\n+Subproject commit 1\n",
@@ -253,105 +253,115 @@ fn submodules_and_binary_changes_are_rejected() {
             "binary",
         ),
     ] {
-        assert!(reason(&sandbox, diff).contains(expected), "{diff}");
+        assert!(reason(&workspace, diff).contains(expected), "{diff}");
     }
-    assert_eq!(sandbox.names("."), ["file"]);
+    assert_eq!(workspace.names("."), ["file"]);
 }
 
 #[test]
 fn a_deletion_must_match_the_whole_file() {
-    let sandbox = Sandbox::new();
-    sandbox.put("file", "a\nb\n");
+    let workspace = TestWorkspace::new();
+    workspace.put("file", "a\nb\n");
     assert!(
-        reason(&sandbox, "--- a/file\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n")
+        reason(&workspace, "--- a/file\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n")
             .contains("does not delete")
     );
     assert!(
         reason(
-            &sandbox,
+            &workspace,
             "diff --git a/file b/file\ndeleted file mode 100644\n"
         )
         .contains("does not delete")
     );
     assert_eq!(
-        reason(&sandbox, "--- a/none\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n"),
+        reason(&workspace, "--- a/none\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n"),
         "no such file"
     );
 }
 
 #[test]
 fn sections_for_one_file_apply_in_order_and_names_can_be_swapped() {
-    let sandbox = Sandbox::new();
-    sandbox.put("file", "1\n");
+    let workspace = TestWorkspace::new();
+    workspace.put("file", "1\n");
     let result = patch(
-        &sandbox,
+        &workspace,
         "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-1\n+2\n--- a/file\n+++ b/file\n@@ -1 +1 @@\n-2\n+3\n",
     );
-    assert_eq!(sandbox.get("file"), b"3\n");
+    assert_eq!(workspace.get("file"), b"3\n");
     assert_eq!(result.files[1].sha256_before, result.files[0].sha256_after);
-    sandbox.put("a", "A\n");
-    sandbox.put("b", "B\n");
+    workspace.put("a", "A\n");
+    workspace.put("b", "B\n");
     patch(
-        &sandbox,
+        &workspace,
         "diff --git a/a b/b\nrename from a\nrename to b\ndiff --git a/b b/a\nrename from b\nrename to a\n",
     );
     assert_eq!(
-        (sandbox.get("a"), sandbox.get("b")),
+        (workspace.get("a"), workspace.get("b")),
         (b"B\n".to_vec(), b"A\n".to_vec())
     );
     patch(
-        &sandbox,
+        &workspace,
         "--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+x\n--- a/new\n+++ b/new\n@@ -1 +1 @@\n-x\n+y\n--- a/new\n+++ /dev/null\n@@ -1 +0,0 @@\n-y\n",
     );
-    assert!(!sandbox.path("new").exists());
+    assert!(!workspace.path("new").exists());
     assert_eq!(
-        reason(&sandbox, "diff --git a/a b/b\nrename from a\nrename to b\n"),
+        reason(
+            &workspace,
+            "diff --git a/a b/b\nrename from a\nrename to b\n"
+        ),
         "the file already exists"
     );
 }
 
 #[test]
 fn permissions_stay_but_for_the_executable_bit() {
-    let sandbox = Sandbox::new();
-    sandbox.put("file", "1\n");
-    std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o640))
-        .expect("mode");
-    patch(&sandbox, "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-1\n+2\n");
-    assert_eq!(mode(&sandbox, "file"), 0o640);
+    let workspace = TestWorkspace::new();
+    workspace.put("file", "1\n");
+    std::fs::set_permissions(
+        workspace.path("file"),
+        std::fs::Permissions::from_mode(0o640),
+    )
+    .expect("mode");
+    patch(&workspace, "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-1\n+2\n");
+    assert_eq!(mode(&workspace, "file"), 0o640);
     patch(
-        &sandbox,
+        &workspace,
         "diff --git a/file b/file\nold mode 100644\nnew mode 100755\n",
     );
-    assert_eq!(mode(&sandbox, "file"), 0o750);
+    assert_eq!(mode(&workspace, "file"), 0o750);
     patch(
-        &sandbox,
+        &workspace,
         "diff --git a/file b/file\nold mode 100755\nnew mode 100644\n",
     );
-    assert_eq!(mode(&sandbox, "file"), 0o640);
+    assert_eq!(mode(&workspace, "file"), 0o640);
 }
 
 #[test]
 fn a_converted_diff_applies_to_files_of_both_kinds() {
-    let sandbox = Sandbox::new();
-    sandbox.put("unix", "a\n");
-    sandbox.put("dos", "a\r\n");
+    let workspace = TestWorkspace::new();
+    workspace.put("unix", "a\n");
+    workspace.put("dos", "a\r\n");
     let diff = "--- a/unix\n+++ b/unix\n@@ -1 +1 @@\n-a\n+b\n--- a/dos\n+++ b/dos\n@@ -1 +1 @@\n-a\n+b\n--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+x\n";
-    patch(&sandbox, &diff.replace('\n', "\r\n"));
+    patch(&workspace, &diff.replace('\n', "\r\n"));
     assert_eq!(
-        (sandbox.get("unix"), sandbox.get("dos"), sandbox.get("new")),
+        (
+            workspace.get("unix"),
+            workspace.get("dos"),
+            workspace.get("new")
+        ),
         (b"b\n".to_vec(), b"b\r\n".to_vec(), b"x\n".to_vec())
     );
     let kept = "--- a/dos\n+++ b/dos\n@@ -1 +1 @@\n-b\r\n+c\r\n";
-    patch(&sandbox, kept);
-    assert_eq!(sandbox.get("dos"), b"c\r\n");
+    patch(&workspace, kept);
+    assert_eq!(workspace.get("dos"), b"c\r\n");
 }
 
 #[test]
-fn what_is_no_diff_is_an_invalid_request() {
-    let sandbox = Sandbox::new();
+fn a_text_without_a_valid_diff_is_an_invalid_request() {
+    let workspace = TestWorkspace::new();
     for diff in ["", "\n", "hello\n", "--- a/x\n+++ b/x\n@@ -1,5 +1 @@\n-a\n"] {
         assert_eq!(
-            code(sandbox.files.patch(diff.as_bytes(), 1, false)),
+            code(workspace.files.patch(diff.as_bytes(), 1, false)),
             ErrorCode::InvalidRequest,
             "{diff:?}"
         );
@@ -359,29 +369,29 @@ fn what_is_no_diff_is_an_invalid_request() {
 }
 
 #[test]
-fn a_failure_in_the_middle_is_undone() {
-    let sandbox = Sandbox::new();
-    sandbox.put("a", "1\n");
-    sandbox.put("b", "1\n");
+fn a_failure_in_the_middle_is_rolled_back() {
+    let workspace = TestWorkspace::new();
+    workspace.put("a", "1\n");
+    workspace.put("b", "1\n");
     let diff = "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n+2\n--- a/b\n+++ /dev/null\n@@ -1 +0,0 @@\n-1\n--- /dev/null\n+++ b/new/c\n@@ -0,0 +1 @@\n+x\n--- /dev/null\n+++ b/z\n@@ -0,0 +1 @@\n+x\n";
     let inode = |path: &str| {
-        std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(sandbox.path(path)).expect("stat"))
+        std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(workspace.path(path)).expect("stat"))
     };
     let before = (inode("a"), inode("b"));
-    let error = overtaken(&sandbox, diff, || sandbox.put("z", "theirs"));
+    let error = race(&workspace, diff, || workspace.put("z", "theirs"));
     assert!(error.message.contains("nothing was changed"), "{error:?}");
-    assert_eq!(sandbox.names("."), ["a", "b", "z"]);
+    assert_eq!(workspace.names("."), ["a", "b", "z"]);
     assert_eq!(
-        (sandbox.get("a"), sandbox.get("b"), sandbox.get("z")),
+        (workspace.get("a"), workspace.get("b"), workspace.get("z")),
         (b"1\n".to_vec(), b"1\n".to_vec(), b"theirs".to_vec())
     );
     assert_eq!((inode("a"), inode("b")), before);
 }
 
 /// Plans a diff, calls `meanwhile` to change the workspace, and returns the refusal to write.
-fn overtaken(sandbox: &Sandbox, diff: &str, meanwhile: impl FnOnce()) -> AgentError {
+fn race(workspace: &TestWorkspace, diff: &str, meanwhile: impl FnOnce()) -> AgentError {
     let patch = cynode_patch::Patch::parse(diff.as_bytes(), 1).expect("parsed");
-    let root = super::ConfinedRoot::open(&sandbox.files.root).expect("opened");
+    let root = super::ConfinedRoot::open(&workspace.files.root).expect("opened");
     let plan = cynode_patch::plan(&super::Disk { root: &root }, &patch)
         .unwrap_or_else(|error| panic!("{error:?}"));
     assert!(plan.rejects.is_empty(), "{:?}", plan.rejects);
@@ -413,8 +423,8 @@ fn delete(path: &str) -> String {
     )
 }
 
-fn target(sandbox: &Sandbox, path: &str) -> String {
-    std::fs::read_link(sandbox.path(path))
+fn target(workspace: &TestWorkspace, path: &str) -> String {
+    std::fs::read_link(workspace.path(path))
         .expect("a link")
         .into_os_string()
         .into_string()
@@ -423,12 +433,12 @@ fn target(sandbox: &Sandbox, path: &str) -> String {
 
 #[test]
 fn a_link_is_created_changed_renamed_and_deleted_and_never_followed() {
-    let sandbox = Sandbox::new();
-    std::fs::write(sandbox.outside("secret"), "secret").expect("written");
-    sandbox.put("file", "x\n");
-    let result = patch(&sandbox, &create_link("l", "../secret"));
+    let workspace = TestWorkspace::new();
+    std::fs::write(workspace.outside("secret"), "secret").expect("written");
+    workspace.put("file", "x\n");
+    let result = patch(&workspace, &create_link("l", "../secret"));
     assert_eq!(
-        (summary(&result), target(&sandbox, "l")),
+        (summary(&result), target(&workspace, "l")),
         (vec![("l", Create)], "../secret".to_owned())
     );
     assert_eq!(
@@ -436,80 +446,80 @@ fn a_link_is_created_changed_renamed_and_deleted_and_never_followed() {
         Some(digest::of_bytes(b"../secret"))
     );
     let change = "diff --git a/l b/l\nindex 1..2 120000\n--- a/l\n+++ b/l\n@@ -1 +1 @@\n-../secret\n\\ No newline at end of file\n+file\n\\ No newline at end of file\n";
-    assert_eq!(summary(&patch(&sandbox, change)), [("l", Modify)]);
-    assert_eq!(target(&sandbox, "l"), "file");
+    assert_eq!(summary(&patch(&workspace, change)), [("l", Modify)]);
+    assert_eq!(target(&workspace, "l"), "file");
     patch(
-        &sandbox,
+        &workspace,
         "diff --git a/l b/d/m\nsimilarity index 100%\nrename from l\nrename to d/m\n",
     );
     assert_eq!(
-        (target(&sandbox, "d/m"), sandbox.path("l").exists()),
+        (target(&workspace, "d/m"), workspace.path("l").exists()),
         ("file".to_owned(), false)
     );
-    assert!(reason(&sandbox, &delete_link("d/m", "other")).contains("expects 'other'"));
-    patch(&sandbox, &delete_link("d/m", "file"));
-    assert!(sandbox.names("d").is_empty());
+    assert!(reason(&workspace, &delete_link("d/m", "other")).contains("expects 'other'"));
+    patch(&workspace, &delete_link("d/m", "file"));
+    assert!(workspace.names("d").is_empty());
     assert_eq!(
-        std::fs::read(sandbox.outside("secret")).expect("read"),
+        std::fs::read(workspace.outside("secret")).expect("read"),
         b"secret"
     );
-    assert_eq!(sandbox.get("file"), b"x\n");
+    assert_eq!(workspace.get("file"), b"x\n");
 }
 
 #[test]
-fn files_links_and_directories_take_each_others_place() {
-    let sandbox = Sandbox::new();
-    sandbox.put("f", "x\n");
-    sandbox.put("kept/x", "kept\n");
+fn files_links_and_directories_can_replace_each_other() {
+    let workspace = TestWorkspace::new();
+    workspace.put("f", "x\n");
+    workspace.put("kept/x", "kept\n");
     // A file becomes a link, and a link a file.
-    patch(&sandbox, &(delete("f") + &create_link("f", "kept")));
-    assert_eq!(target(&sandbox, "f"), "kept");
+    patch(&workspace, &(delete("f") + &create_link("f", "kept")));
+    assert_eq!(target(&workspace, "f"), "kept");
     // A link becomes a directory: its target stays.
     patch(
-        &sandbox,
+        &workspace,
         &(delete_link("f", "kept") + &create("f/x") + &create("f/deep/y")),
     );
     assert_eq!(
         (
-            sandbox.get("f/x"),
-            sandbox.get("f/deep/y"),
-            sandbox.get("kept/x")
+            workspace.get("f/x"),
+            workspace.get("f/deep/y"),
+            workspace.get("kept/x")
         ),
         (b"x\n".to_vec(), b"x\n".to_vec(), b"kept\n".to_vec())
     );
     // A directory becomes a link.
     patch(
-        &sandbox,
+        &workspace,
         &(create_link("f", "kept") + &delete("f/x") + &delete("f/deep/y")),
     );
     assert_eq!(
-        (target(&sandbox, "f"), sandbox.names(".")),
+        (target(&workspace, "f"), workspace.names(".")),
         ("kept".to_owned(), vec!["f".to_owned(), "kept".to_owned()])
     );
-    patch(&sandbox, &(delete_link("f", "kept") + &create("f")));
-    assert_eq!(sandbox.get("f"), b"x\n");
+    patch(&workspace, &(delete_link("f", "kept") + &create("f")));
+    assert_eq!(workspace.get("f"), b"x\n");
     // A directory with other content stays.
-    sandbox.put("d/x", "x\n");
-    sandbox.put("d/untracked", "");
+    workspace.put("d/x", "x\n");
+    workspace.put("d/untracked", "");
     assert!(
-        reason(&sandbox, &(create_link("d", "kept") + &delete("d/x")))
+        reason(&workspace, &(create_link("d", "kept") + &delete("d/x")))
             .contains("does not delete 'd/untracked' in it")
     );
-    assert_eq!(sandbox.names("d"), ["untracked", "x"]);
+    assert_eq!(workspace.names("d"), ["untracked", "x"]);
 }
 
 #[test]
-fn nothing_goes_below_a_link_that_the_same_diff_creates() {
-    let sandbox = Sandbox::new();
-    sandbox.put("protected/x", "x\n");
-    symlink(".", sandbox.path("here")).expect("link");
+fn a_diff_cannot_write_below_a_link_that_it_creates() {
+    let workspace = TestWorkspace::new();
+    workspace.put("protected/x", "x\n");
+    symlink(".", workspace.path("here")).expect("link");
     for diff in [
         create_link("l", "protected") + &create("l/y"),
         create("l/y") + &create_link("l", "protected"),
         create_link("l", "protected") + "--- a/l/x\n+++ b/l/x\n@@ -1 +1 @@\n-x\n+y\n",
         create_link("l", "protected") + &create("here/l/y"),
     ] {
-        let error = rejected(&sandbox, &diff);
+        let error = rejected(&workspace, &diff);
         assert!(
             error
                 .rejects
@@ -519,38 +529,42 @@ fn nothing_goes_below_a_link_that_the_same_diff_creates() {
         );
     }
     assert_eq!(
-        (sandbox.names("protected"), sandbox.names(".")),
+        (workspace.names("protected"), workspace.names(".")),
         (
             vec!["x".to_owned()],
             vec!["here".to_owned(), "protected".to_owned()]
         )
     );
-    symlink("nowhere", sandbox.path("dangling")).expect("link");
-    assert!(reason(&sandbox, &create("dangling/x")).contains("leads nowhere"));
+    symlink("nowhere", workspace.path("dangling")).expect("link");
+    assert!(reason(&workspace, &create("dangling/x")).contains("leads nowhere"));
 }
 
 #[test]
-fn a_change_of_types_that_is_overtaken_is_undone() {
-    let sandbox = Sandbox::new();
-    sandbox.put("d/x", "x\n");
-    symlink("d", sandbox.path("l")).expect("link");
+fn a_type_change_that_races_with_a_writer_is_rolled_back() {
+    let workspace = TestWorkspace::new();
+    workspace.put("d/x", "x\n");
+    symlink("d", workspace.path("l")).expect("link");
     let diff = create_link("d", "t")
         + &delete("d/x")
         + &delete_link("l", "d")
         + &create("l/deep/y")
         + &create("z");
-    let error = overtaken(&sandbox, &diff, || sandbox.put("z", "theirs"));
+    let error = race(&workspace, &diff, || workspace.put("z", "theirs"));
     assert!(error.message.contains("nothing was changed"), "{error:?}");
     assert_eq!(
-        (sandbox.get("d/x"), target(&sandbox, "l")),
+        (workspace.get("d/x"), target(&workspace, "l")),
         (b"x\n".to_vec(), "d".to_owned())
     );
-    let error = overtaken(&sandbox, &(create_link("d", "t") + &delete("d/x")), || {
-        sandbox.put("d/theirs", "");
-    });
+    let error = race(
+        &workspace,
+        &(create_link("d", "t") + &delete("d/x")),
+        || {
+            workspace.put("d/theirs", "");
+        },
+    );
     assert!(error.message.contains("changed while"), "{error:?}");
     assert_eq!(
-        (sandbox.names("d"), sandbox.names(".")),
+        (workspace.names("d"), workspace.names(".")),
         (
             vec!["theirs".to_owned(), "x".to_owned()],
             vec!["d".to_owned(), "l".to_owned(), "z".to_owned()]
@@ -560,12 +574,12 @@ fn a_change_of_types_that_is_overtaken_is_undone() {
 
 #[test]
 fn many_rejects_still_fit_into_one_frame() {
-    let sandbox = Sandbox::new();
+    let workspace = TestWorkspace::new();
     let diff = (0..20_000)
         .map(|number| format!("--- a/{number}\n+++ b/{number}\n@@ -1 +1 @@\n-x\n+y\n"))
         .collect::<Vec<_>>()
         .concat();
-    let error = sandbox
+    let error = workspace
         .ask(
             FileOp::Patch {
                 strip: 1,
@@ -583,8 +597,8 @@ fn many_rejects_still_fit_into_one_frame() {
 
 #[test]
 fn a_diff_over_the_connection_is_answered_with_its_files() {
-    let sandbox = Sandbox::new();
-    let answer = sandbox.ask(
+    let workspace = TestWorkspace::new();
+    let answer = workspace.ask(
         FileOp::Patch {
             strip: 1,
             dry_run: false,
@@ -593,7 +607,7 @@ fn a_diff_over_the_connection_is_answered_with_its_files() {
     );
     let result: PatchResult = serde_json::from_slice(answer.body()).expect("a result");
     assert_eq!(summary(&result), [("x", PatchOperation::Create)]);
-    let too_large = sandbox.ask(
+    let too_large = workspace.ask(
         FileOp::Patch {
             strip: 1,
             dry_run: false,
@@ -606,19 +620,19 @@ fn a_diff_over_the_connection_is_answered_with_its_files() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn diffs_with_wild_names_never_leave_the_workspace(
+    fn diffs_with_arbitrary_names_never_leave_the_workspace(
         names in proptest::collection::vec("[a-c./\\\\\"]{0,8}", 1..5),
         strip in 0_u32..3,
     ) {
-        let sandbox = Sandbox::new();
-        symlink("..", sandbox.path("a")).expect("link");
+        let workspace = TestWorkspace::new();
+        symlink("..", workspace.path("a")).expect("link");
         let diff = names
             .iter()
             .map(|name| format!("--- /dev/null\n+++ {name}\n@@ -0,0 +1 @@\n+x\n"))
             .collect::<Vec<_>>()
             .concat();
-        let _result = sandbox.files.patch(diff.as_bytes(), strip, false);
-        let outside: Vec<_> = std::fs::read_dir(sandbox.outside("."))
+        let _result = workspace.files.patch(diff.as_bytes(), strip, false);
+        let outside: Vec<_> = std::fs::read_dir(workspace.outside("."))
             .expect("listed")
             .map(|entry| entry.expect("entry").file_name())
             .collect();

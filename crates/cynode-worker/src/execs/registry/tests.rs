@@ -59,7 +59,7 @@ async fn long_commands_are_forgotten_before_they_fill_the_memory() {
         (MAX_RECORD_BYTES / 2..=MAX_RECORD_BYTES).contains(&retained),
         "{retained}"
     );
-    assert!(execs.get(last).is_ok(), "the newest are retained");
+    assert!(execs.get(last).is_ok(), "the newest exec was forgotten");
     let log = fs_err::metadata(directory.path().join("execs/log"))
         .expect("a log")
         .len();
@@ -87,7 +87,7 @@ async fn an_ended_exec_that_nobody_waits_for_holds_no_output_in_memory() {
     execs.finish(
         &exec,
         ExecExit {
-            bytes: cynode_api::Bytes {
+            bytes: cynode_api::ByteCounts {
                 stdout: 4,
                 stderr: 0,
             },
@@ -116,7 +116,7 @@ fn write(exec: &Exec, text: &[u8]) {
 }
 
 #[tokio::test]
-async fn the_hash_of_the_output_survives_the_worker_while_all_of_it_is_kept() {
+async fn the_hash_of_the_output_survives_a_restart_while_all_output_is_kept() {
     for background in [false, true] {
         let directory = tempfile::tempdir().expect("a directory");
         let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
@@ -133,7 +133,7 @@ async fn the_hash_of_the_output_survives_the_worker_while_all_of_it_is_kept() {
         let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
         let exec = execs.running().pop().expect("it runs");
         write(&exec, b"llo");
-        let bytes = cynode_api::Bytes {
+        let bytes = cynode_api::ByteCounts {
             stdout: 5,
             stderr: 0,
         };
@@ -146,12 +146,12 @@ async fn the_hash_of_the_output_survives_the_worker_while_all_of_it_is_kept() {
             )
         );
         assert_eq!(
-            exec.sha256(cynode_api::Bytes {
+            exec.sha256(cynode_api::ByteCounts {
                 stdout: 6,
                 stderr: 0
             }),
             None,
-            "a piece is missing"
+            "incomplete output has a hash"
         );
         execs.finish(
             &exec,
@@ -190,14 +190,14 @@ async fn output_dropped_before_a_restart_has_no_hash() {
         write(&exec, &piece);
         all.update(&piece);
     }
-    let bytes = cynode_api::Bytes {
+    let bytes = cynode_api::ByteCounts {
         stdout: 400 * 64 * 1024,
         stderr: 0,
     };
     assert_eq!(
         exec.sha256(bytes).map(|sha256| sha256.stdout),
         Some(hex::encode(all.finalize())),
-        "covers more than is retained"
+        "the hash does not cover all output"
     );
     drop((exec, execs));
     let execs = SessionExecs::open(directory.path()).expect("opens");

@@ -1,4 +1,4 @@
-use cynode_api::{Bytes, ExecExit, ExecId, ExecVia, JobId, Problem, TaskId, Truncated};
+use cynode_api::{ByteCounts, ExecExit, ExecId, ExecVia, JobId, Problem, TaskId, Truncated};
 
 use super::*;
 
@@ -13,7 +13,7 @@ fn result(change: impl FnOnce(&mut ExecExit)) -> ExecResult {
         timed_out: false,
         oom_killed: false,
         no_space: false,
-        bytes: Bytes::default(),
+        bytes: ByteCounts::default(),
         sha256: None,
         duration_ms: 1,
         via: ExecVia::Agent,
@@ -136,7 +136,7 @@ fn an_acknowledged_job_is_retained_for_a_day_without_its_output() {
     let now = OffsetDateTime::now_utc();
     assert!(
         !record.is_forgotten(now + time::Duration::days(1_000)),
-        "its result is not acknowledged"
+        "a job without an acknowledgement was forgotten"
     );
     record.acknowledge();
     assert!(
@@ -151,7 +151,7 @@ fn an_acknowledged_job_is_retained_for_a_day_without_its_output() {
 }
 
 #[test]
-fn every_member_of_a_request_but_its_version_counts() {
+fn the_fingerprint_covers_every_member_but_the_version() {
     let first = run();
     assert_eq!(
         fingerprint(&first),

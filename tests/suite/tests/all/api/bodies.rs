@@ -21,7 +21,7 @@ fn body(more: &str) -> Vec<u8> {
 
 #[tokio::test]
 // invariant: fail-closed
-async fn bodies_that_are_not_as_described_make_no_session() -> Result<()> {
+async fn malformed_bodies_create_no_session() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let (client, http) = (worker.client()?, Http::new(&worker)?);
@@ -150,7 +150,7 @@ async fn bodies_that_are_not_as_described_make_no_session() -> Result<()> {
 }
 
 #[tokio::test]
-async fn calls_on_a_session_that_are_not_as_described_do_nothing_to_it() -> Result<()> {
+async fn malformed_calls_on_a_session_change_nothing() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let (client, http) = (worker.client()?, Http::new(&worker)?);
@@ -416,17 +416,17 @@ async fn a_refusal_reaches_a_caller_that_sends_its_whole_body_first() -> Result<
         );
     }
     // A client that sends `Expect: 100-continue` is refused before it sends the body.
-    let asked = send_all_then_read(
+    let refused = send_all_then_read(
         &worker,
         &format!("POST {sessions} HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 1000"),
         0,
     )?;
-    assert!(asked.starts_with("HTTP/1.1 401 "), "{asked}");
+    assert!(refused.starts_with("HTTP/1.1 401 "), "{refused}");
     Ok(())
 }
 
 #[tokio::test]
-async fn an_id_is_a_uuid_in_either_case_and_anything_else_names_nothing() -> Result<()> {
+async fn an_id_is_a_uuid_in_either_case_and_anything_else_is_not_found() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let (client, http) = (worker.client()?, Http::new(&worker)?);
@@ -439,7 +439,7 @@ async fn an_id_is_a_uuid_in_either_case_and_anything_else_names_nothing() -> Res
     assert_eq!(
         serde_json::from_slice::<Value>(&shown.body)?["session_id"],
         id.to_string(),
-        "responses use lower case"
+        "the response does not use lower case"
     );
     let mut request = session();
     request.session_id = SessionId::generate();
@@ -464,7 +464,7 @@ async fn an_id_is_a_uuid_in_either_case_and_anything_else_names_nothing() -> Res
         .await?
         .status,
         200,
-        "the requests are identical"
+        "an identical request was refused"
     );
 
     for odd in [

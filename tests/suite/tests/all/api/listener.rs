@@ -11,7 +11,7 @@ use cynode_client::SessionFilter;
 use cynode_tests::{Answer, Http, Options, World, eventually};
 use http::Method;
 
-/// Runs `cynode worker` until it exits by itself.
+/// Runs `cynode worker` until it exits.
 fn worker(world: &World, config: &Path, arguments: &[&str]) -> Result<Output> {
     let mut command = Command::new("timeout");
     command
@@ -106,7 +106,7 @@ pub(crate) fn certificates(directory: &Path) -> Result<(PathBuf, PathBuf, PathBu
 
 #[tokio::test]
 // invariant: fail-closed
-async fn a_configuration_that_is_not_right_ends_with_64_and_says_why() -> Result<()> {
+async fn an_invalid_configuration_exits_with_64_and_the_reason() -> Result<()> {
     let world = World::new()?;
     let (_, certificate, key) = certificates(world.directory())?;
     let (certificate, key, missing) = (
@@ -190,7 +190,7 @@ async fn a_configuration_that_is_not_right_ends_with_64_and_says_why() -> Result
     );
     assert!(
         !world.state_dir().join("worker/url").exists(),
-        "none of them listened"
+        "one of them listened"
     );
     Ok(())
 }
@@ -315,7 +315,7 @@ async fn beyond_loopback_a_worker_requires_tls_unless_plain_text_is_allowed() ->
 
 #[tokio::test]
 // invariant: truth-in-the-database
-async fn a_state_directory_has_one_worker() -> Result<()> {
+async fn only_one_worker_uses_a_state_directory() -> Result<()> {
     let world = World::new()?;
     let first = world.worker(&Options::default()).await?;
     let second = worker(&world, &world.config(&Options::default())?, &[])?;
@@ -333,7 +333,7 @@ async fn a_state_directory_has_one_worker() -> Result<()> {
             .list_sessions(&SessionFilter::default())
             .await?
             .is_empty(),
-        "the first worker continues"
+        "the first worker stopped"
     );
 
     // Two workers can't share an address: the second names the address that is taken.

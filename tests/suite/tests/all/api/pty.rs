@@ -183,7 +183,7 @@ async fn a_terminal_whose_program_does_not_read_can_be_left_at_once() -> Result<
 }
 
 #[tokio::test]
-async fn a_client_that_stops_answering_is_missed_and_a_quiet_one_is_not() -> Result<()> {
+async fn a_vanished_client_is_disconnected_and_a_quiet_one_is_not() -> Result<()> {
     let terminals = Terminals::with(&Options::default().set("pty_timeout_seconds", "2")).await?;
     let mut quiet = terminals.open(&["sh"]).await?;
     // The connection stays open but nobody reads from it, as when a machine vanishes.

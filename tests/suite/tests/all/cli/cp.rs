@@ -135,7 +135,7 @@ async fn files_go_both_ways_with_mode_and_name() -> Result<()> {
             "{source} {target}: {ran:?}"
         );
     }
-    assert_eq!(tree(&here)?.len(), 5, "a copy that failed leaves nothing");
+    assert_eq!(tree(&here)?.len(), 5, "a failed copy left files");
     Ok(())
 }
 
@@ -268,7 +268,7 @@ async fn nothing_that_a_sandbox_makes_is_written_outside_of_the_target() -> Resu
     }
     assert!(
         !copied.stderr.contains('\u{1b}') && !copied.stderr.contains('\u{7}'),
-        "names are shown escaped: {:?}",
+        "a name is not escaped: {:?}",
         copied.stderr
     );
     assert_eq!(

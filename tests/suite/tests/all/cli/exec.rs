@@ -250,7 +250,7 @@ async fn a_signal_or_a_reader_that_leaves_reaches_the_command() -> Result<()> {
         )?)
     };
 
-    // Ctrl-C interrupts the command once and leaves it to end by itself.
+    // Ctrl-C interrupts the command once and lets it end.
     let (mut child, mut stdout) =
         begin("trap 'echo interrupted; exit 42' INT; echo begun; while :; do sleep 0.05; done")?;
     signal(&child, Signal::INT)?;

@@ -174,7 +174,7 @@ async fn a_shell_without_a_local_terminal_reads_plain_input() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_session_has_no_terminal_unless_it_was_asked_for() -> Result<()> {
+async fn a_session_has_a_terminal_only_on_request() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
     for arguments in [

@@ -101,7 +101,7 @@ async fn up_runs_in_the_background_and_down_leaves_nothing() -> Result<()> {
     let url = machine.up()?;
     assert!(
         url.starts_with("http://127.0.0.1:"),
-        "stdout is the address and nothing else: {url:?}"
+        "stdout is not just the address: {url:?}"
     );
     let endpoints = machine.endpoints()?;
     assert_eq!(
@@ -226,7 +226,7 @@ async fn sandboxes_outlive_an_up_that_was_killed() -> Result<()> {
     assert_eq!(
         machine.run(&["status"])?.code,
         Some(69),
-        "stale files have no effect"
+        "stale files had an effect"
     );
     assert_eq!(
         machine.run(&["session", "list"])?.failure(),
@@ -297,11 +297,7 @@ async fn a_worker_that_dies_is_started_again_and_a_running_exec_goes_on() -> Res
         Ok(machine.run(&["status"])?.code == Some(0))
     })
     .await?;
-    assert_eq!(
-        machine.endpoints()?["worker"],
-        url,
-        "the address is the same"
-    );
+    assert_eq!(machine.endpoints()?["worker"], url, "the address changed");
     machine.sh(&id, "touch go")?;
     let rest: Vec<String> = stdout.lines().collect::<std::io::Result<_>>()?;
     assert_eq!(
@@ -313,7 +309,7 @@ async fn a_worker_that_dies_is_started_again_and_a_running_exec_goes_on() -> Res
 }
 
 #[tokio::test]
-async fn an_up_that_can_not_start_says_why() -> Result<()> {
+async fn an_up_that_cannot_start_gives_the_reason() -> Result<()> {
     let machine = Machine::new()?;
     let unknown = machine.run(&["up", "--worker-only", "--detach", "--set", "colour=1"])?;
     assert_eq!(

@@ -177,7 +177,7 @@ pub(super) async fn what_a_call_did_is_in_its_header(client: &SessionClient) -> 
     assert_eq!(
         (status.as_u16(), begun),
         (200, json!({ "exec_id": streamed.exec_id })),
-        "the last event has the outcome"
+        "the header of a stream has more than the exec id"
     );
     let (status, refusal) =
         call_outcome(of(Method::POST, "/exec").json(&exec(["no-such-program"]))).await?;
@@ -251,7 +251,7 @@ pub(super) async fn what_a_call_did_is_in_its_header(client: &SessionClient) -> 
         .await?;
     assert!(
         !read.headers().contains_key(RESULT_HEADER),
-        "nothing was changed"
+        "a read reports changes"
     );
 
     let (status, ended) =
@@ -358,7 +358,7 @@ pub(super) async fn a_call_is_remembered_by_its_id(client: &SessionClient) -> Re
     assert_eq!(
         client.call_state(unheard).await?.state,
         CallState::NotFound,
-        "nothing of strangers is remembered"
+        "a stranger's call was remembered"
     );
     assert_eq!(
         refusal_of(

@@ -139,7 +139,7 @@ fn refilling(worker: &RunningWorker, from: usize) -> Result<bool> {
         > log.matches("A spare sandbox is ready.").count())
 }
 
-fn under_way(worker: &RunningWorker, ledger: &Ledger, from: usize) -> Result<Vec<Phase>> {
+fn phases_under_way(worker: &RunningWorker, ledger: &Ledger, from: usize) -> Result<Vec<Phase>> {
     let mut phases: Vec<Phase> = PHASES[..4]
         .iter()
         .copied()
@@ -188,7 +188,7 @@ pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
         eventually(
             "the worker enters the phase to be killed in",
             Duration::from_secs(60),
-            async || Ok(under_way(&worker, &ledger, from)?.contains(&wanted)),
+            async || Ok(phases_under_way(&worker, &ledger, from)?.contains(&wanted)),
         )
         .await?;
         // A random moment within the phase. Some phases are shorter than a scheduling quantum, so
@@ -196,14 +196,14 @@ pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
         let mut phases = Vec::new();
         for narrower in 0..15 {
             tokio::time::sleep(Duration::from_micros(random.below(20_000 >> narrower))).await;
-            phases = under_way(&worker, &ledger, from)?;
+            phases = phases_under_way(&worker, &ledger, from)?;
             if phases.contains(&wanted) {
                 break;
             }
             eventually(
                 "the worker enters the phase again",
                 Duration::from_secs(60),
-                async || Ok(under_way(&worker, &ledger, from)?.contains(&wanted)),
+                async || Ok(phases_under_way(&worker, &ledger, from)?.contains(&wanted)),
             )
             .await?;
         }

@@ -128,7 +128,7 @@ impl Arena {
     }
 
     /// Copies the `attempts` program into a sandbox.
-    pub(crate) async fn equip(&self, id: SessionId) -> Result<()> {
+    pub(crate) async fn copy_attempts_program(&self, id: SessionId) -> Result<()> {
         let program = fs_err::read(attempts_program()?)?;
         self.client
             .put_file(
@@ -145,7 +145,7 @@ impl Arena {
     }
 
     /// Checks that the neighbour's sandbox and the worker respond.
-    pub(crate) async fn others_answer(&self) -> Result<()> {
+    pub(crate) async fn check_others_respond(&self) -> Result<()> {
         let answer = tokio::time::timeout(
             TIMEOUT,
             self.client
@@ -185,7 +185,7 @@ impl Arena {
         let watch = async {
             loop {
                 let last = over.load(Ordering::SeqCst);
-                self.others_answer().await?;
+                self.check_others_respond().await?;
                 if last {
                     return Ok::<_, anyhow::Error>(());
                 }
@@ -317,7 +317,7 @@ impl Arena {
 
     /// Writes the table and shuts everything down; nothing may be left.
     pub(crate) async fn end(mut self) -> Result<()> {
-        self.others_answer().await?;
+        self.check_others_respond().await?;
         let mut text = String::new();
         for (attempt, outcome) in &self.attempts {
             writeln!(text, "{attempt}\t{outcome}")?;

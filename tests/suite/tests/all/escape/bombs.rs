@@ -57,8 +57,8 @@ const KINDS: [(&str, Option<Unenforced>); 9] = [
 async fn a_resource_that_one_sandbox_exhausts_is_available_to_another(world: World) -> Result<()> {
     let attacker = small_session(&world);
     let mut arena = Arena::with(world, "exhaustion", attacker, &[]).await?;
-    arena.equip(arena.attacker).await?;
-    arena.equip(arena.neighbour).await?;
+    arena.copy_attempts_program(arena.attacker).await?;
+    arena.copy_attempts_program(arena.neighbour).await?;
     let (client, attacker, neighbour) = (arena.client.clone(), arena.attacker, arena.neighbour);
     for (kind, limit) in KINDS {
         let attempt = format!("all {kind}");
@@ -72,7 +72,7 @@ async fn a_resource_that_one_sandbox_exhausts_is_available_to_another(world: Wor
         };
         ensure!(
             probe().await?.exit.exit_code == Some(0),
-            "{kind}: the neighbour has none beforehand"
+            "{kind}: the neighbour had none beforehand"
         );
         arena
             .attack(async {
@@ -111,7 +111,7 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World
     let attacker = small_session(&world);
     let mut arena = Arena::with(world, "bombs", attacker, &[]).await?;
     let (client, attacker) = (arena.client.clone(), arena.attacker);
-    arena.equip(attacker).await?;
+    arena.copy_attempts_program(attacker).await?;
     // Idle processes first: a limit that fails now would not stop a bomb either. Not even the shell
     // of a remedy could start.
     let mut held = 0;
@@ -132,7 +132,7 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World
     }
     ensure!(
         client.exec(attacker, &sh("true")).await.is_err(),
-        "a process can start"
+        "a process started although the table is full"
     );
     arena.recover().await?;
     arena.expect("a process table full of sleepers", true, ())?;
@@ -190,7 +190,7 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World
         // The bomb runs while the neighbour is probed a few times, and is then killed.
         for _ in 0..10 {
             arena
-                .others_answer()
+                .check_others_respond()
                 .await
                 .with_context(|| bomb.to_owned())?;
         }
@@ -242,7 +242,7 @@ async fn a_flood_of_output_reaches_nobody_else(world: World) -> Result<()> {
     };
     let before = kept()?;
     for _ in 0..20 {
-        arena.others_answer().await?;
+        arena.check_others_respond().await?;
     }
     let flows = async || Ok(kept()?.iter().any(|entry| !before.contains(entry)));
     eventually("the flood flows", Duration::from_secs(60), flows).await?;

@@ -104,7 +104,7 @@ async fn remove_attacker(arena: &Arena) -> Result<()> {
 async fn a_disk_that_is_filled_is_full_for_its_sandbox_alone(world: World) -> Result<()> {
     let mut arena = Arena::with(world, "disks", request(DISK), &[]).await?;
     let (client, attacker, neighbour) = (arena.client.clone(), arena.attacker, arena.neighbour);
-    arena.equip(attacker).await?;
+    arena.copy_attempts_program(attacker).await?;
     let place = |path: &str| {
         exec([
             "sh",
@@ -187,7 +187,7 @@ async fn soak_ten_million_files_in_one_workspace_harm_nobody() -> Result<()> {
     )
     .await?;
     let (client, attacker) = (arena.client.clone(), arena.attacker);
-    arena.equip(attacker).await?;
+    arena.copy_attempts_program(attacker).await?;
     let start = std::time::Instant::now();
     let making = ExecRequest {
         timeout_ms: 3_600_000,

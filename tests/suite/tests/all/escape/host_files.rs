@@ -11,7 +11,7 @@ use cynode_tests::{World, exec, on_every_runtime, sh};
 use super::{arena::Arena, kernel::at_terminal};
 
 on_every_runtime!(
-    proc_sys_and_devices_give_nothing_of_the_host,
+    proc_sys_and_devices_reveal_nothing_of_the_host,
     links_lead_to_the_sandboxs_own_files_only,
     the_runtimes_own_descriptors_are_no_working_directory,
 );
@@ -19,9 +19,9 @@ on_every_runtime!(
 const SECRET: &str = "the host's own secret";
 
 // part of: CYNAI.SANDBX.SandboxThreatModel
-async fn proc_sys_and_devices_give_nothing_of_the_host(world: World) -> Result<()> {
+async fn proc_sys_and_devices_reveal_nothing_of_the_host(world: World) -> Result<()> {
     let mut arena = Arena::new(world, "proc-sys-dev").await?;
-    arena.equip(arena.attacker).await?;
+    arena.copy_attempts_program(arena.attacker).await?;
     let (client, attacker) = (arena.client.clone(), arena.attacker);
     let printed = arena
         .attack(async {

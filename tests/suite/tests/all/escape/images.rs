@@ -21,7 +21,7 @@ async fn the_configuration_of_a_hostile_image_has_no_effect(world: World) -> Res
         &[],
     )
     .await?;
-    arena.equip(arena.attacker).await?;
+    arena.copy_attempts_program(arena.attacker).await?;
     let (client, attacker) = (arena.client.clone(), arena.attacker);
     arena
         .script(

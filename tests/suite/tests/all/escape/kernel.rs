@@ -37,7 +37,7 @@ pub(crate) async fn at_terminal(
 // proves: CYNAI.SANDBX.SandboxThreatModel with escape::*
 async fn the_kernel_refuses_what_leads_out_of_a_sandbox(world: World) -> Result<()> {
     let mut arena = Arena::new(world, "kernel").await?;
-    arena.equip(arena.attacker).await?;
+    arena.copy_attempts_program(arena.attacker).await?;
     let (client, attacker) = (arena.client.clone(), arena.attacker);
     let printed = arena
         .attack(async {

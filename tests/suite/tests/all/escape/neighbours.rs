@@ -8,13 +8,13 @@ use super::arena::Arena;
 
 on_every_runtime!(
     another_sandbox_can_be_neither_seen_nor_signalled,
-    nobody_poses_as_the_agent_and_a_flood_of_connections_hurts_nobody
+    no_process_poses_as_the_agent_and_a_flood_of_connections_harms_nobody
 );
 
 // part of: CYNAI.SANDBX.SandboxThreatModel
 async fn another_sandbox_can_be_neither_seen_nor_signalled(world: World) -> Result<()> {
     let mut arena = Arena::new(world, "neighbours").await?;
-    arena.equip(arena.attacker).await?;
+    arena.copy_attempts_program(arena.attacker).await?;
     let (client, neighbour) = (arena.client.clone(), arena.neighbour);
     let prepared = "echo mine > /tmp/neighbour; echo mine > /dev/shm/neighbour; echo mine > \
                     /workspace/neighbour; echo mine > ~/neighbour; echo ready; exec sleep 86399";
@@ -85,11 +85,11 @@ async fn another_sandbox_can_be_neither_seen_nor_signalled(world: World) -> Resu
 }
 
 // part of: CYNAI.SANDBX.SandboxThreatModel
-async fn nobody_poses_as_the_agent_and_a_flood_of_connections_hurts_nobody(
+async fn no_process_poses_as_the_agent_and_a_flood_of_connections_harms_nobody(
     world: World,
 ) -> Result<()> {
     let mut arena = Arena::new(world, "control-socket").await?;
-    arena.equip(arena.attacker).await?;
+    arena.copy_attempts_program(arena.attacker).await?;
     arena
         .script(
             "500 connections that lie",

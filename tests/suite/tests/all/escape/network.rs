@@ -41,8 +41,8 @@ fn host_addresses() -> Result<Vec<String>> {
 // invariant: no-way-out
 async fn no_socket_leads_out_of_a_sandbox(world: World) -> Result<()> {
     let mut arena = Arena::new(world, "network").await?;
-    arena.equip(arena.attacker).await?;
-    arena.equip(arena.neighbour).await?;
+    arena.copy_attempts_program(arena.attacker).await?;
+    arena.copy_attempts_program(arena.neighbour).await?;
     let listener = TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"))?;
     listener.set_nonblocking(true)?;
     let port = listener.local_addr()?.port();

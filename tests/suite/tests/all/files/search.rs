@@ -120,7 +120,7 @@ async fn a_search_finds_lines_by_expression_path_and_glob() -> Result<()> {
 
 #[tokio::test]
 // invariant: bounded
-async fn a_search_is_bounded_and_says_when_it_was_cut() -> Result<()> {
+async fn a_search_is_bounded_and_reports_truncation() -> Result<()> {
     let sandbox = Sandbox::new().await?;
     sandbox
         .sh(

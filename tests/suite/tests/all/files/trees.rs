@@ -30,7 +30,7 @@ impl Sandbox {
 
 // part of: ISC-05
 #[tokio::test]
-async fn a_list_is_sorted_and_says_what_each_entry_is() -> Result<()> {
+async fn a_list_is_sorted_and_has_the_type_of_each_entry() -> Result<()> {
     let sandbox = Sandbox::new().await?;
     sandbox
         .sh(
@@ -307,7 +307,7 @@ async fn impossible_mkdir_and_move_calls_are_refused_by_name() -> Result<()> {
     assert_eq!(
         moved("one", "/tmp/one", false).await?,
         (400, "invalid_request".to_owned()),
-        "directories stay on their file system"
+        "a directory moved to another file system"
     );
     assert_eq!(
         sandbox.sh("find . | sort; cat file other").await?,

@@ -16,7 +16,7 @@ const JOBS: u64 = 10;
 
 /// A job that prints its id, works for a while, and finally prints how often it was started in its
 /// sandbox.
-fn witness(number: u64) -> JobRun {
+fn counting_job(number: u64) -> JobRun {
     job(&format!(
         "cat /proc/sys/kernel/random/uuid; echo x >> begun; i=0; while [ $i -lt {} ]; do \
          i=$((i+1)); echo $i; sleep 0.05; done; wc -l < begun; exit {}",
@@ -53,8 +53,8 @@ fn check(number: u64, done: &Job) -> Result<String> {
     Ok(identity.to_owned())
 }
 
-/// A job's output so far, as far as it is available.
-async fn said(client: &SessionClient, request: &JobRun) -> String {
+/// The output of a job, as far as it is available.
+async fn output_so_far(client: &SessionClient, request: &JobRun) -> String {
     let page = client
         .job_output(request.job_id, &OutputQuery::default())
         .await;
@@ -84,7 +84,7 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
     let mut worker = world.worker(&Options::default()).await?;
     let mut hit: BTreeMap<&str, usize> = BTreeMap::new();
     for round in 0..rounds {
-        let requests: Vec<JobRun> = (0..JOBS).map(witness).collect();
+        let requests: Vec<JobRun> = (0..JOBS).map(counting_job).collect();
         let client = worker.client()?;
         let handing: Vec<_> = requests
             .iter()
@@ -93,7 +93,7 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
                 tokio::spawn(async move { client.run_job_async(&request).await.is_ok() })
             })
             .collect();
-        let mut heard = vec![String::new(); requests.len()];
+        let mut outputs = vec![String::new(); requests.len()];
         for _ in 0..=random.below(most_kills) {
             // Every second kill hits the short moment in which a command starts.
             let at_a_start = random.below(2) == 0;
@@ -101,13 +101,13 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
                 + Duration::from_millis(random.below(if at_a_start { 500 } else { 6_000 }));
             let client = worker.client()?;
             while Instant::now() < moment {
-                for (request, heard) in requests.iter().zip(&mut heard) {
-                    let now = said(&client, request).await;
+                for (request, output) in requests.iter().zip(&mut outputs) {
+                    let now = output_so_far(&client, request).await;
                     ensure!(
-                        now.starts_with(heard.as_str()),
-                        "round {round}: {heard:?} became {now:?}"
+                        now.starts_with(output.as_str()),
+                        "round {round}: {output:?} became {now:?}"
                     );
-                    *heard = now;
+                    *output = now;
                 }
             }
             for job in client.list_jobs(&JobFilter::default()).await? {
@@ -145,13 +145,13 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
             let done = client.run_job(request).await?;
             let identity = check(number as u64, &done).with_context(|| format!("round {round}"))?;
             ensure!(
-                done.output.stdout.starts_with(&heard[number]),
+                done.output.stdout.starts_with(&outputs[number]),
                 "round {round}: {:?} became {done:?}",
-                heard[number]
+                outputs[number]
             );
             ensure!(!first.contains(&identity), "two jobs with one identity");
             ensure!(
-                said(&client, request).await == done.output.stdout,
+                output_so_far(&client, request).await == done.output.stdout,
                 "round {round}: output and result differ"
             );
             first.push(identity);
@@ -216,14 +216,14 @@ async fn a_job_whose_sandbox_is_gone_has_failed_and_is_not_run_again() -> Result
         job("cat /proc/sys/kernel/random/uuid; exec sleep 999"),
         job("cat /proc/sys/kernel/random/uuid; exec sleep 999"),
     );
-    let mut heard = Vec::new();
+    let mut outputs = Vec::new();
     for request in [&first, &second] {
         started(&client, request).await?;
         eventually("the job has printed something", TIMEOUT, async || {
-            Ok(said(&client, request).await.len() == 37)
+            Ok(output_so_far(&client, request).await.len() == 37)
         })
         .await?;
-        heard.push(said(&client, request).await);
+        outputs.push(output_so_far(&client, request).await);
     }
     let remove = |request: &JobRun| -> Result<()> {
         let removed = world
@@ -247,7 +247,7 @@ async fn a_job_whose_sandbox_is_gone_has_failed_and_is_not_run_again() -> Result
         (
             JobState::Failed,
             Some("runner_interrupted"),
-            heard[0].as_str()
+            outputs[0].as_str()
         )
     );
     worker.kill()?;
@@ -260,7 +260,7 @@ async fn a_job_whose_sandbox_is_gone_has_failed_and_is_not_run_again() -> Result
         (
             JobState::Failed,
             Some("runner_interrupted"),
-            heard[1].as_str()
+            outputs[1].as_str()
         )
     );
     no_container(&world).await?;
@@ -317,15 +317,14 @@ async fn a_job_whose_record_can_not_be_read_is_not_run_again() -> Result<()> {
     );
     assert!(
         record.with_extension("unreadable").is_file(),
-        "an operator can inspect it"
+        "the unreadable record was not kept"
     );
     no_container(&world).await
 }
 
 #[tokio::test]
 // invariant: jobs
-async fn a_node_that_is_told_to_stop_cancels_its_jobs_and_keeps_what_is_not_acknowledged()
--> Result<()> {
+async fn a_stopping_node_cancels_its_jobs_and_keeps_unacknowledged_results() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -333,7 +332,7 @@ async fn a_node_that_is_told_to_stop_cancels_its_jobs_and_keeps_what_is_not_ackn
     let running = job("trap 'echo bye; exit 0' TERM; echo begun; while :; do sleep 0.1; done");
     started(&client, &running).await?;
     eventually("its trap is set", TIMEOUT, async || {
-        Ok(!said(&client, &running).await.is_empty())
+        Ok(!output_so_far(&client, &running).await.is_empty())
     })
     .await?;
     let waiting = tokio::spawn({
@@ -346,7 +345,7 @@ async fn a_node_that_is_told_to_stop_cancels_its_jobs_and_keeps_what_is_not_ackn
     world.assert_clean().await?;
     assert!(
         waiting.await?.is_err(),
-        "waiting callers are told that the worker stops"
+        "a waiting caller got a result although the worker stopped"
     );
 
     let mut worker = world.worker(&Options::default()).await?;

@@ -8,7 +8,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 #[tokio::test]
-async fn an_invalid_job_is_refused_by_the_name_of_its_fault_and_leaves_nothing() -> Result<()> {
+async fn an_invalid_job_is_refused_with_the_field_named_and_leaves_nothing() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let http = Http::new(&worker)?;

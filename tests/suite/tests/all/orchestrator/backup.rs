@@ -70,7 +70,10 @@ async fn a_backup_of_a_running_stack_restores_into_an_empty_directory() -> Resul
     );
     assert!(fs_err::read(&file)? == before);
     stack.run(&["backup", "--force", name])?.success()?;
-    assert!(fs_err::read(&file)? != before, "created after the backup");
+    assert!(
+        fs_err::read(&file)? != before,
+        "the backup was not replaced"
+    );
     let beside: Vec<_> = fs_err::read_dir(stack.world.directory())?
         .map(|entry| Ok(entry?.file_name()))
         .collect::<std::io::Result<_>>()?;
@@ -159,7 +162,7 @@ async fn a_backup_of_a_running_stack_restores_into_an_empty_directory() -> Resul
     assert_eq!(
         with_token.code,
         Some(0),
-        "tokens are still valid: {with_token:?}"
+        "a token is no longer valid: {with_token:?}"
     );
     stack.with(&other, &["down"])?.success()?;
     stack.assert_clean().await
@@ -167,7 +170,7 @@ async fn a_backup_of_a_running_stack_restores_into_an_empty_directory() -> Resul
 
 #[tokio::test]
 // invariant: backup
-async fn a_backup_that_is_not_whole_changes_nothing() -> Result<()> {
+async fn an_incomplete_backup_changes_nothing() -> Result<()> {
     let stack = Stack::new()?;
     stack.up()?;
     let task = stack

@@ -322,7 +322,7 @@ async fn every_route_admits_exactly_its_callers() -> Result<()> {
 
 /// Paths that lead elsewhere for a parser that treats backslashes as slashes, or decodes twice.
 #[tokio::test]
-async fn no_path_leads_from_ones_own_session_to_anothers() -> Result<()> {
+async fn no_path_leads_from_a_callers_session_to_that_of_another() -> Result<()> {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let control_plane = ControlPlane::new().await?;
     let orchestrator = control_plane.orchestrator("", &[]).await?;

@@ -325,7 +325,7 @@ async fn settings_and_preferences_are_read_and_changed() -> Result<()> {
 }
 
 #[tokio::test]
-async fn artifacts_go_in_and_come_out_as_they_were() -> Result<()> {
+async fn artifacts_round_trip() -> Result<()> {
     let cli = OrchestratorCli::new().await?;
     let task = cli.success(&["task", "create", "t"])?;
     let bytes: Vec<u8> = (0..3_000_000_u32)
@@ -542,7 +542,7 @@ async fn nodes_are_registered_by_keys_that_are_shown_once() -> Result<()> {
             .status()
             .as_u16(),
         401,
-        "the key was single-use"
+        "a single-use key was accepted twice"
     );
     let list = cli.success(&["node", "list"])?;
     assert!(list.contains("one") && list.contains("0/3"), "{list}");
@@ -589,7 +589,7 @@ async fn the_cli_uses_an_orchestrator_named_by_the_environment_alone() -> Result
 
 #[tokio::test]
 // invariant: images
-async fn an_image_that_no_node_has_reported_is_awaited() -> Result<()> {
+async fn an_image_that_no_node_has_reported_is_pending() -> Result<()> {
     let cli = OrchestratorCli::new().await?;
     let unknown = cli.run(&["session", "create"])?;
     assert_eq!(unknown.failure(), (77, "image_not_allowed".to_owned()));
@@ -618,7 +618,7 @@ async fn an_image_that_no_node_has_reported_is_awaited() -> Result<()> {
     assert_eq!(
         nowhere.failure(),
         (69, "image_pending".to_owned()),
-        "no node has reported the image yet"
+        "an image that no node has was not pending"
     );
     assert!(nowhere.stderr.contains("cynode image show"), "{nowhere:?}");
     // A rule about agent compatibility can't be decided yet either; an unconditional one can.
@@ -771,7 +771,7 @@ async fn a_wrong_token_and_a_wrong_address_are_reported_by_their_cause() -> Resu
 }
 
 #[tokio::test]
-async fn policy_test_ends_as_the_call_would() -> Result<()> {
+async fn policy_test_exits_like_the_call() -> Result<()> {
     let cli = OrchestratorCli::new().await?;
     let test = |arguments: &[&str]| cli.run(&[&["policy", "test"], arguments].concat());
     let allowed = test(&["--action", "task.create"])?;
@@ -799,7 +799,7 @@ async fn policy_test_ends_as_the_call_would() -> Result<()> {
     assert_eq!(
         (denied.code, &verdict["allowed"], denied.stderr.as_str()),
         (Some(77), &json!(false), ""),
-        "a verdict is data, not a failure"
+        "a verdict was printed as a failure"
     );
     assert_eq!(test(&["--action", "no.such"])?.code, Some(64));
     Ok(())

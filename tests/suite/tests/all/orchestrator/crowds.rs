@@ -25,7 +25,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 struct Crowd(JoinSet<()>);
 
 impl Crowd {
-    fn gather(&mut self, url: &str, number: usize, begin: &str) {
+    fn connect(&mut self, url: &str, number: usize, begin: &str) {
         for _ in 0..number {
             let (address, begin) = (
                 url.trim_start_matches("http://").to_owned(),
@@ -63,7 +63,7 @@ fn client_without_pool() -> Result<reqwest::Client> {
 
 /// Checks for `rounds` rounds that legitimate callers get through. Returns the durations of the
 /// health checks.
-async fn everybody_gets_through(
+async fn check_callers_get_through(
     fixture: &PolicyFixture,
     rounds: usize,
     user: &str,
@@ -103,12 +103,12 @@ async fn everybody_gets_through(
             .context("the node is known")
     };
     let before = node_of(fixture.node.node_id()).await?.last_heartbeat_at;
-    let heard = async || {
+    let has_arrived = async || {
         node_of(fixture.node.node_id())
             .await
             .map(|node| node.state == NodeState::Ready && node.last_heartbeat_at > before)
     };
-    eventually("the node's heartbeat arrives", TIMEOUT, heard).await?;
+    eventually("the node's heartbeat arrives", TIMEOUT, has_arrived).await?;
     let late = SimulatedWorker::start("late", &[ONE]).await?;
     late.join(
         &control,
@@ -147,20 +147,20 @@ async fn measure_under_crowd(
          text/event-stream\r\nContent-Length: 1000000\r\n\r\n{{"
     );
     let mut crowd = Crowd(JoinSet::new());
-    crowd.gather(
+    crowd.connect(
         &control,
         number,
         "POST /v1/nodes/heartbeat HTTP/1.1\r\nX-Long: ",
     );
-    crowd.gather(
+    crowd.connect(
         &control,
         number / 8,
         "POST /v1/nodes/register HTTP/1.1\r\nHost: \
          x\r\nContent-Type: application/json\r\nContent-Length: \
          100000\r\n\r\n{",
     );
-    crowd.gather(&url, number / 2, "GET /v1/tasks HTTP/1.1\r\nX-Long: ");
-    crowd.gather(&url, number / 2, &with_token);
+    crowd.connect(&url, number / 2, "GET /v1/tasks HTTP/1.1\r\nX-Long: ");
+    crowd.connect(&url, number / 2, &with_token);
     // The token's share is full once its next call is refused.
     let call = json!({"jsonrpc": "2.0", "id": 1, "method": "ping"});
     eventually("the crowd is connected", TIMEOUT, async || {
@@ -186,7 +186,7 @@ async fn measure_under_crowd(
         refused.status != 429 || refusal(&refused, 429, "too_many_requests").is_ok(),
         "{refused:?}"
     );
-    everybody_gets_through(fixture, rounds, &ann).await
+    check_callers_get_through(fixture, rounds, &ann).await
 }
 
 #[tokio::test]

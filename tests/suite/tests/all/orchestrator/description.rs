@@ -8,7 +8,7 @@ use serde_json::Value;
 
 /// `CYNODE_REGENERATE=1` rewrites the file instead of comparing.
 #[tokio::test]
-async fn the_user_api_that_is_served_is_the_one_that_is_checked_in() -> Result<()> {
+async fn the_served_user_api_document_is_the_checked_in_one() -> Result<()> {
     let path = repository().join("openapi/orchestrator.json");
     let current = serde_json::to_string_pretty(&cynode_orchestrator::openapi())? + "\n";
     if std::env::var_os("CYNODE_REGENERATE").is_some_and(|value| value == "1") {
@@ -57,7 +57,7 @@ async fn the_user_api_that_is_served_is_the_one_that_is_checked_in() -> Result<(
 /// Calls on a session have the same description on both sides, as far as they are the same: their
 /// input, and their successful output. The gate adds its flags to the response of an import.
 #[test]
-fn calls_that_are_passed_on_are_described_as_their_node_does() -> Result<()> {
+fn forwarded_calls_are_described_like_those_of_the_worker() -> Result<()> {
     let (ours, theirs) = (cynode_orchestrator::openapi(), cynode_worker::openapi());
     let mut compared = 0;
     for (path, operations) in theirs["paths"].as_object().context("paths")? {

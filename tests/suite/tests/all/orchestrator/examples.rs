@@ -89,7 +89,7 @@ async fn every_example_runs_and_prints_what_it_should() -> Result<()> {
             "mcp_agent.py",
             "session.sh"
         ],
-        "each example is run here"
+        "an example is not run here"
     );
     stack.down()?;
     stack.assert_clean().await

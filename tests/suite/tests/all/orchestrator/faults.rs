@@ -408,18 +408,18 @@ async fn check_trail(
     for (intent, outcome) in trail.pairs()? {
         let body = &intent.body;
         found_out += usize::from(outcome.body.detail.contains_key("found_out"));
-        for (told, counts) in [
+        for (ids, counts) in [
             (&mut begun, true),
             (&mut done, outcome.body.result == Some(AuditResult::Done)),
         ] {
             match body.action.as_str() {
                 "session.exec" if counts => {
-                    told.execs.extend(body.exec_id.map(|id| id.to_string()));
+                    ids.execs.extend(body.exec_id.map(|id| id.to_string()));
                 }
-                "session.create" if counts => told
+                "session.create" if counts => ids
                     .sessions
                     .extend(body.session_id.map(|id| id.to_string())),
-                "job.create" if counts => told.jobs.extend(body.job_id.map(|id| id.to_string())),
+                "job.create" if counts => ids.jobs.extend(body.job_id.map(|id| id.to_string())),
                 _ => {}
             }
         }
@@ -587,7 +587,7 @@ async fn rounds(rounds: usize, jobs: usize, sessions: usize) -> Result<()> {
             .with_context(|| format!("session {id}"))?;
     }
     let unseen = client.events(i64::MAX - 1, None, Duration::ZERO).await;
-    ensure!(unseen.is_err(), "a cursor beyond the newest is refused");
+    ensure!(unseen.is_err(), "a cursor beyond the newest was accepted");
     let newest = newest(&client).await?;
     *last_event.lock().expect("not poisoned") = Some(newest);
     let events = reader.await??;

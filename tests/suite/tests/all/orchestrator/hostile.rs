@@ -463,8 +463,7 @@ async fn session_state(cluster: &Cluster, ids: &ExistingIds) -> Result<String> {
 }
 
 #[tokio::test]
-async fn bodies_that_are_not_as_described_are_refused_everywhere_and_change_nothing() -> Result<()>
-{
+async fn malformed_bodies_are_refused_on_every_route_and_change_nothing() -> Result<()> {
     let cluster = Cluster::start().await?;
     let ids = ExistingIds::make(&cluster).await?;
     let document = cynode_orchestrator::openapi();

@@ -99,7 +99,7 @@ fn commands() -> Result<Vec<String>> {
 
 #[tokio::test]
 // invariant: images
-async fn an_image_of_ones_own_works_as_the_readme_says() -> Result<()> {
+async fn a_users_own_image_works_as_documented() -> Result<()> {
     let shell = Shell::new()?;
     shell.stack.up()?;
     shell.recipe("true")?;

@@ -334,7 +334,7 @@ async fn work_waits_for_a_node_that_fits_and_a_draining_one_gets_none() -> Resul
     assert_eq!(
         (passed.state, client.job(waiting).await?.state),
         (JobState::Completed, JobState::Accepted),
-        "the job blocks nobody"
+        "the waiting job blocked another one"
     );
     for bad in [
         labels(&[("", "x")]),

@@ -343,26 +343,26 @@ fn check(
 // part of: ISC-22
 #[tokio::test]
 // invariant: intent-and-outcome
-async fn while_the_database_is_dead_nothing_starts_and_calls_in_flight_are_recorded_later()
+async fn nothing_starts_while_the_database_is_down_and_calls_in_flight_are_recorded_later()
 -> Result<()> {
     under_load(Outage::Killed).await
 }
 
 #[tokio::test]
 // invariant: intent-and-outcome
-async fn a_writer_declared_dead_goes_on_and_its_open_calls_are_closed_once() -> Result<()> {
+async fn a_writer_declared_dead_continues_and_its_open_calls_are_closed_once() -> Result<()> {
     under_load(Outage::DeclaredDead).await
 }
 
 #[tokio::test]
 // invariant: intent-and-outcome
-async fn a_database_that_hangs_lets_nothing_happen_without_a_record() -> Result<()> {
+async fn nothing_happens_without_a_record_while_the_database_hangs() -> Result<()> {
     under_load(Outage::Frozen).await
 }
 
 #[tokio::test]
 // invariant: fail-closed
-async fn while_no_record_can_be_written_nothing_is_done() -> Result<()> {
+async fn nothing_is_done_while_no_record_can_be_written() -> Result<()> {
     under_load(Outage::Full).await
 }
 

@@ -134,7 +134,7 @@ impl PartitionedNode {
 }
 
 /// Waits for a job's result on the node itself, unseen by the orchestrator.
-async fn ended_there(node: &SessionClient, id: JobId) -> Result<Job> {
+async fn wait_for_end_on_node(node: &SessionClient, id: JobId) -> Result<Job> {
     eventually("the job ends on the node", TIMEOUT, async || {
         Ok(node.job(id).await?.state.is_final())
     })
@@ -172,7 +172,7 @@ async fn a_partitioned_node_returns_without_losing_or_repeating_results() -> Res
     )
     .await?;
 
-    // Briefly: no node or job is given up.
+    // Briefly: no node or job counts as lost.
     let short = [
         partition.job(2, Retry::Never).await?,
         partition.job(2, Retry::OnNodeLoss).await?,
@@ -187,7 +187,7 @@ async fn a_partitioned_node_returns_without_losing_or_repeating_results() -> Res
     );
     let mut results = Vec::new();
     for id in short {
-        results.push(ended_there(&node, id).await?);
+        results.push(wait_for_end_on_node(&node, id).await?);
     }
     partition.connect()?;
     for (id, there) in short.into_iter().zip(results) {
@@ -199,7 +199,7 @@ async fn a_partitioned_node_returns_without_losing_or_repeating_results() -> Res
     }
     partition.node_until(NodeState::Ready).await?;
 
-    // Until the node is given up, while its jobs end.
+    // Until the node counts as lost, while its jobs end.
     let (never, again) = (
         partition.job(8, Retry::Never).await?,
         partition.job(8, Retry::OnNodeLoss).await?,
@@ -216,8 +216,8 @@ async fn a_partitioned_node_returns_without_losing_or_repeating_results() -> Res
     partition.wait_for_job(again, JobState::Accepted).await?;
     partition.node_until(NodeState::Lost).await?;
     let (never_there, again_there) = (
-        ended_there(&node, never).await?,
-        ended_there(&node, again).await?,
+        wait_for_end_on_node(&node, never).await?,
+        wait_for_end_on_node(&node, again).await?,
     );
     partition.connect()?;
     eventually("the late result is kept", TIMEOUT, async || {
@@ -252,7 +252,7 @@ async fn a_partitioned_node_returns_without_losing_or_repeating_results() -> Res
     assert_eq!(
         partition.client.job(again).await?.late_result,
         None,
-        "the result was reported once"
+        "the result was reported twice"
     );
 
     assert_eq!(exec("cat marks").await?.stdout, "mark\n");
@@ -286,7 +286,7 @@ async fn a_partitioned_node_returns_without_losing_or_repeating_results() -> Res
     // The tokens were rotated long ago: the previous one is invalid.
     ensure!(
         partition.worker_token()? != old_token,
-        "the token was rotated"
+        "the token was not rotated"
     );
     let stranger = SessionClient::new(&partition.worker.url()?, &old_token)?;
     let closed = async || {

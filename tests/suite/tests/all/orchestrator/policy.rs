@@ -238,7 +238,7 @@ pub(super) fn refusal(answer: &Answer, status: u16, code: &str) -> Result<Value>
 }
 
 #[tokio::test]
-async fn the_rules_that_come_with_the_system_are_there_from_the_start() -> Result<()> {
+async fn the_default_policies_exist_from_the_start() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let listed = fixture.get("/v1/policies").await?["items"].clone();
     assert_eq!(listed.as_array().map(Vec::len), Some(1), "{listed}");
@@ -528,7 +528,7 @@ forbid (principal, action == CyNode::Action::"artifact.put", resource);
 "#;
 
 #[tokio::test]
-async fn a_rule_about_artifacts_holds_by_way_of_a_sandbox_too() -> Result<()> {
+async fn a_rule_about_artifacts_also_applies_through_a_sandbox() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let (_, ann) = fixture.user("ann").await?;
     let task = fixture.task(&ann).await?;
@@ -757,7 +757,7 @@ async fn rules_under_which_no_administrator_could_change_them_are_refused() -> R
 }
 
 #[tokio::test]
-async fn rules_that_shut_out_the_only_administrator_by_name_are_refused() -> Result<()> {
+async fn rules_that_lock_out_the_only_administrator_by_name_are_refused() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let before = fixture.policies()?;
     let admin = fixture
@@ -865,8 +865,7 @@ async fn a_change_names_the_revision_that_it_changes_and_every_version_is_kept()
 
 #[tokio::test]
 // invariant: policies
-async fn a_rule_counts_on_every_orchestrator_soon_after_it_was_put_and_until_it_is_removed()
--> Result<()> {
+async fn a_rule_applies_on_every_orchestrator_until_it_is_removed() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let two = fixture.second().await?;
     let both = [&fixture.orchestrator, &two];
@@ -1009,7 +1008,7 @@ async fn a_rule_counts_on_every_orchestrator_soon_after_it_was_put_and_until_it_
 
 // part of: REQ-SANDBX-0120, CYNAI.SANDBX.AccessControlAuditing
 #[tokio::test]
-async fn an_image_that_is_forbidden_is_used_by_no_session_and_no_job() -> Result<()> {
+async fn no_session_or_job_uses_a_forbidden_image() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let (_, ann) = fixture.user("ann").await?;
     fixture
@@ -1052,7 +1051,10 @@ async fn an_image_that_is_forbidden_is_used_by_no_session_and_no_job() -> Result
         )?,
         "0"
     );
-    ensure!(fixture.node.sessions().is_empty(), "none reached the node");
+    ensure!(
+        fixture.node.sessions().is_empty(),
+        "a session reached the node"
+    );
     fixture
         .make(&ann, "/v1/sessions", &json!({"image_ref": ONE}))
         .await?;
@@ -1079,7 +1081,7 @@ async fn an_image_that_is_forbidden_is_used_by_no_session_and_no_job() -> Result
 
 // part of: REQ-SANDBX-0124, CYNAI.SANDBX.ImageCompatibilityTaskType
 #[tokio::test]
-async fn a_rule_narrows_plain_commands_to_images_that_are_made_for_agents() -> Result<()> {
+async fn a_rule_restricts_plain_commands_to_agent_compatible_images() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let job = async |image: &str| {
         fixture
@@ -1123,7 +1125,7 @@ async fn a_rule_narrows_plain_commands_to_images_that_are_made_for_agents() -> R
 }
 
 #[tokio::test]
-async fn a_rule_about_a_group_is_for_its_members_alone() -> Result<()> {
+async fn a_rule_about_a_group_applies_only_to_its_members() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let ((_, ann), (_, ben)) = (fixture.user("ann").await?, fixture.user("ben").await?);
     fixture
@@ -1173,7 +1175,7 @@ async fn a_rule_about_a_group_is_for_its_members_alone() -> Result<()> {
 
 // part of: REQ-SANDBX-0120, CYNAI.SANDBX.AccessControlAuditing
 #[tokio::test]
-async fn a_rule_lets_a_user_do_what_is_an_administrators_and_nobody_else() -> Result<()> {
+async fn a_rule_grants_one_user_an_administrators_action() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let ((id, ann), (_, ben)) = (fixture.user("ann").await?, fixture.user("ben").await?);
     let add = async |token: &str, name: &str| {
@@ -1224,7 +1226,7 @@ async fn a_rule_lets_a_user_do_what_is_an_administrators_and_nobody_else() -> Re
 
 #[tokio::test]
 // invariant: fail-closed
-async fn no_rule_lets_a_sandbox_or_an_agent_past_the_kind_of_its_token() -> Result<()> {
+async fn no_rule_gives_a_sandbox_or_agent_more_than_its_kind_of_token() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let task = fixture.task(&fixture.admin).await?;
     let session = fixture.session(&fixture.admin, &task).await?;

@@ -82,13 +82,13 @@ fn psql(user: Option<&str>, socket: &Path, statement: &str) -> Result<crate::cli
 }
 
 #[tokio::test]
-async fn the_private_server_belongs_to_its_user_and_listens_on_its_socket_alone() -> Result<()> {
+async fn the_private_server_belongs_to_its_user_and_listens_only_on_its_socket() -> Result<()> {
     let world = World::new()?;
     let state = world.state_dir();
     let mut child = start(&world, &state)?;
     ready(&world, &state, &child).await?;
     let process = fs_err::metadata(format!("/proc/{}", child.id()))?;
-    assert_ne!(process.uid(), 0, "never as root");
+    assert_ne!(process.uid(), 0, "PostgreSQL runs as root");
     for name in ["postgres", "postgres/data", "postgres/socket"] {
         let found = fs_err::metadata(state.join(name))?;
         assert_eq!(
@@ -141,7 +141,7 @@ async fn the_private_server_belongs_to_its_user_and_listens_on_its_socket_alone(
 }
 
 #[tokio::test]
-async fn a_state_directory_that_is_closed_lets_its_user_through_and_shows_it_nothing() -> Result<()>
+async fn the_user_of_the_server_traverses_a_closed_state_directory_and_reads_nothing() -> Result<()>
 {
     let world = World::new()?;
     let state = world.state_dir();
@@ -168,7 +168,7 @@ async fn a_state_directory_that_is_closed_lets_its_user_through_and_shows_it_not
 }
 
 #[tokio::test]
-async fn an_ordinary_user_has_one_too() -> Result<()> {
+async fn an_ordinary_user_has_a_private_server() -> Result<()> {
     let world = World::new()?;
     let (home, program) = (
         world.directory().join("own"),
@@ -222,7 +222,7 @@ async fn an_ordinary_user_has_one_too() -> Result<()> {
 
 #[tokio::test]
 // invariant: supervisor
-async fn a_cluster_whose_making_was_cut_off_is_made_again() -> Result<()> {
+async fn an_interrupted_initialization_of_a_cluster_is_repeated() -> Result<()> {
     let world = World::new()?;
     let state = world.state_dir();
     let begun = |state: &Path| -> Vec<String> {
@@ -255,8 +255,7 @@ async fn a_cluster_whose_making_was_cut_off_is_made_again() -> Result<()> {
 
 #[tokio::test]
 // invariant: supervisor
-async fn a_server_that_was_killed_recovers_though_its_number_was_given_to_another_process()
--> Result<()> {
+async fn a_killed_server_recovers_although_another_process_has_its_pid() -> Result<()> {
     let world = World::new()?;
     let state = world.state_dir();
     let mut first = start(&world, &state)?;
@@ -287,7 +286,10 @@ async fn a_server_that_was_killed_recovers_though_its_number_was_given_to_anothe
     let mut second = start(&world, &state)?;
     ready(&world, &state, &second).await?;
     assert_eq!(psql(None, &socket, "select n from kept")?.success()?, "7\n");
-    assert!(other.try_wait()?.is_none(), "the process was left alone");
+    assert!(
+        other.try_wait()?.is_none(),
+        "an unrelated process was killed"
+    );
     other.kill()?;
     other.wait()?;
     kill(second.id(), Signal::INT)?;
@@ -296,7 +298,7 @@ async fn a_server_that_was_killed_recovers_though_its_number_was_given_to_anothe
 }
 
 #[tokio::test]
-async fn a_path_that_is_too_long_for_a_socket_is_no_obstacle() -> Result<()> {
+async fn a_state_directory_with_a_path_too_long_for_a_socket_works() -> Result<()> {
     let world = World::new()?;
     let state = world.directory().join("long".repeat(25));
     fs_err::create_dir(&state)?;
@@ -368,7 +370,7 @@ async fn an_unusable_setting_is_refused_with_a_remedy_before_anything_starts() -
     assert_eq!(
         fs_err::read_to_string(data.join("PG_VERSION"))?,
         "9.6\n",
-        "nothing was touched"
+        "a refused start changed files"
     );
     stack.assert_clean().await
 }

@@ -1,9 +1,9 @@
 //! A state directory of an earlier build starts with this one, and nothing in it is lost.
 //!
-//! `tests/suite/state/previous.tar.gz` holds the state of the earlier build: a backup of its control
-//! plane, the worker's journal and the image of its sessions, with a running session, a kept
-//! workspace, a finished job, an artifact, a policy and the audit trail. To write it anew, check out
-//! the build that is to be the earlier one and run this test with `CYNODE_WRITE_STATE=1`.
+//! `tests/suite/state/previous.tar.gz` holds the state of the earlier build: a backup of its
+//! control plane, the worker's journal and the image of its sessions, with a running session, a
+//! kept workspace, a finished job, an artifact, a policy and the audit trail. To write it anew,
+//! check out the build that is to be the earlier one and run this test with `CYNODE_WRITE_STATE=1`.
 
 use std::{
     path::{Path, PathBuf},
@@ -125,7 +125,7 @@ fn make_image(stack: &Stack) -> Result<()> {
     )
 }
 
-async fn note(client: &UserClient, id: SessionId) -> Result<String> {
+async fn read_note(client: &UserClient, id: SessionId) -> Result<String> {
     let mut body = client.sessions().get_file(id, Path::new(NOTE)).await?;
     let mut text = Vec::new();
     while let Some(chunk) = body.chunk().await? {
@@ -295,7 +295,7 @@ async fn a_state_directory_of_the_previous_build_starts_and_nothing_in_it_is_los
         client.sessions().resume_session(lost).await?.state,
         SessionState::Running
     );
-    assert_eq!(note(&client, lost).await?, "running");
+    assert_eq!(read_note(&client, lost).await?, "running");
     let again = UserSessionCreate {
         task_id: Some(kept),
         workspace_ref: Some(WorkspaceRef::Workspace(of(kept)?.workspace_id)),
@@ -307,7 +307,7 @@ async fn a_state_directory_of_the_previous_build_starts_and_nothing_in_it_is_los
         .create_user_session(&again)
         .await?
         .session_id;
-    assert_eq!(note(&client, again).await?, "kept");
+    assert_eq!(read_note(&client, again).await?, "kept");
 
     let denied = stack.run(&[
         "policy",

@@ -216,7 +216,7 @@ async fn sessions_and_jobs_count_until_they_end_and_one_too_many_leaves_nothing(
             fixture.count("events")?
         ),
         before,
-        "nothing was created"
+        "a refused call created something"
     );
     assert_eq!(
         (fixture.count("jobs")?, fixture.node.sessions().len()),
@@ -388,7 +388,7 @@ async fn the_quota_of_a_project_counts_whoever_works_in_it() -> Result<()> {
 
 #[tokio::test]
 // invariant: quotas
-async fn the_narrowest_quota_counts_and_nought_means_none() -> Result<()> {
+async fn the_narrowest_quota_applies_and_zero_allows_none() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let (id, ann) = fixture.user("ann").await?;
     let (_, ben) = fixture.user("ben").await?;
@@ -457,8 +457,7 @@ async fn the_narrowest_quota_counts_and_nought_means_none() -> Result<()> {
 }
 
 #[tokio::test]
-async fn bytes_of_artifacts_count_in_every_version_and_what_is_too_much_is_not_kept() -> Result<()>
-{
+async fn every_version_of_an_artifact_counts_and_an_excess_is_not_stored() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let (id, ann) = fixture.user("ann").await?;
     let (task, other) = (fixture.task(&ann).await?, fixture.task(&ann).await?);
@@ -561,7 +560,7 @@ async fn processor_time_of_the_last_day_counts_whether_a_session_has_ended_or_no
 }
 
 #[tokio::test]
-async fn no_processor_time_means_no_sandbox() -> Result<()> {
+async fn a_quota_of_no_processor_time_allows_no_sandbox() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let (id, ann) = fixture.user("ann").await?;
     fixture.quota("user", &id, SECONDS, 0).await?;
@@ -577,7 +576,7 @@ async fn a_session_that_is_resumed_counts_again() -> Result<()> {
     let (id, ann) = fixture.user("ann").await?;
     fixture.quota("user", &id, SANDBOXES, 1).await?;
     let session = fixture.fits(&ann, json!({})).await?;
-    // Ended by itself, as by its lifetime.
+    // The session ends without a call, as by its lifetime.
     let end = SessionEnd {
         workspace: Some(cynode_api::WorkspaceDisposal::Keep),
         ..SessionEnd::default()
@@ -613,7 +612,7 @@ async fn a_session_that_is_resumed_counts_again() -> Result<()> {
 
 #[tokio::test]
 // invariant: quotas
-async fn one_sandbox_is_no_larger_than_the_quota_says() -> Result<()> {
+async fn quotas_bound_the_size_of_one_sandbox() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let (id, ann) = fixture.user("ann").await?;
     let project = text(
@@ -737,7 +736,7 @@ async fn one_sandbox_is_no_larger_than_the_quota_says() -> Result<()> {
 
 #[tokio::test]
 // invariant: node-memory
-async fn limits_that_no_node_gives_are_refused_and_what_nodes_promise_is_bounded() -> Result<()> {
+async fn limits_that_no_node_grants_are_refused_and_promised_memory_is_bounded() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let memory = LARGEST_LIMITS.memory_bytes;
     let job = |memory: u64| {
@@ -799,9 +798,9 @@ async fn limits_that_no_node_gives_are_refused_and_what_nodes_promise_is_bounded
             fixture.count("tasks")?
         ),
         before,
-        "nothing was created"
+        "a refused call created something"
     );
-    // Nothing is placed beyond the sum of limits, though it would fit by itself.
+    // Nothing is placed beyond the sum of limits, although it would fit alone.
     let promised = PROMISED_MEMORY_BYTES - memory;
     fixture.control_plane.postgres.query(&format!(
         "update sessions set object = jsonb_set(object, \
@@ -865,7 +864,7 @@ impl PolicyFixture {
 
 #[tokio::test]
 // invariant: quotas
-async fn output_of_jobs_counts_with_artifacts_and_what_is_too_much_is_not_kept() -> Result<()> {
+async fn the_output_of_jobs_counts_with_artifacts_and_an_excess_is_not_stored() -> Result<()> {
     let fixture = PolicyFixture::start().await?;
     let (id, ann) = fixture.user("ann").await?;
     let task = fixture.task(&ann).await?;
@@ -875,10 +874,7 @@ async fn output_of_jobs_counts_with_artifacts_and_what_is_too_much_is_not_kept()
         (&Value::Null, 1_001)
     );
     let used = fixture.output_bytes()?;
-    ensure!(
-        used > 2_000,
-        "the streams and the whole output count: {used}"
-    );
+    ensure!(used > 2_000, "not all output was counted: {used}");
     // The rest fits; one byte more doesn't.
     fixture.quota("user", &id, BYTES, used + 10).await?;
     exceeded(

@@ -63,7 +63,11 @@ async fn bytes_that_nobody_needs_are_removed() -> Result<()> {
             .await?;
     }
     let directory = orchestrator.state_dir().join("artifacts");
-    assert_eq!(stored(&directory)?.len(), 4, "equal bytes are stored once");
+    assert_eq!(
+        stored(&directory)?.len(),
+        4,
+        "equal bytes were stored twice"
+    );
     let old = "update artifacts set created_at = now() - interval '40 days' where path in \
                ('kept', 'gone', 'twice')";
     control_plane.postgres.query(old)?;
@@ -125,7 +129,7 @@ async fn bytes_that_nobody_needs_are_removed() -> Result<()> {
 
 #[tokio::test]
 // invariant: quotas
-async fn old_output_counts_no_more_and_output_from_before_is_measured() -> Result<()> {
+async fn expired_output_is_not_counted_and_unmeasured_output_is_measured() -> Result<()> {
     let control_plane = ControlPlane::new().await?;
     let mut orchestrator = control_plane.orchestrator("", &[]).await?;
     let client = orchestrator.client()?;
@@ -177,7 +181,7 @@ async fn old_output_counts_no_more_and_output_from_before_is_measured() -> Resul
 
 #[tokio::test]
 // invariant: control-plane
-async fn old_events_go_and_their_cursors_are_refused() -> Result<()> {
+async fn old_events_are_removed_and_their_cursors_are_refused() -> Result<()> {
     let control_plane = ControlPlane::new().await?;
     let mut orchestrator = control_plane.orchestrator("", &[]).await?;
     let client = orchestrator.client()?;

@@ -92,7 +92,7 @@ fn settings(effort: &Effort, ids: &Value, spare: &str, costly: &[&str]) -> Strin
 }
 
 /// Runs schemathesis; a failure contains its output.
-async fn hold_against(
+async fn run_schemathesis(
     world: &World,
     document: Value,
     (url, token): (&str, &str),
@@ -247,7 +247,7 @@ async fn user_api(effort: &Effort) -> Result<()> {
         "sessions_resume",
         "sessions_exec",
     ];
-    hold_against(
+    run_schemathesis(
         &cluster.control_plane.world,
         cynode_orchestrator::openapi(),
         (&cluster.orchestrator.url()?, &token),
@@ -286,7 +286,7 @@ async fn worker_api(effort: &Effort) -> Result<()> {
         "sessions_resume",
         "execs_start",
     ];
-    hold_against(
+    run_schemathesis(
         &world,
         document,
         (&worker.url()?, &worker.token()?),

@@ -394,7 +394,7 @@ impl SecretsFixture {
         );
         ensure!(
             dump.stdout.windows(12).any(|part| part == b"audit_events"),
-            "the dump holds the trail"
+            "the dump lacks the trail"
         );
         readable.push(("the database".to_owned(), dump.stdout));
         files(
@@ -451,11 +451,11 @@ fn traces(secret: &str, readable: &[(String, Vec<u8>)]) -> Vec<String> {
 }
 
 // proves: ISC-23,
-// REQ-SANDBX-0100 with the_keys_and_tokens_that_the_system_has_itself_are_kept_out and
+// REQ-SANDBX-0100 with the_systems_own_keys_and_tokens_are_kept_out and
 // commands_see_their_task_and_session_and_nothing_of_the_host
 #[tokio::test]
 // invariant: no-secrets-inside
-async fn no_secret_gets_in_by_any_way_and_none_is_found_anywhere_afterwards() -> Result<()> {
+async fn no_secret_enters_through_any_channel_or_is_stored_anywhere() -> Result<()> {
     let fixture = SecretsFixture::start().await?;
     let admin = fixture.cluster.orchestrator.token()?;
     let token = text(
@@ -505,7 +505,7 @@ async fn no_secret_gets_in_by_any_way_and_none_is_found_anywhere_afterwards() ->
     assert_eq!(
         fixture.created_state().await?,
         before,
-        "nothing has come in"
+        "a refused secret was stored"
     );
     // The refused input did not arrive; what follows it does.
     let data = json!({"data_b64": STANDARD.encode("plain\n"), "eof": true});
@@ -587,7 +587,7 @@ async fn no_secret_gets_in_by_any_way_and_none_is_found_anywhere_afterwards() ->
 // part of: REQ-SANDBX-0100
 #[tokio::test]
 // invariant: no-secrets-inside
-async fn a_sample_of_a_token_is_let_in_with_the_source_that_holds_it_and_flagged() -> Result<()> {
+async fn a_sample_token_in_source_code_is_admitted_and_flagged() -> Result<()> {
     let fixture = SecretsFixture::start().await?;
     let (token, key) = (foreign_token(), private_key());
     let flagged = |files: &[(&str, &str)]| {
@@ -732,14 +732,14 @@ async fn a_sample_of_a_token_is_let_in_with_the_source_that_holds_it_and_flagged
     assert_eq!(
         fixture.inside("ls -A repo").await?["stdout"],
         "src\ntests\n",
-        "nothing of a refused archive is unpacked"
+        "part of a refused archive was unpacked"
     );
     Ok(())
 }
 
 #[tokio::test]
 // invariant: no-secrets-inside
-async fn shapes_are_refused_flagged_or_let_in_as_the_system_and_the_project_say() -> Result<()> {
+async fn shapes_are_refused_flagged_or_admitted_as_system_and_project_configure() -> Result<()> {
     let control_plane = ControlPlane::new().await?;
     let http = reqwest::Client::builder().no_proxy().build()?;
     let token = foreign_token();
@@ -840,7 +840,7 @@ async fn shapes_are_refused_flagged_or_let_in_as_the_system_and_the_project_say(
 }
 
 #[tokio::test]
-async fn no_secret_gets_in_as_a_changed_label_or_as_the_bytes_of_a_name() -> Result<()> {
+async fn no_secret_enters_as_a_changed_label_or_as_the_bytes_of_a_name() -> Result<()> {
     let fixture = SecretsFixture::start().await?;
     let secret = foreign_token();
     let mut passed = Vec::new();
@@ -889,7 +889,7 @@ async fn no_secret_gets_in_as_a_changed_label_or_as_the_bytes_of_a_name() -> Res
 // part of: REQ-SANDBX-0100, ISC-23
 #[tokio::test]
 // invariant: no-secrets-inside
-async fn the_keys_and_tokens_that_the_system_has_itself_are_kept_out() -> Result<()> {
+async fn the_systems_own_keys_and_tokens_are_kept_out() -> Result<()> {
     let fixture = SecretsFixture::start().await?;
     let world = &fixture.cluster.control_plane.world;
     let mut held = Vec::new();
@@ -991,7 +991,7 @@ async fn the_database_password_is_recognized_though_it_has_no_shape() -> Result<
     }
     object(&put(password[1..].to_owned()).await?)?;
     let log = fs_err::read_to_string(orchestrator.log())?;
-    ensure!(!log.contains(&password), "the log has it");
+    ensure!(!log.contains(&password), "the log contains the password");
     assert_eq!(
         control_plane
             .postgres
@@ -1055,7 +1055,7 @@ async fn text_that_only_resembles_a_secret_passes_unchanged() -> Result<()> {
     .await?;
     ensure!(
         read.body == large.as_bytes(),
-        "stored unchanged: {} of {} bytes",
+        "stored differently: {} of {} bytes",
         read.body.len(),
         large.len()
     );

@@ -137,7 +137,7 @@ impl SimulatedFleet {
 }
 
 #[tokio::test]
-async fn a_node_that_hangs_holds_up_nobody_else() -> Result<()> {
+async fn a_node_that_hangs_delays_nobody_else() -> Result<()> {
     let fleet = SimulatedFleet::start(&[]).await?;
     let (hung, good) = (
         fleet.node("hung", &[ONE]).await?,
@@ -341,7 +341,7 @@ async fn a_session_seen_during_its_creation_runs_when_the_create_call_returns() 
 }
 
 #[tokio::test]
-async fn a_node_without_room_is_passed_over_and_asked_again() -> Result<()> {
+async fn a_node_without_capacity_is_skipped_and_tried_again() -> Result<()> {
     let fleet = SimulatedFleet::start(&[]).await?;
     let node = fleet.node("full", &[ONE]).await?;
     for code in [
@@ -635,7 +635,7 @@ async fn a_drained_node_keeps_what_it_has_and_gets_nothing_new() -> Result<()> {
 }
 
 #[tokio::test]
-async fn nodes_pull_a_changed_configuration_and_say_that_they_have_it() -> Result<()> {
+async fn nodes_pull_a_changed_configuration_and_confirm_it() -> Result<()> {
     let fleet = SimulatedFleet::start(&[]).await?;
     let node = fleet.node("node", &[ONE, TWO]).await?;
     assert_eq!(node.config().default_image.as_deref(), Some(ONE));
@@ -673,7 +673,7 @@ async fn nodes_pull_a_changed_configuration_and_say_that_they_have_it() -> Resul
 }
 
 #[tokio::test]
-async fn a_key_that_is_good_once_admits_one_node() -> Result<()> {
+async fn a_single_use_key_admits_one_node() -> Result<()> {
     let fleet = SimulatedFleet::start(&[]).await?;
     let control = fleet.orchestrator.control_url()?;
     let key = fleet
@@ -693,7 +693,7 @@ async fn a_key_that_is_good_once_admits_one_node() -> Result<()> {
     ensure!(format!("{refused:#}").contains("401"), "{refused:#}");
     ensure!(
         second.join(&control, "made-up").await.is_err(),
-        "an unknown key"
+        "an unknown key was accepted"
     );
     assert_eq!(
         fleet
@@ -730,7 +730,7 @@ async fn a_key_that_is_good_once_admits_one_node() -> Result<()> {
 }
 
 #[tokio::test]
-async fn calls_go_on_while_tokens_change() -> Result<()> {
+async fn calls_continue_while_tokens_change() -> Result<()> {
     let fleet = SimulatedFleet::start(&[]).await?;
     let node = fleet.node("node", &[ONE]).await?;
     let session = fleet.session(ONE).await?.session_id;
@@ -764,7 +764,7 @@ async fn calls_go_on_while_tokens_change() -> Result<()> {
     let after = node.tokens();
     ensure!(
         before.0 != after.0 && before.1 != after.1,
-        "both tokens are rotated"
+        "a token was not rotated"
     );
     for _ in 0..50 {
         fleet
@@ -821,7 +821,7 @@ async fn a_late_request_does_not_revive_an_ended_session() -> Result<()> {
     assert_eq!(ended?.state, SessionState::Ended);
     assert!(
         made.is_ok_and(|session| session.state == SessionState::Ended),
-        "the caller learns of the end"
+        "the caller did not learn of the end"
     );
     let gone = async || {
         Ok(node
@@ -906,7 +906,7 @@ async fn a_caller_that_strips_internal_headers_and_disconnects_is_recorded_by_th
     caller.abort();
     ensure!(
         caller.await.is_err_and(|error| error.is_cancelled()),
-        "its caller waits no longer"
+        "the caller got a response"
     );
     node.finish_sleeps(7);
     let ran = outcome("session.exec").await?;

@@ -141,7 +141,7 @@ async fn up_runs_every_role_and_down_leaves_nothing() -> Result<()> {
     assert_eq!(
         endpoints["api"].as_str(),
         Some(url.as_str()),
-        "stdout is the API's address and nothing else"
+        "stdout is not just the API's address"
     );
     let tools = endpoints["mcp"].as_str().unwrap_or_default();
     assert_eq!(tools, format!("{url}/mcp"));
@@ -372,7 +372,7 @@ async fn a_role_does_not_start_by_hand_while_up_holds_the_state_directory() -> R
     assert_eq!(
         (stack.postgres()?, state()?),
         (postgres, before),
-        "the live database was not touched"
+        "the live database was changed"
     );
     assert_eq!(
         stack
@@ -390,7 +390,7 @@ async fn a_role_does_not_start_by_hand_while_up_holds_the_state_directory() -> R
 }
 
 #[tokio::test]
-async fn another_server_is_used_when_one_is_named() -> Result<()> {
+async fn a_configured_server_replaces_the_private_one() -> Result<()> {
     let stack = Stack::new()?;
     // A server that stands for somebody else's.
     let control_plane = ControlPlane::new().await?;
@@ -408,14 +408,14 @@ async fn another_server_is_used_when_one_is_named() -> Result<()> {
     let worker = fs_err::read(format!("/proc/{}/environ", stack.child("worker --parent")?))?;
     assert!(
         !String::from_utf8_lossy(&worker).contains("DATABASE_URL"),
-        "the worker must not know it"
+        "the worker knows the database's address"
     );
     stack.down()?;
     stack.assert_clean().await
 }
 
 #[tokio::test]
-async fn settings_reach_their_role_and_bad_ones_start_nothing() -> Result<()> {
+async fn settings_reach_their_role_and_invalid_ones_start_nothing() -> Result<()> {
     let stack = Stack::new()?;
     for setting in [
         "orchestrator.colour=1",

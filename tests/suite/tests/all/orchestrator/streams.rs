@@ -24,7 +24,7 @@ fn piece(number: u64) -> Vec<u8> {
 }
 
 // proves: REQ-SANDBX-0105 with
-// a_job_that_nobody_waits_for_goes_on_and_its_output_is_read_during_and_after_the_run
+// an_asynchronous_job_runs_on_and_its_output_is_readable_during_and_after_the_run
 #[tokio::test]
 // invariant: control-plane
 async fn a_gibibyte_of_output_passes_through_a_small_orchestrator() -> Result<()> {

@@ -53,7 +53,7 @@ const TABLES: &[(&str, &[&str], &str, &[&str])] = &[
 
 // proves: CYNAI.SANDBX.AllowedImagesCapabilities
 #[tokio::test]
-async fn the_tables_of_images_are_as_they_are_specified() -> Result<()> {
+async fn the_image_tables_match_their_specification() -> Result<()> {
     let control_plane = ControlPlane::new().await?;
     control_plane.orchestrator("", &[]).await?;
     let query = |statement: String| -> Result<BTreeSet<String>> {
@@ -112,7 +112,7 @@ async fn the_tables_of_images_are_as_they_are_specified() -> Result<()> {
 
 /// Names that foreign programs read.
 #[tokio::test]
-async fn the_tables_that_the_contract_names_are_there() -> Result<()> {
+async fn the_specified_tables_exist() -> Result<()> {
     let control_plane = ControlPlane::new().await?;
     control_plane.orchestrator("", &[]).await?;
     let found = control_plane

@@ -340,7 +340,7 @@ async fn everything_goes_over_tls_and_a_wrong_certificate_is_refused() -> Result
 
 #[tokio::test]
 // invariant: tls
-async fn nothing_secret_goes_beyond_the_machine_without_tls_unless_it_was_allowed() -> Result<()> {
+async fn no_secret_leaves_the_machine_without_tls_unless_allowed() -> Result<()> {
     let world = World::new()?;
     let ours = SignedCertificate::new(&world, "ours")?;
     let authority = ours.authority.display().to_string();

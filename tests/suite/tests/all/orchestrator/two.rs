@@ -312,7 +312,10 @@ async fn two_orchestrators() -> Result<()> {
     check_events(&events, &jobs, &sessions)?;
     for client in &callers.0 {
         let page = client.events(0, None, Duration::ZERO).await?;
-        ensure!(page.items == events, "both tell the same story");
+        ensure!(
+            page.items == events,
+            "the orchestrators report different events"
+        );
     }
     eventually("no container is left", TIMEOUT, async || {
         Ok(pair.control_plane.world.containers()?.is_empty())

@@ -122,7 +122,11 @@ async fn sessions_commands_and_jobs_go_on_while_every_program_is_replaced() -> R
         Ok(stack.run(&["status"])?.text().contains("not running"))
     })
     .await?;
-    assert_eq!(stack.world.containers()?.len(), 2, "both sandboxes exist");
+    assert_eq!(
+        stack.world.containers()?.len(),
+        2,
+        "not both sandboxes exist"
+    );
     run_with_program(&new, &stack, &[&["up", "--detach"], &up[..]].concat())?.success()?;
     stack.world.kill_on_cleanup(stack.up_pid()?)?;
     for role in ["worker --parent", "orchestrator --parent"] {

@@ -75,7 +75,7 @@ fn archive(name: &str, text: &str) -> Result<Vec<u8>> {
 }
 
 #[tokio::test]
-async fn the_kept_output_of_a_job_says_how_it_ended_in_pages_and_as_events() -> Result<()> {
+async fn stored_output_of_a_job_has_its_exit_in_pages_and_in_events() -> Result<()> {
     let cluster = Cluster::start().await?;
     let client = cluster.orchestrator.client()?;
     let job = run_to_end(&client, &script("echo out; echo err >&2; exit 3")).await?;
@@ -92,7 +92,7 @@ async fn the_kept_output_of_a_job_says_how_it_ended_in_pages_and_as_events() -> 
             listed.output.stdout.as_str()
         ),
         (id, Some(3), ""),
-        "lists have no streams"
+        "a list has streams"
     );
     assert_eq!((job.state, job.exit_code), (JobState::Failed, Some(3)));
     let page = client.job_output(id, &OutputQuery::default()).await?;
@@ -156,7 +156,7 @@ async fn the_kept_output_of_a_job_says_how_it_ended_in_pages_and_as_events() -> 
     assert_eq!(
         names(&resumed).len(),
         2,
-        "earlier events are not repeated: {resumed}"
+        "earlier events were repeated: {resumed}"
     );
     Ok(())
 }
@@ -330,7 +330,7 @@ async fn a_workspace_starts_with_the_contents_of_an_artifact() -> Result<()> {
 }
 
 #[tokio::test]
-async fn run_takes_a_directory_along() -> Result<()> {
+async fn run_uploads_its_workspace_directory() -> Result<()> {
     let cluster = Cluster::start().await?;
     let directory = cluster.control_plane.world.directory().join("along");
     fs_err::create_dir_all(directory.join("deep"))?;
@@ -457,7 +457,7 @@ async fn a_job_works_in_a_workspace_that_a_session_kept() -> Result<()> {
 
 // part of: REQ-SANDBX-0114, CYNAI.SANDBX.ArtifactsDataExchange
 #[tokio::test]
-async fn an_export_is_an_artifact_or_its_bytes() -> Result<()> {
+async fn an_export_returns_an_artifact_or_its_bytes() -> Result<()> {
     let cluster = Cluster::start().await?;
     let client = cluster.orchestrator.client()?;
     let made = session(&client, UserSessionCreate::default()).await?;
@@ -546,7 +546,7 @@ async fn only_the_pinned_image_runs() -> Result<()> {
         .context("the image")?;
     assert_eq!(
         made.image_digest, image.versions[0].image_digest,
-        "the registered digest runs"
+        "another digest than the registered one ran"
     );
     client
         .sessions()
@@ -655,7 +655,7 @@ async fn streams_of_a_token_end_when_it_is_revoked() -> Result<()> {
         )?
         .send();
     let revoked = async {
-        ensure!(output.next().await?.is_some(), "the stream starts");
+        ensure!(output.next().await?.is_some(), "the stream did not start");
         client.revoke_token(token.id).await?;
         Ok(())
     };
@@ -687,11 +687,7 @@ async fn a_sandbox_does_not_reach_the_database() -> Result<()> {
         .world
         .directory()
         .join("pg/.s.PGSQL.5432");
-    ensure!(
-        socket.exists(),
-        "the server listens at {}",
-        socket.display()
-    );
+    ensure!(socket.exists(), "no server listens at {}", socket.display());
     let tried = format!(
         "test -e {} && echo socket; nc -w 2 127.0.0.1 5432 </dev/null && echo port; env | grep -i \
          -e postgres -e database -e PG; find / -xdev -name '.s.PGSQL*' 2>/dev/null",
@@ -708,18 +704,18 @@ async fn a_sandbox_does_not_reach_the_database() -> Result<()> {
 
 #[tokio::test]
 // invariant: control-plane
-async fn a_key_for_many_nodes_takes_no_nodes_place_that_is_there() -> Result<()> {
+async fn a_multi_use_key_cannot_take_over_a_registered_node() -> Result<()> {
     let cluster = Cluster::start().await?;
     let client = cluster.orchestrator.client()?;
     let node = client.nodes().await?.pop().context("a node")?;
-    let beaten = async || {
+    let is_used = async || {
         Ok(cluster
             .control_plane
             .postgres
             .query("select count(*) from nodes where last_heartbeat_at > tokens_rotated_at")?
             == "1")
     };
-    eventually("the node has shown its token", TIMEOUT, beaten).await?;
+    eventually("the node has shown its token", TIMEOUT, is_used).await?;
     let psk = fs_err::read_to_string(
         cluster
             .control_plane

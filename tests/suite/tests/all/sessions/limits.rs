@@ -37,7 +37,7 @@ fn end_and_keep() -> SessionEnd {
 // part of: REQ-SANDBX-0109
 #[tokio::test]
 // invariant: disk
-async fn a_full_disk_is_the_sandboxs_own_and_what_is_in_it_stays() -> Result<()> {
+async fn a_full_disk_affects_only_its_sandbox_and_keeps_its_files() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -99,7 +99,7 @@ async fn a_full_disk_is_the_sandboxs_own_and_what_is_in_it_stays() -> Result<()>
     assert!(
         !fs_err::read_to_string("/proc/self/mountinfo")?
             .contains(&*world.state_dir().to_string_lossy()),
-        "nothing stays mounted for kept workspaces"
+        "a kept workspace is still mounted"
     );
     client.resume_session(full.session_id).await?;
     assert_eq!(output_of(&client, &full, "cat note").await?, "precious\n");
@@ -371,7 +371,7 @@ async fn memory_is_promised_as_often_as_configured() -> Result<()> {
 
 #[tokio::test]
 // invariant: fail-closed
-async fn a_limit_that_can_not_be_kept_is_refused_unless_it_is_allowed_by_name() -> Result<()> {
+async fn an_unenforceable_limit_is_refused_unless_it_is_allowed_by_name() -> Result<()> {
     let world = World::new()?;
     // A host on which nothing can be mounted.
     let tools = world.directory().join("tools");
@@ -396,7 +396,7 @@ async fn a_limit_that_can_not_be_kept_is_refused_unless_it_is_allowed_by_name() 
             && message.contains("not on this host"),
         "{message}"
     );
-    assert_eq!(world.containers()?.len(), 0, "nothing was started");
+    assert_eq!(world.containers()?.len(), 0, "a sandbox was started");
     worker.shut_down().await?;
 
     let worker = world
@@ -598,7 +598,7 @@ async fn sandboxes_that_fill_the_nodes_disk_are_stopped_before_it_is_full() -> R
 }
 
 #[tokio::test]
-async fn space_that_is_set_aside_counts_before_anything_is_written_into_it() -> Result<()> {
+async fn preallocated_space_counts_before_it_is_written() -> Result<()> {
     let world = World::new()?;
     let state = small_disk(&world, 2_048 * MIB)?;
     let worker = world
@@ -631,7 +631,7 @@ async fn space_that_is_set_aside_counts_before_anything_is_written_into_it() -> 
 
 #[tokio::test]
 // invariant: disk
-async fn disks_of_many_sizes_can_be_asked_for_at_once() -> Result<()> {
+async fn concurrent_requests_for_disks_of_many_sizes_succeed() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;

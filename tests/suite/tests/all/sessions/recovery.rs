@@ -68,7 +68,7 @@ fn kill_service(world: &World) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_resume_whose_caller_goes_away_is_carried_out() -> Result<()> {
+async fn a_resume_completes_after_its_caller_disconnects() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -80,7 +80,7 @@ async fn a_resume_whose_caller_goes_away_is_carried_out() -> Result<()> {
         )
         .await
         .is_err(),
-        "the response was to be cut off"
+        "the response arrived before the caller disconnected"
     );
     eventually("the session runs", Duration::from_secs(20), async || {
         Ok(client.get_session(made.session_id).await?.state == SessionState::Running)
@@ -91,7 +91,7 @@ async fn a_resume_whose_caller_goes_away_is_carried_out() -> Result<()> {
 }
 
 #[tokio::test]
-async fn of_two_concurrent_sessions_for_one_workspace_one_gets_it() -> Result<()> {
+async fn one_of_two_concurrent_sessions_gets_the_workspace() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -147,7 +147,7 @@ async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()
     assert_eq!(
         client.get_session(made.session_id).await?.state,
         SessionState::Ended,
-        "as it was"
+        "a failed resume changed the state"
     );
     // Another session that fails on the same files doesn't keep them mounted either.
     let mut other = session();
@@ -158,7 +158,7 @@ async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()
     client.create_session(&other).await.expect_err("no runtime");
     assert!(
         !fs_err::read_to_string("/proc/self/mountinfo")?.contains(&made.workspace_id.to_string()),
-        "the disk is not mounted"
+        "the disk is still mounted"
     );
     fs_err::remove_file(world.directory().join("broken"))?;
     client.resume_session(made.session_id).await?;
@@ -167,7 +167,7 @@ async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()
 }
 
 #[tokio::test]
-async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<()> {
+async fn a_worker_without_its_runtime_gives_the_reason_and_accepts_no_work() -> Result<()> {
     let world = World::new()?;
     let options = breakable_podman(&world)?.set("runtime_timeout_seconds", "3");
     let mut worker = world.worker(&options).await?;
@@ -242,7 +242,7 @@ async fn a_worker_is_ready_while_its_runtime_is_slow_and_not_when_it_is_gone() -
 }
 
 #[tokio::test]
-async fn keeping_on_purpose_has_no_end_and_use_takes_the_date_away() -> Result<()> {
+async fn a_workspace_kept_on_request_has_no_deletion_date_and_use_removes_one() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -267,10 +267,13 @@ async fn keeping_on_purpose_has_no_end_and_use_takes_the_date_away() -> Result<(
     .await?;
     assert!(
         date(&made)?.is_string(),
-        "a lost session's workspace is kept for a while"
+        "a lost session's workspace has no deletion date"
     );
     client.end_session(made.session_id, &end_and_keep()).await?;
-    assert!(date(&made)?.is_null(), "kept on purpose");
+    assert!(
+        date(&made)?.is_null(),
+        "a workspace kept on request has a deletion date"
+    );
     Ok(())
 }
 

@@ -232,7 +232,7 @@ impl Client {
                 )
                 .await?;
             for chunk in page.chunks {
-                ensure!(chunk.seq == seq + 1, "piece {} after {seq}", chunk.seq);
+                ensure!(chunk.seq == seq + 1, "chunk {} after {seq}", chunk.seq);
                 seq = chunk.seq;
                 text.push_str(chunk.data.as_deref().context("text")?);
             }

@@ -434,7 +434,7 @@ async fn huge_limits(tenant: &Tenant) -> Result<()> {
         if let Ok(answer) = answer {
             ensure!(
                 !answer.status().is_success(),
-                "a sandbox larger than the host: {}",
+                "a sandbox larger than the host was admitted: {}",
                 answer.text().await?
             );
         }
@@ -497,7 +497,7 @@ async fn probe(url: String, stop: CancellationToken) -> Result<Vec<Duration>> {
     while !stop.is_cancelled() {
         pace.tick().await;
         let begun = Instant::now();
-        let asked = async {
+        let probe = async {
             let mut stream = TcpStream::connect(address(&url)).await?;
             stream
                 .write_all(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -511,7 +511,7 @@ async fn probe(url: String, stop: CancellationToken) -> Result<Vec<Duration>> {
             );
             Ok(())
         };
-        tokio::time::timeout(CALL_LIMIT, asked)
+        tokio::time::timeout(CALL_LIMIT, probe)
             .await
             .context("a health check hung")??;
         taken.push(begun.elapsed());

@@ -51,7 +51,7 @@ async fn no_call_takes_effect_or_is_denied_on_an_unverified_cached_identity() ->
             .count();
         ensure!(
             calls.len() == 2 * outcomes,
-            "every call has its outcome: {calls:?}"
+            "a call has no outcome: {calls:?}"
         );
         anyhow::Ok(
             calls
@@ -60,7 +60,10 @@ async fn no_call_takes_effect_or_is_denied_on_an_unverified_cached_identity() ->
                 .collect::<Vec<_>>(),
         )
     };
-    ensure!(never().await?.is_empty(), "the cached identity was right");
+    ensure!(
+        never().await?.is_empty(),
+        "a call on a valid cached identity was not started"
+    );
 
     // The session now has another owner: for her it doesn't exist, and her command did not run.
     owned_by(&bob_id)?;
@@ -99,7 +102,7 @@ async fn no_call_takes_effect_or_is_denied_on_an_unverified_cached_identity() ->
     assert_eq!(
         never().await?.len(),
         1,
-        "a refusal is verified before it is recorded"
+        "a refusal was recorded before it was verified"
     );
 
     // A revoked token is invalid at once, however often it was used.
@@ -144,12 +147,12 @@ async fn no_call_takes_effect_or_is_denied_on_an_unverified_cached_identity() ->
     assert_eq!(
         never().await?.len(),
         2,
-        "the second time the identity is no longer cached"
+        "the stale identity was still cached"
     );
     assert_eq!(
         records_of_action(&client, "authenticate").await?.len(),
         1,
-        "repeated attempts are counted"
+        "repeated attempts were not counted"
     );
     let (answer, _) = call_ok(&client, exec(&ada, "test ! -e taken")?).await?;
     assert_eq!(body(&answer)?["exit_code"], 0, "{answer:?}");

@@ -194,7 +194,7 @@ async fn a_command_that_outlives_its_orchestrator_is_closed_with_its_outcome() -
     let CallRecord { intent, outcome } = wait_for_outcome(&client, session, "session.exec").await?;
     assert_ne!(
         intent.stream, outcome.stream,
-        "another process wrote the outcome"
+        "the process that crashed wrote the outcome"
     );
     assert_eq!(
         (outcome.body.result, outcome.body.exec_id),
@@ -268,7 +268,7 @@ async fn a_call_whose_response_was_lost_is_closed_by_the_nodes_call_record() -> 
     let CallRecord { intent, outcome } = wait_for_outcome(&client, session, "exec.stdin").await?;
     assert_ne!(
         intent.stream, outcome.stream,
-        "another process wrote the outcome"
+        "the process that crashed wrote the outcome"
     );
     assert_eq!(
         (outcome.body.result, outcome.body.exec_id),
@@ -301,7 +301,7 @@ async fn a_call_whose_response_was_lost_is_closed_by_the_nodes_call_record() -> 
 // part of: ISC-22
 #[tokio::test]
 // invariant: intent-and-outcome
-async fn calls_that_never_came_to_the_node_are_closed_as_not_started_before_and_after_a_crash()
+async fn calls_that_never_reached_the_node_are_closed_as_not_started_before_and_after_a_crash()
 -> Result<()> {
     let mut stack = RelayedStack::start().await?;
     let client = stack.client()?;
@@ -359,7 +359,7 @@ async fn calls_that_never_came_to_the_node_are_closed_as_not_started_before_and_
     let CallRecord { intent, outcome } = wait_for_outcome(&client, session, "file.write").await?;
     assert_ne!(
         intent.stream, outcome.stream,
-        "another process wrote the outcome"
+        "the process that crashed wrote the outcome"
     );
     assert_eq!(
         (outcome.body.result, &outcome.body.detail["found_out"]),
@@ -375,7 +375,7 @@ async fn calls_that_never_came_to_the_node_are_closed_as_not_started_before_and_
         async || Ok(listed().await.is_ok()),
     )
     .await?;
-    assert_eq!(listed().await?.stdout, "", "nothing was started");
+    assert_eq!(listed().await?.stdout, "", "a command was started");
     wait_until_all_closed(&client).await?;
     stack.worker.shut_down().await
 }
@@ -438,7 +438,7 @@ async fn an_interrupted_local_call_is_closed_by_whether_its_effect_exists() -> R
         ensure!(intents == outcomes.len() && intents <= 1, "{found:#?}");
         ensure!(
             !is_answered || outcomes.len() == 1,
-            "the response is recorded"
+            "the response has no outcome"
         );
         let result = outcomes.first().and_then(|record| record.body.result);
         let expected = if is_there {

@@ -112,7 +112,7 @@ async fn a_command_is_recorded_with_its_arguments_its_exit_and_its_output_hashes
     let (answer, CallRecord { outcome, .. }) = call_ok(&client, exec(&long)?).await?;
     ensure!(
         body(&answer)?["truncated"]["stdout"] == true,
-        "the output is truncated"
+        "the output is not truncated"
     );
     assert_output(&outcome.body.detail, &vec![b'x'; 300_000], b"");
 
@@ -149,7 +149,7 @@ async fn a_command_is_recorded_with_its_arguments_its_exit_and_its_output_hashes
     assert_eq!(
         records_of_action(&client, "exec.ended").await?.len(),
         0,
-        "the command still runs"
+        "the command has ended"
     );
     call_ok(
         &client,

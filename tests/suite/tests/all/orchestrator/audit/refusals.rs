@@ -23,7 +23,8 @@ when { context has path && context.path like "/etc/*" };
 // part of: ISC-22
 #[tokio::test]
 // invariant: gate
-async fn refusals_are_recorded_with_stage_and_rule_whatever_the_caller_was_told() -> Result<()> {
+async fn refusals_are_recorded_with_stage_and_rule_even_if_the_caller_sees_not_found() -> Result<()>
+{
     let mut cluster = Cluster::start().await?;
     let (client, admin) = (
         cluster.orchestrator.client()?,

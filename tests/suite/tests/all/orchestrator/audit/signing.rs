@@ -34,7 +34,7 @@ fn has_problem(verdict: &cynode_api::AuditVerdict, what: &str) -> bool {
 
 #[tokio::test]
 // invariant: audit-trail
-async fn locks_that_somebody_holds_do_not_stop_the_signing() -> Result<()> {
+async fn signing_continues_while_others_hold_locks() -> Result<()> {
     let control_plane = ControlPlane::new().await?;
     let orchestrator = control_plane.orchestrator("", &[]).await?;
     let client = orchestrator.client()?;
@@ -76,8 +76,8 @@ async fn locks_that_somebody_holds_do_not_stop_the_signing() -> Result<()> {
 
 #[tokio::test]
 // invariant: audit-trail
-async fn a_checkpoint_that_can_not_be_written_is_noticed_and_what_was_removed_meanwhile_is_found()
--> Result<()> {
+async fn an_unwritable_checkpoint_is_noticed_and_records_removed_meanwhile_are_found() -> Result<()>
+{
     let control_plane = ControlPlane::new().await?;
     let mut orchestrator = control_plane.orchestrator("", &[]).await?;
     let client = orchestrator.client()?;

@@ -141,7 +141,7 @@ async fn tampering_with_rows_is_found_and_the_record_is_named() -> Result<()> {
         trail.number(&format!(
             "count(*) filter (where seq = {outcome} and kind = 'outcome')"
         ))? == 1,
-        "a call is an intent and its outcome"
+        "the intent is not followed by its outcome"
     );
     let at = |seq: u64, set: &str| {
         format!("update audit_events set {set} where stream = 'OLD' and seq = {seq}")
@@ -331,8 +331,7 @@ async fn tampering_with_rows_is_found_and_the_record_is_named() -> Result<()> {
 
 #[tokio::test]
 // invariant: audit-trail
-async fn a_database_that_was_put_back_to_an_earlier_state_is_found_by_the_file_outside_it()
--> Result<()> {
+async fn a_restored_older_database_is_found_by_the_file_outside_it() -> Result<()> {
     let control_plane = ControlPlane::new().await?;
     let mut first = control_plane.orchestrator("", &[]).await?;
     create_tasks(&control_plane, &first, 2).await?;
@@ -395,7 +394,7 @@ async fn a_database_that_was_put_back_to_an_earlier_state_is_found_by_the_file_o
 
 // A row added without care takes the next cursor.
 #[tokio::test]
-async fn a_row_that_was_added_at_the_end_is_found_and_calls_go_on() -> Result<()> {
+async fn a_row_appended_by_others_is_found_and_calls_continue() -> Result<()> {
     let trail = TamperedTrail::new().await?;
     trail.query(
         "insert into audit_events (cursor, stream, seq, at, body, hash) select (select max(cursor) + 1 from audit_events), stream, seq + 1, at,

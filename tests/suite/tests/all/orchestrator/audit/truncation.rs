@@ -38,7 +38,7 @@ async fn truncated(control_plane: &ControlPlane, at_least: u64) -> Result<()> {
 
 #[tokio::test]
 // invariant: audit-trail
-async fn the_old_part_goes_and_the_rest_is_whole_but_a_plain_delete_is_found() -> Result<()> {
+async fn retention_leaves_an_intact_trail_but_a_plain_delete_is_found() -> Result<()> {
     let control_plane = ControlPlane::new().await?;
     let mut orchestrator = control_plane.orchestrator("", &[]).await?;
     create_tasks(&control_plane, &orchestrator, 5).await?;
@@ -51,10 +51,10 @@ async fn the_old_part_goes_and_the_rest_is_whole_but_a_plain_delete_is_found() -
     let before = number(&control_plane, "select count(*) from audit_events")?;
 
     // The same rows, removed by somebody else.
-    let goes = format!("stream = '{old}' and seq < {from}");
+    let old_rows = format!("stream = '{old}' and seq < {from}");
     control_plane.postgres.query(&format!(
         "create table kept as select cursor, stream, seq, at, body, hash from audit_events where \
-         {goes}; delete from audit_events where {goes}"
+         {old_rows}; delete from audit_events where {old_rows}"
     ))?;
     let client = orchestrator.client()?;
     let found = verdict(&client).await?;
@@ -272,7 +272,7 @@ async fn two_orchestrators_fold_the_checkpoints_of_both() -> Result<()> {
 
 #[tokio::test]
 // invariant: audit-trail
-async fn many_checkpoints_become_one_and_hide_nothing() -> Result<()> {
+async fn folding_many_checkpoints_into_one_hides_nothing() -> Result<()> {
     let control_plane = ControlPlane::new().await?;
     let orchestrator = control_plane.orchestrator("", &[FEW_CHECKPOINTS]).await?;
     let client = orchestrator.client()?;

@@ -37,7 +37,7 @@ fn is_a_path(odd: &str) -> bool {
 }
 
 #[tokio::test]
-async fn paths_that_are_not_as_described_are_refused_everywhere_and_change_nothing() -> Result<()> {
+async fn malformed_paths_are_refused_on_every_route_and_change_nothing() -> Result<()> {
     let cluster = Cluster::start().await?;
     let ids = ExistingIds::make(&cluster).await?;
     let before = (
@@ -144,8 +144,7 @@ fn invalid_values(schemas: &Value, schema: &Value) -> Vec<&'static str> {
 }
 
 #[tokio::test]
-async fn queries_that_are_not_as_described_are_refused_everywhere_and_change_nothing() -> Result<()>
-{
+async fn malformed_queries_are_refused_on_every_route_and_change_nothing() -> Result<()> {
     let cluster = Cluster::start().await?;
     let ids = ExistingIds::make(&cluster).await?;
     let before = (
@@ -221,7 +220,7 @@ async fn queries_that_are_not_as_described_are_refused_everywhere_and_change_not
 }
 
 #[tokio::test]
-async fn headers_that_are_not_as_described_are_refused_and_change_nothing() -> Result<()> {
+async fn malformed_headers_are_refused_and_change_nothing() -> Result<()> {
     let cluster = Cluster::start().await?;
     let ids = ExistingIds::make(&cluster).await?;
     let before = (
@@ -290,7 +289,7 @@ async fn headers_that_are_not_as_described_are_refused_and_change_nothing() -> R
 }
 
 #[tokio::test]
-async fn a_refusal_has_one_id_wherever_it_was_made() -> Result<()> {
+async fn every_refusal_has_one_request_id() -> Result<()> {
     let cluster = Cluster::start().await?;
     let ids = ExistingIds::make(&cluster).await?;
     let exec = format!("/v1/sessions/{}/exec", ids.session);

@@ -92,7 +92,7 @@ async fn resources(
 }
 
 #[tokio::test]
-async fn the_things_of_others_are_not_there() -> Result<()> {
+async fn resources_of_others_are_not_found() -> Result<()> {
     let cluster = Cluster::start().await?;
     let (ann, hers) = cluster.user("ann").await?;
     let (_, his) = cluster.user("bob").await?;

@@ -201,7 +201,7 @@ async fn malformed_requests_of_a_node_are_refused_and_change_nothing() -> Result
 /// the key later.
 #[tokio::test]
 // invariant: control-plane
-async fn a_key_for_one_node_is_spent_when_the_node_has_its_token() -> Result<()> {
+async fn a_key_for_one_node_is_used_up_once_the_node_has_its_token() -> Result<()> {
     let cluster = Cluster::start().await?;
     let admin = cluster.orchestrator.token()?;
     let key = text(&cluster.make(&admin, "/v1/nodes/keys", &json!({})).await?["psk"])?;
@@ -218,7 +218,7 @@ async fn a_key_for_one_node_is_spent_when_the_node_has_its_token() -> Result<()>
     assert_eq!(
         (first.status, again.status),
         (201, 201),
-        "the first answer may have been lost"
+        "a repeated registration was refused"
     );
     let token = |answer: &Answer| -> Result<String> {
         text(&serde_json::from_slice::<Value>(&answer.body)?["node_token"])
@@ -232,11 +232,19 @@ async fn a_key_for_one_node_is_spent_when_the_node_has_its_token() -> Result<()>
         .await?
         .status)
     };
-    assert_eq!(beat(&token(&first)?).await?, 401, "the token was replaced");
+    assert_eq!(
+        beat(&token(&first)?).await?,
+        401,
+        "the replaced token is still valid"
+    );
     assert_eq!(beat(&token(&again)?).await?, 200);
     let taken_over = register().await?;
     assert_eq!(code_of(&taken_over)?, "unauthorized");
-    assert_eq!(beat(&token(&again)?).await?, 200, "the node goes on");
+    assert_eq!(
+        beat(&token(&again)?).await?,
+        200,
+        "the token of the node is no longer valid"
+    );
     Ok(())
 }
 

@@ -37,7 +37,7 @@ async fn last_stage(cluster: &Cluster) -> Result<(String, String)> {
 
 #[tokio::test]
 // invariant: tools
-async fn a_tool_that_is_not_for_a_caller_seems_not_to_be_there_and_the_audit_knows() -> Result<()> {
+async fn a_tool_for_other_callers_looks_unknown_and_the_attempt_is_recorded() -> Result<()> {
     let mut cluster = Cluster::start().await?;
     let admin = cluster.orchestrator.token()?;
     let task = task(&cluster, &admin, "seen").await?;
@@ -59,7 +59,7 @@ async fn a_tool_that_is_not_for_a_caller_seems_not_to_be_there_and_the_audit_kno
     let person = McpAgent::new(&cluster, &admin);
 
     let (theirs, all) = (manager.names().await?, person.names().await?);
-    assert_eq!(theirs, all, "users may use what managers may");
+    assert_eq!(theirs, all, "users and managers see different tools");
     let reads = analyst.names().await?;
     ensure!(
         reads.iter().all(|name| theirs.contains(name)) && reads.contains(&"db.task.get".to_owned()),
@@ -105,7 +105,7 @@ async fn a_tool_that_is_not_for_a_caller_seems_not_to_be_there_and_the_audit_kno
         assert_eq!(
             agent.call(tool, json!({})).await?,
             before,
-            "{tool} responds as if it did not exist"
+            "{tool} responds differently than an unknown tool"
         );
         assert_eq!(
             last_stage(&cluster).await?,
@@ -134,7 +134,7 @@ async fn a_tool_that_is_not_for_a_caller_seems_not_to_be_there_and_the_audit_kno
 // part of: ISC-21
 #[tokio::test]
 // invariant: tools
-async fn a_token_is_good_for_its_task_and_what_belongs_to_it_alone() -> Result<()> {
+async fn an_agents_token_reaches_only_its_task_and_what_belongs_to_it() -> Result<()> {
     let mut cluster = Cluster::start().await?;
     let admin = cluster.orchestrator.token()?;
     let (mine, other) = (
@@ -302,13 +302,13 @@ async fn a_token_is_good_for_its_task_and_what_belongs_to_it_alone() -> Result<(
     assert_eq!(
         refused,
         [denied(None), denied(Some(&theirs)), denied(Some(&theirs))],
-        "the records name the target"
+        "the records do not name the target"
     );
     intact(&client).await?;
     cluster.worker.shut_down().await
 }
 
-// proves: ISC-21 with a_token_is_good_for_its_task_and_what_belongs_to_it_alone
+// proves: ISC-21 with an_agents_token_reaches_only_its_task_and_what_belongs_to_it
 // part of: ISC-01
 #[tokio::test]
 async fn tool_arguments_are_parsed_strictly() -> Result<()> {
@@ -459,7 +459,7 @@ async fn tool_arguments_are_parsed_strictly() -> Result<()> {
 // proves: REQ-SANDBX-0125, CYNAI.SANDBX.PMAgentAddToAllowedImages
 // part of: CYNAI.SANDBX.AccessControlAuditing
 #[tokio::test]
-async fn a_manager_adds_images_only_while_a_setting_lets_it() -> Result<()> {
+async fn a_manager_adds_images_only_while_a_setting_allows_it() -> Result<()> {
     let mut cluster = Cluster::start().await?;
     let admin = cluster.orchestrator.token()?;
     let task = task(&cluster, &admin, "images").await?;
@@ -488,7 +488,11 @@ async fn a_manager_adds_images_only_while_a_setting_lets_it() -> Result<()> {
             &json!({"image_ref": "localhost/cynode/denied:1"}),
         )
         .await?;
-    assert_eq!(images().await?, before, "only allowed images are listed");
+    assert_eq!(
+        images().await?,
+        before,
+        "other images than the allowed ones are listed"
+    );
     assert_eq!(
         agent
             .call_refused("sandbox.allowed_images.add", add.clone())

@@ -36,8 +36,7 @@ async fn python(cluster: &Cluster, agent: &McpAgent<'_>, task: &str, mode: &str)
 
 #[tokio::test]
 // invariant: tools
-async fn the_official_client_in_python_does_everything_by_the_present_and_an_older_revision()
--> Result<()> {
+async fn the_official_python_client_works_with_the_current_and_an_older_revision() -> Result<()> {
     let mut cluster = Cluster::start().await?;
     let admin = cluster.orchestrator.token()?;
     for (mode, revision) in [("auto", "2026-07-28"), ("legacy", "2025-11-25")] {
@@ -61,7 +60,7 @@ async fn the_official_client_in_python_does_everything_by_the_present_and_an_old
         assert_eq!(seen["failure"]["code"], "not_found");
         ensure!(
             seen["progress"].as_i64().is_some_and(|times| times > 0),
-            "a long command reports progress: {seen}"
+            "a long command reported no progress: {seen}"
         );
         ensure!(
             seen["unknown"]

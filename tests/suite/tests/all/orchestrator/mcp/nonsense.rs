@@ -151,7 +151,7 @@ async fn a_tool_responds_to_any_arguments() -> Result<()> {
             .await?["session_id"],
     )?;
     let mut nonsense = Nonsense {
-        random: Random::with_seed(20_260_102),
+        random: Random::with_default_seed(20_260_102),
         ids: vec![task.clone(), task.clone(), session],
     };
     let (mut results, mut refusals) = (0, 0);

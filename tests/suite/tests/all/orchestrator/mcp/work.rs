@@ -247,7 +247,7 @@ async fn a_manager_does_its_task_by_tools_from_a_session_to_a_patch() -> Result<
 }
 
 #[tokio::test]
-async fn work_is_managed_by_tools_as_by_the_api() -> Result<()> {
+async fn tools_manage_work_like_the_api() -> Result<()> {
     let mut cluster = Cluster::start().await?;
     let admin = cluster.orchestrator.token()?;
     let project = text(
@@ -275,7 +275,7 @@ async fn work_is_managed_by_tools_as_by_the_api() -> Result<()> {
     assert_eq!(
         new["project_id"],
         project.as_str(),
-        "in the token's project"
+        "the task is not in the token's project"
     );
     let listed = agent.call_ok("db.task.list", json!({})).await?;
     let names: Vec<&str> = listed["items"]
@@ -284,7 +284,11 @@ async fn work_is_managed_by_tools_as_by_the_api() -> Result<()> {
         .iter()
         .filter_map(|task| task["name"].as_str())
         .collect();
-    assert_eq!(names, ["first"], "only visible tasks are listed");
+    assert_eq!(
+        names,
+        ["first"],
+        "other tasks than the visible ones are listed"
+    );
     assert_eq!(
         agent
             .call_ok("db.task.update", json!({"task_id": id, "status": "active"}))
@@ -423,7 +427,7 @@ async fn work_is_managed_by_tools_as_by_the_api() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_sandbox_goes_by_the_id_of_its_job() -> Result<()> {
+async fn sandbox_tools_accept_the_id_of_a_job() -> Result<()> {
     let mut cluster = Cluster::start().await?;
     let admin = cluster.orchestrator.token()?;
     let task = task(&cluster, &admin, "by job").await?;
@@ -433,7 +437,7 @@ async fn a_sandbox_goes_by_the_id_of_its_job() -> Result<()> {
     };
     ensure!(
         agent.names().await?.iter().all(|name| !name.contains('.')),
-        "names without dots"
+        "a tool name has a dot"
     );
     let job = "01a00000-0000-7000-8000-000000000001";
     let of_job = |more: Value| merge(json!({"task_id": task, "job_id": job}), &more);

@@ -137,7 +137,7 @@ fn created(name: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_rule_about_paths_holds_for_every_call_and_however_a_path_is_spelt() -> Result<()> {
+async fn a_rule_about_paths_applies_to_every_call_and_spelling() -> Result<()> {
     use tar::EntryType::Regular;
     let fixture = ProtectedPaths::start().await?;
     let before = fixture.files().await?;
@@ -220,7 +220,11 @@ async fn a_rule_about_paths_holds_for_every_call_and_however_a_path_is_spelt() -
         )
         .with_context(|| format!("{name} into {path}"))?;
     }
-    assert_eq!(fixture.files().await?, before, "nothing has changed");
+    assert_eq!(
+        fixture.files().await?,
+        before,
+        "a refused call changed files"
+    );
 
     // Paths that the rule doesn't name stay accessible.
     for path in [
@@ -286,7 +290,7 @@ async fn a_rule_about_paths_holds_for_every_call_and_however_a_path_is_spelt() -
 
 #[tokio::test]
 // invariant: one-reader
-async fn no_diff_hides_from_a_rule_which_path_it_changes() -> Result<()> {
+async fn no_diff_hides_a_changed_path_from_a_rule() -> Result<()> {
     let fixture = ProtectedPaths::start().await?;
     let before = fixture.files().await?;
     let mut passed = Vec::new();
@@ -379,7 +383,11 @@ async fn no_diff_hides_from_a_rule_which_path_it_changes() -> Result<()> {
             "invalid_request",
         )?;
     }
-    assert_eq!(fixture.files().await?, before, "nothing has changed");
+    assert_eq!(
+        fixture.files().await?,
+        before,
+        "a refused call changed files"
+    );
     Ok(())
 }
 
@@ -394,7 +402,7 @@ fn attribute(name: &str, value: &str) -> Vec<u8> {
 
 #[tokio::test]
 // invariant: one-reader
-async fn no_archive_and_no_other_spelling_hides_from_a_rule_which_path_it_is_about() -> Result<()> {
+async fn no_archive_or_spelling_hides_a_path_from_a_rule() -> Result<()> {
     use tar::EntryType::{GNULongName, Link, Regular, Symlink, XGlobalHeader, XHeader};
     let fixture = ProtectedPaths::start().await?;
     let before = fixture.files().await?;
@@ -499,6 +507,10 @@ async fn no_archive_and_no_other_spelling_hides_from_a_rule_which_path_it_is_abo
         }
     }
     ensure!(passed.is_empty(), "{passed:#?}");
-    assert_eq!(fixture.files().await?, before, "nothing has changed");
+    assert_eq!(
+        fixture.files().await?,
+        before,
+        "a refused call changed files"
+    );
     Ok(())
 }

@@ -50,22 +50,22 @@ pub(super) fn all(
         .filter(|(name, _)| known.contains(&name.as_str()))
         .filter_map(|(name, value)| wrong(parse, name, value))
         .collect();
-    let mut flaws = Vec::new();
+    let mut errors = Vec::new();
     if !missing.is_empty() {
-        flaws.push(format!("missing: {}", listed(&missing)));
+        errors.push(format!("missing: {}", listed(&missing)));
     }
     if !unknown.is_empty() {
-        flaws.push(format!(
+        errors.push(format!(
             "unknown: {} (known: {})",
             listed(&unknown),
             known.join(", ")
         ));
     }
-    flaws.extend(wrong.iter().take(MAX_NAMED).cloned());
-    if flaws.is_empty() {
+    errors.extend(wrong.iter().take(MAX_NAMED).cloned());
+    if errors.is_empty() {
         first
     } else {
-        ApiError::invalid(flaws.join("; "))
+        ApiError::invalid(errors.join("; "))
     }
 }
 
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_inside_an_argument_is_named() {
+    fn the_path_inside_an_argument_is_named() {
         let arguments = json!({
             "task_id": "01890000-0000-7000-8000-000000000001", "session_id": "new",
             "image_ref": "default", "workspace_ref": "new",

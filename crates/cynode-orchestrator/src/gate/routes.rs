@@ -68,8 +68,9 @@ impl BodyKind {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Rule {
-    pub(crate) route: &'static str,
+pub(crate) struct RouteSpec {
+    /// The method and the path.
+    pub(crate) pattern: &'static str,
     pub(crate) action: Action,
     pub(crate) target: TargetKind,
     pub(crate) effect: Effect,
@@ -80,9 +81,9 @@ pub(crate) struct Rule {
     pub(crate) accepts_agents: bool,
 }
 
-const fn read(route: &'static str, action: Action, target: TargetKind) -> Rule {
-    Rule {
-        route,
+const fn read(pattern: &'static str, action: Action, target: TargetKind) -> RouteSpec {
+    RouteSpec {
+        pattern,
         action,
         target,
         effect: Effect::Read,
@@ -92,24 +93,29 @@ const fn read(route: &'static str, action: Action, target: TargetKind) -> Rule {
     }
 }
 
-const fn local(route: &'static str, action: Action, target: TargetKind) -> Rule {
-    Rule {
+const fn local(pattern: &'static str, action: Action, target: TargetKind) -> RouteSpec {
+    RouteSpec {
         effect: Effect::Local,
         body: BodyKind::Json,
-        ..read(route, action, target)
+        ..read(pattern, action, target)
     }
 }
 
-const fn node(route: &'static str, action: Action, body: BodyKind, enters_sandbox: bool) -> Rule {
-    Rule {
+const fn node(
+    pattern: &'static str,
+    action: Action,
+    body: BodyKind,
+    enters_sandbox: bool,
+) -> RouteSpec {
+    RouteSpec {
         effect: Effect::Node,
         body,
         enters_sandbox,
-        ..read(route, action, TargetKind::Session)
+        ..read(pattern, action, TargetKind::Session)
     }
 }
 
-pub(crate) const RULES: &[Rule] = &[
+pub(crate) const ROUTES: &[RouteSpec] = &[
     local(
         "POST /v1/projects",
         Action::ProjectCreate,
@@ -139,7 +145,7 @@ pub(crate) const RULES: &[Rule] = &[
     local("POST /v1/tokens", Action::TokenCreate, TargetKind::NewToken),
     read("GET /v1/tokens", Action::TokenList, TargetKind::System),
     read("GET /v1/tokens/{id}", Action::TokenShow, TargetKind::Token),
-    Rule {
+    RouteSpec {
         body: BodyKind::Empty,
         ..local(
             "DELETE /v1/tokens/{id}",
@@ -189,18 +195,18 @@ pub(crate) const RULES: &[Rule] = &[
         TargetKind::Node,
     ),
     local("POST /v1/nodes/keys", Action::NodeKey, TargetKind::System),
-    Rule {
+    RouteSpec {
         accepts_agents: true,
         ..read("GET /v1/events", Action::EventList, TargetKind::System)
     },
-    Rule {
+    RouteSpec {
         effect: Effect::Create,
         enters_sandbox: true,
         ..local("POST /v1/jobs", Action::JobCreate, TargetKind::NewWork)
     },
     read("GET /v1/jobs", Action::JobList, TargetKind::System),
     read("GET /v1/jobs/{id}", Action::JobShow, TargetKind::Job),
-    Rule {
+    RouteSpec {
         body: BodyKind::Empty,
         ..local("POST /v1/jobs/{id}/stop", Action::JobStop, TargetKind::Job)
     },
@@ -224,7 +230,7 @@ pub(crate) const RULES: &[Rule] = &[
         Action::ArtifactGet,
         TargetKind::Artifact,
     ),
-    Rule {
+    RouteSpec {
         body: BodyKind::Stream,
         enters_sandbox: true,
         ..local(
@@ -238,7 +244,7 @@ pub(crate) const RULES: &[Rule] = &[
         Action::ArtifactGet,
         TargetKind::TaskArtifact,
     ),
-    Rule {
+    RouteSpec {
         effect: Effect::Create,
         enters_sandbox: true,
         ..local(
@@ -253,7 +259,7 @@ pub(crate) const RULES: &[Rule] = &[
         Action::SessionShow,
         TargetKind::Session,
     ),
-    Rule {
+    RouteSpec {
         enters_sandbox: true,
         ..local(
             "PATCH /v1/sessions/{id}",
@@ -337,7 +343,7 @@ pub(crate) const RULES: &[Rule] = &[
         BodyKind::Empty,
         false,
     ),
-    Rule {
+    RouteSpec {
         body: BodyKind::Json,
         ..read(
             "POST /v1/sessions/{id}/files:list",
@@ -345,7 +351,7 @@ pub(crate) const RULES: &[Rule] = &[
             TargetKind::Session,
         )
     },
-    Rule {
+    RouteSpec {
         body: BodyKind::Json,
         ..read(
             "POST /v1/sessions/{id}/files:search",
@@ -384,7 +390,7 @@ pub(crate) const RULES: &[Rule] = &[
         true,
     ),
     read("GET /v1/policies", Action::PolicyList, TargetKind::System),
-    Rule {
+    RouteSpec {
         body: BodyKind::Json,
         ..read(
             "POST /v1/policies:test",
@@ -402,7 +408,7 @@ pub(crate) const RULES: &[Rule] = &[
         Action::PolicyPut,
         TargetKind::Policy,
     ),
-    Rule {
+    RouteSpec {
         body: BodyKind::Empty,
         ..local(
             "DELETE /v1/policies/{id}",
@@ -423,11 +429,12 @@ pub(crate) const RULES: &[Rule] = &[
     ),
 ];
 
-/// The rule of a route. Routes with GET accept HEAD as well.
-pub(crate) fn find(method: &Method, path: &str) -> Option<&'static Rule> {
+/// The spec of a route. Routes with GET accept HEAD as well.
+pub(crate) fn find(method: &Method, path: &str) -> Option<&'static RouteSpec> {
     let by_method = |method: &str| {
-        RULES.iter().find(|rule| {
-            rule.route
+        ROUTES.iter().find(|route| {
+            route
+                .pattern
                 .strip_prefix(method)
                 .and_then(|rest| rest.strip_prefix(' '))
                 == Some(path)
@@ -442,7 +449,7 @@ pub(crate) fn find(method: &Method, path: &str) -> Option<&'static Rule> {
     })
 }
 
-impl Rule {
+impl RouteSpec {
     /// Whether a call may proceed on a cached identity: it has no effect before its intent is
     /// written, and its body is buffered so that the call can be decided again.
     pub(crate) fn accepts_cached_identity(&self) -> bool {
@@ -454,9 +461,9 @@ impl Rule {
 
 /// Whether the node knows the outcome of a call with this action.
 pub(crate) fn runs_on_node(action: &str) -> bool {
-    RULES
+    ROUTES
         .iter()
-        .any(|rule| rule.effect == Effect::Node && rule.action.as_str() == action)
+        .any(|route| route.effect == Effect::Node && route.action.as_str() == action)
 }
 
 #[cfg(test)]
@@ -465,7 +472,7 @@ mod tests {
 
     #[test]
     // invariant: fail-closed
-    fn every_route_of_the_description_has_a_rule_and_every_rule_a_route() {
+    fn the_route_table_and_the_openapi_document_list_the_same_routes() {
         let document = crate::openapi();
         let mut described = Vec::new();
         for (path, operations) in document["paths"].as_object().expect("paths") {
@@ -473,26 +480,26 @@ mod tests {
                 described.push(format!("{} {path}", method.to_uppercase()));
             }
         }
-        let mut ruled: Vec<String> = RULES
+        let mut listed: Vec<String> = ROUTES
             .iter()
-            .map(|rule| rule.route.replace("{*path}", "{path}"))
+            .map(|route| route.pattern.replace("{*path}", "{path}"))
             .collect();
         described.sort();
-        ruled.sort();
+        listed.sort();
         assert_eq!(
-            described, ruled,
-            "a route without a rule is refused; a rule without a route is dead"
+            described, listed,
+            "the route table and the OpenAPI document differ"
         );
     }
 
     #[test]
-    fn head_is_ruled_as_get_unless_it_has_a_rule_of_its_own() {
+    fn head_is_treated_as_get_unless_it_has_a_row_of_its_own() {
         assert_eq!(
-            find(&Method::HEAD, "/v1/projects").map(|rule| rule.action),
+            find(&Method::HEAD, "/v1/projects").map(|route| route.action),
             Some(Action::ProjectList)
         );
         assert_eq!(
-            find(&Method::HEAD, "/v1/sessions/{id}/files").map(|rule| rule.action),
+            find(&Method::HEAD, "/v1/sessions/{id}/files").map(|route| route.action),
             Some(Action::FileStat)
         );
         assert!(find(&Method::PUT, "/v1/projects").is_none());
