@@ -4,10 +4,9 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use cynode_api::{
     Artifact, ArtifactId, DEFAULT_IMAGE_KEY, Excess, ImageVersionId, LABEL_AGENT_COMPATIBLE,
-    LimitsRequest, NodeId, NodeState, Task, TaskId, TokenKind, WorkspaceId, WorkspaceRef,
+    LimitsRequest, NodeId, NodeState, Problem, Task, TaskId, TokenKind, WorkspaceId, WorkspaceRef,
 };
 use cynode_policy::{Action, Call, Resource};
-use cynode_service::ApiError;
 use time::OffsetDateTime;
 
 use crate::{
@@ -23,7 +22,7 @@ pub(crate) enum Error {
     Db(#[from] db::Error),
     /// The gate's refusal.
     #[error("a policy denies the use of the image")]
-    Denied(ApiError),
+    Denied(Box<Problem>),
     #[error("no allowed image goes by '{reference}'")]
     ImageNotAllowed { reference: String },
     #[error("{reference} is not marked as agent-compatible")]
@@ -141,7 +140,7 @@ impl Orchestrator {
                 pinned,
             };
             self.check(caller, Action::ImageUse, &resource, &Call::default())
-                .map_err(Error::Denied)
+                .map_err(|denial| Error::Denied(denial.into_problem()))
         };
         match chosen.agent_compatible {
             Some(agent_compatible) => decide(agent_compatible)?,

@@ -3,18 +3,16 @@
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
-use cynode_api::ErrorCode;
 use cynode_policy::{
     Action, Call, DEFAULTS, Decision, Flaw, Policies as PolicySet, Principal, Resource,
 };
-use cynode_service::ApiError;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::{
-    db::{Db, PolicyRow},
+    db::{self, Db, PolicyRow},
     identity::MAX_CACHED_GROUPS,
 };
 
@@ -27,6 +25,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const DECISION_CACHE_CAPACITY: usize = 4_096;
 /// Decisions on calls with longer names, in bytes in total, are not cached.
 const MAX_CACHED_NAME_BYTES: usize = 512;
+
+/// Flaws of a policy document that an error lists.
+const MAX_FLAWS: usize = 20;
 
 /// Everything that a decision depends on besides the rules.
 #[derive(Debug, PartialEq, Eq, Hash)]
@@ -99,6 +100,20 @@ fn is_cacheable(principal: &Principal, resource: &Resource, call: &Call) -> bool
         && name_bytes <= MAX_CACHED_NAME_BYTES
 }
 
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(transparent)]
+    Db(#[from] db::Error),
+    /// The flaws of the documents, each with the name of its document.
+    #[error("{}", .0.join("; "))]
+    Invalid(Vec<String>),
+    #[error("this would lock administrators out of the policies: {action} is denied ({reason})")]
+    LocksOut {
+        action: &'static str,
+        reason: String,
+    },
+}
+
 /// Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Policies {
@@ -109,7 +124,7 @@ pub(crate) struct Policies {
 
 impl Policies {
     /// Loads the policies. The first start, and the first after an upgrade, seed the default ones.
-    pub(crate) async fn open(db: &Db) -> Result<Self, ApiError> {
+    pub(crate) async fn open(db: &Db) -> Result<Self, Error> {
         db.seed_policy(DEFAULT, DEFAULTS).await?;
         Ok(Self {
             loaded: Arc::new(RwLock::new(Arc::new(load(db).await?))),
@@ -133,7 +148,7 @@ impl Policies {
     }
 
     /// Reloads the policies if the database has another revision.
-    pub(crate) async fn refresh(&self, db: &Db) -> Result<(), ApiError> {
+    pub(crate) async fn refresh(&self, db: &Db) -> Result<(), Error> {
         let _guard = self.refresh_lock.lock().await;
         if db.policy_revision().await? != self.revision() {
             let loaded = load(db).await?;
@@ -166,7 +181,7 @@ impl Policies {
     }
 }
 
-async fn load(db: &Db) -> Result<LoadedPolicies, ApiError> {
+async fn load(db: &Db) -> Result<LoadedPolicies, Error> {
     let (revision, rows) = db.policies().await?;
     let set = tokio::task::block_in_place(|| parse(&rows)).map_err(|flaws| invalid(&flaws))?;
     Ok(LoadedPolicies {
@@ -180,19 +195,17 @@ fn parse(rows: &[PolicyRow]) -> Result<PolicySet, Vec<Flaw>> {
     PolicySet::parse(rows.iter().map(|row| (row.id.as_str(), row.text.as_str())))
 }
 
-fn invalid(flaws: &[Flaw]) -> ApiError {
-    let messages: Vec<String> = flaws
+fn invalid(flaws: &[Flaw]) -> Error {
+    let messages = flaws
         .iter()
-        .take(20)
-        .map(|flaw| format!("{}: {}", flaw.policy, flaw.message))
-        .collect();
-    let error = ApiError::new(ErrorCode::PolicyInvalid, messages.join("; "));
-    error.with("flaws", messages)
+        .take(MAX_FLAWS)
+        .map(|flaw| format!("{}: {}", flaw.policy, flaw.message));
+    Error::Invalid(messages.collect())
 }
 
 /// Checks that a set of documents is valid, and that administrators and the caller could still
 /// change it.
-pub(crate) fn check(rows: &[PolicyRow], caller: &Principal) -> Result<(), ApiError> {
+pub(crate) fn check(rows: &[PolicyRow], caller: &Principal) -> Result<(), Error> {
     let set = parse(rows).map_err(|flaws| invalid(&flaws))?;
     let administrator = Principal::User {
         id: Uuid::nil(),
@@ -221,11 +234,10 @@ pub(crate) fn check(rows: &[PolicyRow], caller: &Principal) -> Result<(), ApiErr
             } else {
                 decision.rules.join(", ")
             };
-            let detail = format!(
-                "this would lock administrators out of the policies: {} is denied ({reason})",
-                action.as_str()
-            );
-            return Err(ApiError::new(ErrorCode::PolicyInvalid, detail));
+            return Err(Error::LocksOut {
+                action: action.as_str(),
+                reason,
+            });
         }
     }
     Ok(())

@@ -9,7 +9,7 @@ use crate::{
     blobs::StageError,
     db::{self, Missing, QuotaExceeded},
     fleet::{self, CallError},
-    jobs, output, placement, sessions,
+    jobs, output, placement, policies, sessions,
 };
 
 impl From<db::Error> for ApiError {
@@ -102,12 +102,26 @@ impl From<CallError> for ApiError {
     }
 }
 
+impl From<policies::Error> for ApiError {
+    fn from(error: policies::Error) -> Self {
+        use policies::Error;
+        let message = error.to_string();
+        match error {
+            Error::Db(error) => error.into(),
+            Error::Invalid(flaws) => {
+                Self::new(ErrorCode::PolicyInvalid, message).with("flaws", flaws)
+            }
+            Error::LocksOut { .. } => Self::new(ErrorCode::PolicyInvalid, message),
+        }
+    }
+}
+
 impl From<placement::Error> for ApiError {
     fn from(error: placement::Error) -> Self {
         use placement::Error;
         let code = match error {
             Error::Db(error) => return error.into(),
-            Error::Denied(denial) => return denial,
+            Error::Denied(denial) => return (*denial).into(),
             Error::ImageNotAllowed { .. } | Error::ImageUnpinned { .. } => {
                 ErrorCode::ImageNotAllowed
             }

@@ -122,7 +122,9 @@ pub(super) async fn put(
                 format!("there may be at most {MAX_POLICIES} policies"),
             ));
         }
-        block_in_place(|| policies::check(rows, &caller.principal()))
+        Ok(block_in_place(|| {
+            policies::check(rows, &caller.principal())
+        })?)
     };
     let row = orchestrator
         .db
@@ -156,7 +158,7 @@ pub(super) async fn delete(
     orchestrator
         .db
         .put_policy(&id, None, None, false, &caller.user_name, |rows| {
-            block_in_place(|| policies::check(rows, &caller.principal()))
+            block_in_place(|| policies::check(rows, &caller.principal())).map_err(ApiError::from)
         })
         .await?;
     orchestrator.policies.refresh(&orchestrator.db).await?;
