@@ -92,15 +92,24 @@ pub struct ExecForm {
 /// input.
 #[must_use]
 pub fn exec_form(boundary: &str, request: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    let [mut head, between, tail] = exec_form_frame(boundary);
+    head.extend_from_slice(request);
+    head.extend_from_slice(&between);
+    (head, tail)
+}
+
+/// The bytes before the request, between the request and the input, and after the input.
+#[must_use]
+pub fn exec_form_frame(boundary: &str) -> [Vec<u8>; 3] {
     let part = |name: &str, media_type: &str| {
         let disposition = format!("Content-Disposition: form-data; name=\"{name}\"");
         format!("--{boundary}\r\n{disposition}\r\nContent-Type: {media_type}\r\n\r\n")
     };
-    let mut head = part("request", "application/json").into_bytes();
-    head.extend_from_slice(request);
-    head.extend_from_slice(b"\r\n");
-    head.extend_from_slice(part("stdin", "application/octet-stream").as_bytes());
-    (head, format!("\r\n--{boundary}--\r\n").into_bytes())
+    [
+        part("request", "application/json").into_bytes(),
+        format!("\r\n{}", part("stdin", "application/octet-stream")).into_bytes(),
+        format!("\r\n--{boundary}--\r\n").into_bytes(),
+    ]
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -37,7 +37,8 @@ pub use event::{Event, EventPage, event_limits};
 pub use exec::{
     ByteCounts, Chunk, Exec, ExecAccepted, ExecExit, ExecForm, ExecRequest, ExecResult, ExecState,
     ExecVia, OutputPage, OutputQuery, SignalExec, SignalName, SignalScope, SignalSession,
-    StdinWrite, Stream, StreamEvent, StreamHashes, Truncated, exec_form, exec_limits,
+    StdinWrite, Stream, StreamEvent, StreamHashes, Truncated, exec_form, exec_form_frame,
+    exec_limits,
 };
 pub use files::{
     ExportFormat, ExportRequest, FileEntry, FileType, FileWritten, ListRequest, ListResult,

@@ -11,6 +11,10 @@ use crate::name::{strip_components, unquote};
 
 /// Longest line of a file header. Two fully escaped names of 4,095 bytes fit.
 pub const MAX_HEADER_BYTES: usize = 64 * 1024;
+/// Files of one diff. Each takes many times the memory of its lines.
+pub(crate) const MAX_SECTIONS: usize = 10_000;
+/// Hunks of one diff, of all its files together.
+pub(crate) const MAX_HUNKS: usize = 100_000;
 
 /// The reason why a text is not a valid diff.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,8 +46,10 @@ impl<'a> Patch<'a> {
             rest: diff,
             number: 0,
         };
-        let mut sections = Vec::new();
+        let mut sections: Vec<Section<'a>> = Vec::new();
+        let mut hunks = 0;
         while let Some(line) = lines.peek() {
+            let number = lines.number + 1;
             if line.starts_with(b"diff --git ") {
                 sections.push(git_section(&mut lines, strip)?);
             } else if is_plain_header(lines) {
@@ -55,7 +61,13 @@ impl<'a> Patch<'a> {
                 );
             } else {
                 lines.next();
+                continue;
             }
+            if sections.len() > MAX_SECTIONS {
+                return error(number, "the diff has more than 10,000 files; split it");
+            }
+            hunks += sections.last().map_or(0, |section| section.hunks.len());
+            check_hunks(number, hunks)?;
         }
         if sections.is_empty() {
             return Err(Error(
@@ -552,8 +564,16 @@ fn hunks<'a>(lines: &mut Lines<'a>) -> Result<Vec<Hunk<'a>>, Error> {
     let mut hunks = Vec::new();
     while lines.peek().is_some_and(|line| line.starts_with(b"@@")) {
         hunks.push(hunk(lines)?);
+        check_hunks(lines.number, hunks.len())?;
     }
     Ok(hunks)
+}
+
+fn check_hunks(line: usize, hunks: usize) -> Result<(), Error> {
+    if hunks > MAX_HUNKS {
+        return error(line, "the diff has more than 100,000 hunks; split it");
+    }
+    Ok(())
 }
 
 fn hunk<'a>(lines: &mut Lines<'a>) -> Result<Hunk<'a>, Error> {

@@ -3,6 +3,7 @@ use proptest::prelude::*;
 use crate::{
     File, Kind, Location, Patch, Plan,
     fuzz::Memory,
+    parse::{MAX_HUNKS, MAX_SECTIONS},
     plan::{Operation, plan},
 };
 
@@ -79,6 +80,21 @@ fn change_link(path: &str, old: &str, new: &str) -> String {
     format!(
         "diff --git a/{path} b/{path}\nindex 1..2 120000\n--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-{old}\n\\ No newline at end of file\n+{new}\n\\ No newline at end of file\n"
     )
+}
+
+#[test]
+fn a_diff_may_have_the_maximum_of_files_and_hunks_and_no_more() {
+    let files = |count: usize| "--- a/q\n+++ b/q\n@@ -0,0 +1 @@\n+\n".repeat(count);
+    assert!(Patch::parse(files(MAX_SECTIONS).as_bytes(), 1).is_ok());
+    let error = Patch::parse(files(MAX_SECTIONS + 1).as_bytes(), 1).expect_err("one too many");
+    assert!(error.to_string().contains("10,000 files"), "{error}");
+    let hunks = |count: usize| format!("--- a/q\n+++ b/q\n{}", "@@ -0,0 +1 @@\n+\n".repeat(count));
+    assert!(Patch::parse(hunks(MAX_HUNKS).as_bytes(), 1).is_ok());
+    let several = format!("{}{}", hunks(MAX_HUNKS), hunks(1));
+    for diff in [hunks(MAX_HUNKS + 1), several] {
+        let error = Patch::parse(diff.as_bytes(), 1).expect_err("one too many");
+        assert!(error.to_string().contains("100,000 hunks"), "{error}");
+    }
 }
 
 #[test]

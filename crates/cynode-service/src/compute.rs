@@ -5,17 +5,16 @@
 
 use std::sync::LazyLock;
 
-use tokio::{
-    runtime::{Handle, RuntimeFlavor},
-    sync::{Semaphore, SemaphorePermit},
-};
+use tokio::runtime::{Handle, RuntimeFlavor};
+
+use crate::fair::{FairBudget, Share};
 
 /// Work on at most this many bytes runs inline: it takes about a millisecond.
 pub const INLINE_BYTES: usize = 64 * 1024;
 
 /// One permit per CPU; the serving threads compete with the computations.
-static PERMITS: LazyLock<Semaphore> = LazyLock::new(|| {
-    Semaphore::new(
+static PERMITS: LazyLock<FairBudget> = LazyLock::new(|| {
+    FairBudget::new(
         std::thread::available_parallelism()
             .map_or(2, usize::from)
             .max(2),
@@ -24,13 +23,12 @@ static PERMITS: LazyLock<Semaphore> = LazyLock::new(|| {
 
 /// A permit for a long computation.
 #[derive(Debug)]
-pub struct Permit(Option<SemaphorePermit<'static>>);
+pub struct Permit(Option<Share>);
 
 /// Waits for a permit to process `bytes` of input. Small inputs need none.
 pub async fn permit(bytes: usize) -> Permit {
-    // The semaphore is never closed.
     Permit(if bytes > INLINE_BYTES {
-        PERMITS.acquire().await.ok()
+        Some(PERMITS.acquire(1).await)
     } else {
         None
     })
@@ -65,7 +63,7 @@ mod tests {
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
     async fn long_work_leaves_the_thread_within_the_permits() {
-        let permits = PERMITS.available_permits();
+        let permits = PERMITS.free();
         let (running, peak) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let (done, waiting) = std::sync::mpsc::channel::<()>();
         let waiting = Arc::new(parking_lot::Mutex::new(waiting));

@@ -5,7 +5,8 @@
 //! allocating. It does not validate the JSON; the parser does that afterwards.
 //!
 //! Invariant: a caller that parses more than `compute::INLINE_BYTES` holds a share of one budget
-//! meanwhile, which bounds the parsed values of all callers together.
+//! meanwhile, which bounds the parsed values of all callers together and is shared fairly among
+//! them.
 
 use std::{
     pin::Pin,
@@ -15,9 +16,11 @@ use std::{
 use axum::body::{Body, Bytes, HttpBody};
 use cynode_api::ErrorCode;
 use hyper::body::{Frame, SizeHint};
-use tokio::sync::{Semaphore, SemaphorePermit};
 
-use crate::{ApiError, compute};
+use crate::{
+    ApiError, compute,
+    fair::{FairBudget, Share},
+};
 
 /// Values and member names in one text. Allows every argv that `execve` accepts: 2 MiB hold at most
 /// 233,016 arguments.
@@ -31,7 +34,7 @@ const MAX_PARSING_KIB: usize = 96 * 1024;
 /// The size of the pieces in which a buffered body is read.
 const PIECE: usize = 64 * 1024;
 
-static PARSING: Semaphore = Semaphore::const_new(MAX_PARSING_KIB);
+static PARSING: FairBudget = FairBudget::new(MAX_PARSING_KIB);
 
 /// Counts the nodes and the depth of a text that arrives in pieces.
 #[derive(Clone, Debug)]
@@ -138,9 +141,7 @@ pub fn check(text: &[u8]) -> Result<(), ApiError> {
 
 /// A share of the parsing budget.
 #[derive(Debug, Default)]
-pub struct Room(
-    #[expect(dead_code, reason = "held for its drop")] Option<SemaphorePermit<'static>>,
-);
+pub struct Room(#[expect(dead_code, reason = "held for its drop")] Option<Share>);
 
 /// Waits for budget to parse a text of this size. Small texts need none: the number of requests in
 /// flight bounds them.
@@ -150,15 +151,8 @@ pub async fn room(bytes: usize, nodes: usize) -> Room {
     }
     let kib = (2 * bytes)
         .saturating_add(NODE_BYTES * nodes)
-        .div_ceil(1024)
-        .min(MAX_PARSING_KIB);
-    // The semaphore is never closed.
-    Room(
-        PARSING
-            .acquire_many(u32::try_from(kib).unwrap_or(u32::MAX))
-            .await
-            .ok(),
-    )
+        .div_ceil(1024);
+    Room(Some(PARSING.acquire(kib).await))
 }
 
 /// Marks a request whose body already holds its share of the budget.

@@ -14,6 +14,7 @@ pub mod connections;
 pub mod describe;
 pub mod edge;
 pub mod events;
+pub mod fair;
 pub mod files;
 pub mod json;
 pub mod linger;

@@ -322,32 +322,45 @@ fn parameters(text: &str) -> Result<Vec<(String, Option<String>)>, ApiError> {
 #[derive(Debug)]
 pub struct ExecForm {
     form: Multipart,
+    request_bytes_left: usize,
+    /// The bytes of input that are still allowed.
     left: u64,
 }
 
 impl ExecForm {
-    /// Reads the part `request`; `next_piece` then returns the input.
-    pub async fn open(body: Body, boundary: &str) -> Result<(Bytes, Self), ApiError> {
+    /// Opens the form at its part `request`, which `next_request_piece` returns.
+    pub async fn open(body: Body, boundary: &str) -> Result<Self, ApiError> {
         let mut form = Multipart::new(body, boundary);
         expect(form.next_part().await?, "request", "first")?;
+        Ok(Self {
+            form,
+            request_bytes_left: MAX_REQUEST_BYTES,
+            left: MAX_FORM_STDIN_BYTES,
+        })
+    }
+
+    /// The next bytes of the request; `None` where the input follows.
+    pub async fn next_request_piece(&mut self) -> Result<Option<Bytes>, ApiError> {
+        let Some(piece) = self.form.next_piece().await? else {
+            expect(self.form.next_part().await?, "stdin", "after 'request'")?;
+            return Ok(None);
+        };
+        let left = self.request_bytes_left.checked_sub(piece.len());
+        self.request_bytes_left = left.ok_or_else(|| {
+            let detail = format!("request: more than {MAX_REQUEST_BYTES} bytes");
+            ApiError::new(ErrorCode::TooLarge, detail)
+        })?;
+        Ok(Some(piece))
+    }
+
+    /// Opens the form and reads its request into memory; `next_piece` then returns the input.
+    pub async fn open_with_request(body: Body, boundary: &str) -> Result<(Bytes, Self), ApiError> {
+        let mut form = Self::open(body, boundary).await?;
         let mut request = BytesMut::new();
-        while let Some(piece) = form.next_piece().await? {
-            if request.len() + piece.len() > MAX_REQUEST_BYTES {
-                return Err(ApiError::new(
-                    ErrorCode::TooLarge,
-                    format!("request: more than {MAX_REQUEST_BYTES} bytes"),
-                ));
-            }
+        while let Some(piece) = form.next_request_piece().await? {
             request.extend_from_slice(&piece);
         }
-        expect(form.next_part().await?, "stdin", "after 'request'")?;
-        Ok((
-            request.freeze(),
-            Self {
-                form,
-                left: MAX_FORM_STDIN_BYTES,
-            },
-        ))
+        Ok((request.freeze(), form))
     }
 
     /// The next bytes of the input; `None` at the end of the form.
@@ -433,7 +446,7 @@ mod tests {
 
     fn exec(bytes: &[u8], piece: usize) -> Result<(Vec<u8>, Vec<u8>), String> {
         block_on(async {
-            let (request, mut form) = ExecForm::open(body(bytes, piece), "B")
+            let (request, mut form) = ExecForm::open_with_request(body(bytes, piece), "B")
                 .await
                 .map_err(|error| error.into_problem().detail)?;
             let mut stdin = Vec::new();
@@ -599,7 +612,7 @@ mod tests {
         for (size, read) in [(10, Ok(10)), (11, Err("too_large".to_owned()))] {
             let count = block_on(async {
                 let (_, mut form) =
-                    ExecForm::open(body(&whole("B", b"{}", &vec![0; size]), 7), "B")
+                    ExecForm::open_with_request(body(&whole("B", b"{}", &vec![0; size]), 7), "B")
                         .await
                         .map_err(|error| error.into_problem().code)?;
                 form.left = 10;

@@ -132,31 +132,50 @@ fn network(address: Option<IpAddr>) -> Network {
     })
 }
 
-/// Counts of distinct values; beyond the bound, only their total.
+/// Counts of distinct values. Beyond the bound the lightest value gives way to a new one and joins
+/// the total of the others, so a value with more than its part of all failures is always listed:
+/// a source can't hide behind many that each fail once.
 #[derive(Debug)]
 struct Tally<T> {
-    listed: BTreeMap<T, u64>,
-    others: u64,
+    listed: BTreeMap<T, TallyEntry>,
+    total: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct TallyEntry {
+    /// How often the value was seen at most; decides which value gives way.
+    weight: u64,
+    /// How often the value was seen since it is listed.
+    count: u64,
 }
 
 impl<T> Default for Tally<T> {
     fn default() -> Self {
         Self {
             listed: BTreeMap::new(),
-            others: 0,
+            total: 0,
         }
     }
 }
 
-impl<T: Ord> Tally<T> {
+impl<T: Ord + Copy> Tally<T> {
     fn add(&mut self, one: T) {
-        if let Some(count) = self.listed.get_mut(&one) {
-            *count += 1;
-        } else if self.listed.len() < MAX_LISTED {
-            self.listed.insert(one, 1);
-        } else {
-            self.others += 1;
+        self.total += 1;
+        if let Some(entry) = self.listed.get_mut(&one) {
+            entry.weight += 1;
+            entry.count += 1;
+            return;
         }
+        let mut weight = 1;
+        if self.listed.len() >= MAX_LISTED
+            && let Some((lightest, entry)) =
+                self.listed.iter().min_by_key(|(_, entry)| entry.weight)
+        {
+            weight += entry.weight;
+            let lightest = *lightest;
+            self.listed.remove(&lightest);
+        }
+        self.listed.insert(one, TallyEntry { weight, count: 1 });
     }
 
     /// Lists what was counted, and how often, in the detail of a record.
@@ -170,11 +189,12 @@ impl<T: Ord> Tally<T> {
         let listed: Vec<Value> = self
             .listed
             .iter()
-            .map(|(one, count)| json!({item_name: text(one), "count": count}))
+            .map(|(one, entry)| json!({item_name: text(one), "count": entry.count}))
             .collect();
         detail.insert(name.to_owned(), listed.into());
-        if self.others > 0 {
-            detail.insert(format!("other_{name}"), json!(self.others));
+        let others = self.total - self.listed.values().map(|entry| entry.count).sum::<u64>();
+        if others > 0 {
+            detail.insert(format!("other_{name}"), json!(others));
         }
     }
 }
@@ -347,6 +367,8 @@ pub(crate) async fn keep(failures: Failures, audit: Audit, closing: Cancellation
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
 
     fn failure(surface: Surface, address: &str, token: u32) -> Failure {
@@ -486,6 +508,31 @@ mod tests {
             Some("node")
         );
         assert!(failures.rest().is_empty());
+    }
+
+    #[test]
+    fn a_source_can_not_hide_behind_many_that_fail_once() {
+        let (failures, now) = (Failures::default(), Instant::now());
+        let one = |number: u32| {
+            let address = Ipv4Addr::from_bits(0x0a00_0000 + number).to_string();
+            let _immediate = failures.add(&failure(Surface::UserApi, &address, number), now);
+        };
+        (0..200).for_each(one);
+        for number in 0..60 {
+            let hidden = failure(Surface::UserApi, "192.0.2.1", number);
+            assert!(!failures.add(&hidden, now), "the table is full");
+            one(1_000 + number);
+        }
+        let records = failures.rest();
+        let overflow = records
+            .iter()
+            .find_map(|record| record.detail.get("addresses"))
+            .expect("the sources beyond the bound");
+        let found = overflow
+            .as_array()
+            .and_then(|listed| listed.iter().find(|one| one["address"] == "192.0.2.1"))
+            .and_then(|one| one["count"].as_u64());
+        assert!(found.is_some_and(|count| count >= 50), "{overflow}");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use axum::body::Body;
 use bytes::Bytes;
-use cynode_api::{ErrorCode, Flags, artifact_limits, exec_form, exec_limits, file_limits};
+use cynode_api::{ErrorCode, Flags, artifact_limits, exec_form_frame, exec_limits, file_limits};
 use cynode_policy::{Action, Channel, ShapePolicy};
 use cynode_service::{
     ApiError, compute, edge,
@@ -14,6 +14,7 @@ use cynode_service::{
 use futures_util::{StreamExt as _, stream};
 use http::{HeaderMap, HeaderValue};
 use serde_json::{Map, Value, json};
+use tokio::sync::oneshot;
 
 use super::{
     leaks::{self, ArchiveScan, Leak},
@@ -104,8 +105,10 @@ pub(crate) struct BodyContext<'a> {
 #[derive(Debug)]
 pub(crate) struct ExecFormBody {
     request: Bytes,
+    /// The request, once its place in memory is given up.
+    spooled_request: Option<SpooledBody>,
     value: Value,
-    _room: Room,
+    room: Room,
     /// The rest of the form, until the standard input is read from it.
     unread: Option<ExecForm>,
     stdin: Option<SpooledBody>,
@@ -163,14 +166,15 @@ impl RequestBody {
         if route.body == BodyKind::Exec
             && let Some(boundary) = multipart::boundary(headers)?
         {
-            let (request, form) = ExecForm::open(incoming.into_body()?, &boundary).await?;
-            let room = room_for(&request).await?;
+            let form = ExecForm::open(incoming.into_body()?, &boundary).await?;
+            let (request, room, form) = read_request(orchestrator, caller, form).await?;
             let value =
                 compute::run(request.len(), || edge::parse(&request).unwrap_or_default()).await;
             return Ok(Self::Form(ExecFormBody {
                 request,
+                spooled_request: None,
                 value,
-                _room: room,
+                room,
                 unread: Some(form),
                 stdin: None,
             }));
@@ -350,6 +354,7 @@ impl RequestBody {
         let Some(unread) = form.unread.take() else {
             return Ok(None);
         };
+        form.release_memory(orchestrator, caller).await?;
         let mut content = orchestrator
             .scanner
             .content("", shapes.action(Channel::Stdin));
@@ -410,17 +415,70 @@ pub(crate) struct Stdin {
     pub(crate) verdict: Result<Flags, Leak>,
 }
 
+/// Reads the request of a form as any other JSON body: a long one waits in a file until there is
+/// memory to parse it.
+async fn read_request(
+    orchestrator: &Orchestrator,
+    caller: &Caller,
+    form: ExecForm,
+) -> Result<(Bytes, Room, ExecForm), ApiError> {
+    let (give_back, mut given_back) = oneshot::channel();
+    let pieces = stream::try_unfold((form, give_back), async |(mut form, give_back)| {
+        let piece = form.next_request_piece().await.map_err(budget::BodyError)?;
+        Ok::<_, budget::BodyError>(match piece {
+            Some(piece) => Some((piece, (form, give_back))),
+            None => {
+                drop(give_back.send(form));
+                None
+            }
+        })
+    });
+    let limit = exec_limits::MAX_REQUEST_BYTES;
+    let (request, room) =
+        json_body_up_to(orchestrator, caller, Body::from_stream(pieces), limit).await?;
+    let form = given_back
+        .try_recv()
+        .map_err(|_| ApiError::new(ErrorCode::Internal, "the form was not read to its end"))?;
+    Ok((request, room, form))
+}
+
 impl ExecFormBody {
+    /// Gives up the memory of the request while the input is read, which may take an hour. The
+    /// call is authorized, so nothing looks at the parsed request any more.
+    async fn release_memory(
+        &mut self,
+        orchestrator: &Orchestrator,
+        caller: &Caller,
+    ) -> Result<(), ApiError> {
+        if self.request.len() <= compute::INLINE_BYTES {
+            return Ok(());
+        }
+        let request = Body::from(std::mem::take(&mut self.request));
+        let limit = exec_limits::MAX_REQUEST_BYTES as u64;
+        let spooled = spool(orchestrator, caller, request, limit, |_| Ok(None)).await?;
+        self.spooled_request = Some(spooled);
+        self.value = Value::Null;
+        self.room = Room::default();
+        Ok(())
+    }
+
     /// Rebuilds the form, whose request now contains the id of the command.
     fn into_forwarded(self) -> ForwardedBody {
         let boundary = format!("cynode-{}", uuid::Uuid::new_v4());
-        let (head, tail) = exec_form(&boundary, &self.request);
-        let stdin = self
-            .stdin
-            .map_or_else(Body::empty, SpooledBody::into_body)
-            .into_data_stream();
+        let [head, between, tail] = exec_form_frame(&boundary);
+        let request = match self.spooled_request {
+            Some(request) => request.into_body(),
+            None => json::body(self.request, self.room),
+        };
+        let stdin = self.stdin.map_or_else(Body::empty, SpooledBody::into_body);
         let ends = |bytes: Vec<u8>| stream::iter([Ok::<_, axum::Error>(Bytes::from(bytes))]);
-        let body = Body::from_stream(ends(head).chain(stdin).chain(ends(tail)));
+        let body = Body::from_stream(
+            ends(head)
+                .chain(request.into_data_stream())
+                .chain(ends(between))
+                .chain(stdin.into_data_stream())
+                .chain(ends(tail)),
+        );
         let content_type =
             HeaderValue::from_str(&format!("multipart/form-data; boundary={boundary}")).ok();
         ForwardedBody {

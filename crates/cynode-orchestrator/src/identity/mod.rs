@@ -17,7 +17,7 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{ErrorCode, SessionId};
-use cynode_service::{ApiError, admin, answers::Payer, auth, connections, listen::Peer};
+use cynode_service::{ApiError, admin, answers::Payer, auth, connections, fair, listen::Peer};
 use http::Extensions;
 use tokio::sync::Semaphore;
 
@@ -79,7 +79,7 @@ pub(crate) async fn authenticate(
             return error.into_response();
         }
         request.extensions_mut().insert(cached);
-        return next.run(request).await;
+        return fair::on_behalf_of(caller.id(), next.run(request)).await;
     }
     let read_at = Instant::now();
     match db::with_timeout(orchestrator.db.authenticate(&token_hash, session_id)).await {
@@ -105,7 +105,7 @@ pub(crate) async fn authenticate(
                 read_at,
             );
             match connections::assign_to_caller(request.extensions(), caller.id()) {
-                Ok(()) => next.run(request).await,
+                Ok(()) => fair::on_behalf_of(caller.id(), next.run(request)).await,
                 Err(error) => error.into_response(),
             }
         }

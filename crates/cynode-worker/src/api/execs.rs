@@ -193,7 +193,8 @@ async fn receive(
         let JsonBody(request) = JsonBody::from_request(request, &()).await?;
         return Ok((request, None));
     };
-    let (bytes, form) = multipart::ExecForm::open(request.into_body(), &boundary).await?;
+    let (bytes, form) =
+        multipart::ExecForm::open_with_request(request.into_body(), &boundary).await?;
     let nodes = json::count(&bytes)?;
     let _room = json::room(bytes.len(), nodes).await;
     let request = compute::run(bytes.len(), || edge::parse(&bytes)).await?;

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{NodeKeyCreate, NodeState};
-use cynode_tests::{Answer, SimulatedWorker, eventually};
+use cynode_api::{NodeKeyCreate, NodeState, exec_form};
+use cynode_tests::{Answer, SimulatedWorker, eventually, memory};
 use http::Method;
 use serde_json::{Value, json};
 use tokio::{
@@ -275,6 +275,69 @@ async fn stalled_uploads_hold_up_nobody_else() -> Result<()> {
         written.status == 200 && written.body.len() == 400_000,
         "{}",
         written.status
+    );
+    Ok(())
+}
+
+#[tokio::test]
+// invariant: no-starvation
+async fn slow_forms_hold_neither_memory_nor_the_budget_of_others() -> Result<()> {
+    const FORMS: usize = 20;
+    let fixture = PolicyFixture::start().await?;
+    let mut sessions = Vec::new();
+    for name in ["ann", "bob"] {
+        let (_, token) = fixture.user(name).await?;
+        let task = fixture.task(&token).await?;
+        sessions.push((fixture.session(&token, &task).await?, token));
+    }
+    let ((slow, ann), (other, bob)) = (&sessions[0], &sessions[1]);
+    let url = fixture.orchestrator.url()?;
+    let address = url.trim_start_matches("http://");
+    let before = memory(fixture.orchestrator.pid())?.0;
+    // Valid requests of 15 MB, most of it white space, whose input never ends.
+    let mut request = br#"{"argv": ["true"], "timeout_ms": 1000"#.to_vec();
+    request.resize(15_000_000, b' ');
+    request.push(b'}');
+    let (form, _) = exec_form("B", &request);
+    let mut forms = JoinSet::new();
+    for _ in 0..FORMS {
+        let head = format!(
+            "POST /v1/sessions/{slow}/exec HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \
+             {ann}\r\nContent-Type: multipart/form-data; boundary=B\r\nContent-Length: \
+             40000000\r\n\r\n"
+        );
+        let (address, form) = (address.to_owned(), form.clone());
+        forms.spawn(async move {
+            let mut stream = TcpStream::connect(address).await?;
+            stream.write_all(head.as_bytes()).await?;
+            stream.write_all(&form).await?;
+            stream.write_all(&vec![b'x'; 100_000]).await?;
+            anyhow::Ok(stream)
+        });
+    }
+    let mut open = Vec::new();
+    while let Some(stream) = forms.join_next().await {
+        open.push(stream??);
+    }
+    let exec = async |session: &str, token: &str| {
+        let request = client_without_pool()?
+            .post(format!("{url}/v1/sessions/{session}/exec"))
+            .bearer_auth(token)
+            .json(&json!({"argv": ["true"], "timeout_ms": 5000, "stdin": "y".repeat(100_000)}));
+        object(
+            &tokio::time::timeout(Duration::from_secs(20), Answer::of(request))
+                .await
+                .context("the command waits for the slow forms")??,
+        )
+    };
+    exec(other, bob).await?;
+    exec(slow, ann).await?;
+    let after = memory(fixture.orchestrator.pid())?.1;
+    ensure!(
+        after < before + (150 << 20),
+        "{} MiB, after {} MiB",
+        after >> 20,
+        before >> 20
     );
     Ok(())
 }
