@@ -379,7 +379,8 @@ impl ExecForm {
         match self.form.next_part().await? {
             None => Ok(None),
             Some(name) => Err(ApiError::invalid(format!(
-                "part '{name}': nothing follows the part 'stdin'"
+                "part '{}': nothing follows the part 'stdin'",
+                name.escape_debug()
             ))),
         }
     }
@@ -538,6 +539,10 @@ mod tests {
                 "'stdin' must come after",
             ),
             (format!("{request}{stdin}{stdin}--B--"), "nothing follows"),
+            (
+                format!("{request}{stdin}{}--B--", part("\u{1b}[31m")),
+                "part '\\u{1b}[31m': nothing follows",
+            ),
             (format!("{request}{stdin}"), "ends before"),
             (format!("{request}{stdin}--B--\r\nmore"), "goes on after"),
             (format!("{request}{stdin}--B--x"), "goes on after"),
