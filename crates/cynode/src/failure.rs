@@ -31,8 +31,10 @@ pub enum RemoteProblem {
     Route,
     /// The connection failed.
     Connection,
-    /// The peer accepted the connection but does not speak the API.
+    /// The peer accepted the connection, and no HTTP response came.
     Protocol,
+    /// The peer sent an HTTP response that is not one of the API.
+    Answer,
 }
 
 #[derive(Debug)]
@@ -287,7 +289,7 @@ impl From<Error> for Failure {
                 .remedy(
                     "Check that this address is a CyNode of the same version; see 'cynode status'.",
                 )
-                .with_remote_problem(RemoteProblem::Protocol),
+                .with_remote_problem(RemoteProblem::Answer),
             Error::Unreachable { never_sent, .. } => {
                 let problem = if never_sent {
                     RemoteProblem::Connection

@@ -86,7 +86,10 @@ impl ConnectionContext {
                 Some(format!("{url} is a worker, and the token is not its token"))
             }
             (
-                RemoteProblem::Route | RemoteProblem::Token | RemoteProblem::Protocol,
+                RemoteProblem::Route
+                | RemoteProblem::Token
+                | RemoteProblem::Protocol
+                | RemoteProblem::Answer,
                 Some(Peer::Other),
             ) => Some(format!("{url} is not CyNode")),
             _ => None,
@@ -129,26 +132,35 @@ impl ConnectionContext {
                 RemoteProblem::Token | RemoteProblem::Route,
                 Some(Peer::Control | Peer::Worker | Peer::Other),
             )
-            | (RemoteProblem::Protocol, Some(Peer::Other)) => Some(self.correct_address()),
-            (RemoteProblem::Protocol, None) => Some(format!(
+            | (RemoteProblem::Protocol | RemoteProblem::Answer, Some(Peer::Other)) => {
+                Some(self.correct_address())
+            }
+            // A server that is too slow may well speak HTTP.
+            (RemoteProblem::Protocol, None) if !self.mentions(&["timed out"]) => Some(format!(
                 "The server does not speak plain HTTP; for TLS use https://. {}",
                 self.correct_address()
             )),
             (RemoteProblem::Connection, _) => self.connection(),
             (RemoteProblem::Token | RemoteProblem::Route, None)
-            | (RemoteProblem::Protocol, Some(_)) => None,
+            | (RemoteProblem::Protocol | RemoteProblem::Answer, _) => None,
         }
     }
 
+    /// Whether the original message has one of these.
+    fn mentions(&self, words: &[&str]) -> bool {
+        words.iter().any(|word| self.message.contains(word))
+    }
+
     fn connection(&self) -> Option<String> {
-        let mentions = |words: &[&str]| words.iter().any(|word| self.message.contains(word));
-        if mentions(&["peer certificate"]) {
+        if self.mentions(&["peer certificate"]) {
             return Some(
                 "Pass the CA that signed the certificate with --ca FILE or CYNODE_CA_FILE."
                     .to_owned(),
             );
         }
-        if self.url.starts_with("https:") && mentions(&["corrupt message", "InvalidContentType"]) {
+        if self.url.starts_with("https:")
+            && self.mentions(&["corrupt message", "InvalidContentType"])
+        {
             return Some(format!(
                 "The server does not speak TLS: try http://. {}",
                 self.correct_address()
@@ -157,7 +169,7 @@ impl ConnectionContext {
         if !self.url_from_environment {
             return None;
         }
-        let cause = if mentions(&["lookup address", "Name or service", "dns"]) {
+        let cause = if self.mentions(&["lookup address", "Name or service", "dns"]) {
             "The host name can't be resolved."
         } else {
             "Nothing listens there, or a firewall blocks the connection."
@@ -257,6 +269,47 @@ mod tests {
         for slow in [Peer::Orchestrator, Peer::Worker] {
             assert_eq!(context(Some(slow)).remedy(RemoteProblem::Protocol), None);
         }
+    }
+
+    #[test]
+    fn only_a_peer_that_sends_no_http_is_said_to_speak_another_protocol() {
+        let broken_json: Failure = cynode_client::Error::Answer {
+            url: "http://h:1/v1/tasks".into(),
+            source: "EOF while parsing a list".into(),
+        }
+        .into();
+        let refused: Failure = cynode_client::Error::Status {
+            url: "http://h:1/v1/tasks".into(),
+            status: 418,
+            body: String::new(),
+        }
+        .into();
+        for failure in [broken_json, refused] {
+            let problem = failure.remote_problem.expect("a problem with the server");
+            // Nothing was learned about the server: the failure keeps its own remedy.
+            assert_eq!(context(None).remedy(problem), None, "{failure:?}");
+            assert!(
+                failure
+                    .remedy_text()
+                    .is_some_and(|remedy| remedy.contains("a CyNode of the same version")),
+                "{failure:?}"
+            );
+            let other = context(Some(Peer::Other));
+            assert_eq!(
+                (
+                    other.cause(problem).as_deref(),
+                    other
+                        .remedy(problem)
+                        .is_some_and(|remedy| remedy.starts_with("Check CYNODE_URL"))
+                ),
+                (Some("http://h:1 is not CyNode"), true)
+            );
+        }
+        let slow = ConnectionContext {
+            message: "can't reach http://h:1: operation timed out".into(),
+            ..context(None)
+        };
+        assert_eq!(slow.remedy(RemoteProblem::Protocol), None);
     }
 
     #[test]
