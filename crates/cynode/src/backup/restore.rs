@@ -1,7 +1,9 @@
 //! Restores a backup into an empty state directory.
 //!
 //! The whole file is staged and compared with its manifest before anything is moved into place. A
-//! marker file exists meanwhile: `up` refuses a directory with an interrupted restore.
+//! marker file exists meanwhile: `up` refuses a directory with an interrupted restore. Keys and
+//! artifacts may have their places outside the state directory: files that exist there are not
+//! replaced, and keys are installed after the database, so a failed restore changes nothing there.
 
 use std::{
     collections::BTreeMap,
@@ -20,6 +22,7 @@ use super::{
 use crate::{
     failure::{Failure, USAGE},
     output::Progress,
+    staged::Staged,
     state::{LockState, StateDir},
     up,
 };
@@ -47,10 +50,21 @@ pub async fn run(
     cynode_service::files::replace(&state.unfinished_restore(), b"")?;
     let staged = state.path().join("restore");
     let progress = Progress::start("reading the backup");
-    let manifest = match unpack(archive, &staged) {
-        Ok(manifest) => manifest,
+    let blobs = staged.join(ARTIFACTS);
+    let store = artifacts(state, config);
+    let prepared = unpack(archive, &staged).and_then(|manifest| {
+        let missing = missing_keys(&staged, keys(state, config))?;
+        let store = store.filter(|_| blobs.exists());
+        if let Some(store) = &store {
+            refuse_unless_vacant(store)?;
+            fs_err::rename(&blobs, store)?;
+        }
+        Ok((manifest, missing, store))
+    });
+    let (manifest, missing, store) = match prepared {
+        Ok(prepared) => prepared,
         Err(failure) => {
-            // Nothing was moved into place yet: leave the directory as empty as it was.
+            // Nothing is in place yet: leave the directory as empty as it was.
             drop(fs_err::remove_dir_all(&staged));
             drop(fs_err::remove_file(state.unfinished_restore()));
             drop(lock);
@@ -59,22 +73,24 @@ pub async fn run(
             return Err(failure);
         }
     };
-    progress.set_message("moving files into place");
-    for (name, path) in keys(state, config) {
-        if staged.join(name).exists() {
-            cynode_service::files::replace(&path, &fs_err::read(staged.join(name))?)?;
-        }
-    }
-    if let Some(store) = artifacts(state, config).filter(|_| staged.join(ARTIFACTS).exists()) {
-        fs_err::rename(staged.join(ARTIFACTS), store)?;
-    }
     progress.set_message("restoring the database");
-    Database::open(
+    let restored = Database::open(
         state,
         config.database_url.as_deref(),
         config.database_url.is_none(),
-    )?
-    .restore(&staged.join(DATABASE))?;
+    )
+    .and_then(|database| database.restore(&staged.join(DATABASE)));
+    if let Err(failure) = restored {
+        if let Some(store) = store {
+            // The next attempt must find the place vacant.
+            drop(fs_err::rename(store, blobs));
+        }
+        return Err(failure);
+    }
+    progress.set_message("installing keys");
+    for (from, to) in missing {
+        cynode_service::files::replace(&to, &fs_err::read(from)?)?;
+    }
     fs_err::remove_dir_all(&staged)?;
     fs_err::remove_file(state.unfinished_restore())?;
     drop(lock);
@@ -95,6 +111,63 @@ fn refuse_unless_empty(state: &StateDir) -> Result<(), Failure> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error.into()),
     }
+}
+
+/// The keys to install: their paths in the backup and their places. A key that is in its place
+/// already is not among them; refuses a place with anything else, or that can't be written to.
+fn missing_keys(
+    staged: &Path,
+    keys: Vec<(&'static str, PathBuf)>,
+) -> Result<Vec<(PathBuf, PathBuf)>, Failure> {
+    let mut missing = Vec::new();
+    for (name, to) in keys {
+        let from = staged.join(name);
+        if !from.exists() {
+            continue;
+        }
+        match fs_err::symlink_metadata(&to) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                // Find out now whether files can be created there.
+                drop(Staged::create(&to, 0o600)?);
+                missing.push((from, to));
+            }
+            Err(error) => return Err(error.into()),
+            Ok(_) if is_copy(&from, &to)? => {}
+            Ok(_) => return Err(occupied(&to)),
+        }
+    }
+    Ok(missing)
+}
+
+/// Whether `other` is a regular file with the content of `file`.
+fn is_copy(file: &Path, other: &Path) -> io::Result<bool> {
+    let size = fs_err::metadata(file)?.len();
+    Ok(
+        fs_err::metadata(other).is_ok_and(|other| other.is_file() && other.len() == size)
+            && fs_err::read(file)? == fs_err::read(other)?,
+    )
+}
+
+/// Refuses a place of artifacts with anything but an empty directory.
+fn refuse_unless_vacant(store: &Path) -> Result<(), Failure> {
+    match fs_err::symlink_metadata(store) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error.into()),
+        Ok(entry) if entry.is_dir() && fs_err::read_dir(store)?.next().is_none() => Ok(()),
+        Ok(_) => Err(occupied(store)),
+    }
+}
+
+fn occupied(path: &Path) -> Failure {
+    let path = path.display();
+    Failure::new(
+        USAGE,
+        "already_exists",
+        format!("{path} exists, and is not what the backup has"),
+    )
+    .remedy(format!(
+        "Move {path} away, or configure another path; nothing was changed."
+    ))
 }
 
 fn damaged(message: impl Into<String>) -> Failure {
@@ -208,4 +281,63 @@ fn numbers(version: &str) -> Vec<u64> {
         .split(['.', '-'])
         .map_while(|part| part.parse().ok())
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_outside_the_state_directory_is_kept_or_the_restore_is_refused() {
+        let root = tempfile::tempdir().expect("a directory");
+        let (staged, elsewhere) = (root.path().join("restore"), root.path().join("elsewhere"));
+        let name = "keys/orchestrator.key";
+        fs_err::create_dir_all(staged.join("keys")).expect("made");
+        fs_err::create_dir(&elsewhere).expect("made");
+        fs_err::write(staged.join(name), "saved").expect("written");
+        let place = elsewhere.join("key");
+        let missing = || missing_keys(&staged, vec![(name, place.clone())]);
+
+        assert_eq!(
+            missing().expect("vacant"),
+            [(staged.join(name), place.clone())]
+        );
+        assert_eq!(fs_err::read_dir(&elsewhere).expect("listed").count(), 0);
+        fs_err::write(&place, "saved").expect("written");
+        assert_eq!(missing().expect("the same key"), []);
+        for other in ["owned", "longer than it"] {
+            fs_err::write(&place, other).expect("written");
+            let refused = missing().expect_err("another key");
+            assert!(
+                refused.exit == USAGE
+                    && refused
+                        .remedy_text()
+                        .is_some_and(|remedy| remedy.contains(&place.display().to_string())),
+                "{refused:?}"
+            );
+            assert_eq!(fs_err::read_to_string(&place).expect("there"), other);
+        }
+        fs_err::remove_file(&place).expect("removed");
+        std::os::unix::fs::symlink("nowhere", &place).expect("linked");
+        assert!(missing().is_err());
+        // A backup without this key does not need the place.
+        fs_err::remove_file(staged.join(name)).expect("removed");
+        assert_eq!(missing().expect("nothing to install"), []);
+        // A place in a directory that does not exist.
+        fs_err::write(staged.join(name), "saved").expect("written");
+        let nowhere = vec![(name, root.path().join("none/key"))];
+        assert!(missing_keys(&staged, nowhere).is_err());
+    }
+
+    #[test]
+    fn artifacts_are_restored_only_into_an_empty_directory() {
+        let root = tempfile::tempdir().expect("a directory");
+        let store = root.path().join("store");
+        refuse_unless_vacant(&store).expect("missing");
+        fs_err::create_dir(&store).expect("made");
+        refuse_unless_vacant(&store).expect("empty");
+        fs_err::write(store.join("file"), "").expect("written");
+        assert!(refuse_unless_vacant(&store).is_err());
+        assert!(refuse_unless_vacant(&store.join("file")).is_err());
+    }
 }

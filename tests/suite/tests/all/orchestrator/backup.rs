@@ -232,3 +232,63 @@ async fn an_incomplete_backup_changes_nothing() -> Result<()> {
     assert_eq!(none.failure(), (64, "nothing_to_save".to_owned()));
     stack.assert_clean().await
 }
+
+#[tokio::test]
+// invariant: backup
+async fn a_restore_replaces_no_key_outside_the_state_directory() -> Result<()> {
+    let stack = Stack::new()?;
+    stack.up()?;
+    let file = stack.world.directory().join("saved.tar");
+    let name = file.to_str().context("a path")?;
+    stack.run(&["backup", name])?.success()?;
+    stack.down()?;
+    let outside = stack.world.directory().join("outside");
+    fs_err::create_dir(&outside)?;
+    let list = |directory: &std::path::Path| -> Result<Vec<_>> {
+        Ok(fs_err::read_dir(directory)?
+            .map(|entry| entry.map(|entry| entry.file_name()))
+            .collect::<std::io::Result<_>>()?)
+    };
+    for (setting, key) in [
+        ("key_file", "orchestrator.key"),
+        ("registration_key_file", "registration.key"),
+    ] {
+        let place = outside.join(setting);
+        let set = format!("orchestrator.{setting}={}", place.display());
+        let restore = |state: &std::path::Path, more: &[&str]| {
+            stack.with(
+                state,
+                &[&["backup", "--restore", name, "--set", &set], more].concat(),
+            )
+        };
+        // Another key is in the place.
+        fs_err::write(&place, "another key")?;
+        let state = stack.world.directory().join(format!("{setting}-state"));
+        let refused = restore(&state, &[])?;
+        assert_eq!(
+            refused.failure(),
+            (64, "already_exists".to_owned()),
+            "{refused:?}"
+        );
+        assert!(
+            refused.stderr.contains(place.to_str().context("a path")?),
+            "{refused:?}"
+        );
+        assert_eq!(fs_err::read_to_string(&place)?, "another key");
+        assert!(list(&state)?.is_empty(), "{:?}", list(&state)?);
+        // The place is vacant, but the database can't be restored.
+        fs_err::remove_file(&place)?;
+        let unreachable = "orchestrator.database_url=postgres://cynode@127.0.0.1:1/cynode";
+        let failed_state = stack.world.directory().join(format!("{setting}-failed"));
+        let failed = restore(&failed_state, &["--set", unreachable])?;
+        assert_eq!(failed.failure(), (70, "database".to_owned()), "{failed:?}");
+        assert!(list(&outside)?.is_empty(), "{:?}", list(&outside)?);
+        // The same key is in the place.
+        let saved = fs_err::read(stack.world.state_dir().join(key))?;
+        fs_err::write(&place, &saved)?;
+        restore(&state, &[])?.success()?;
+        assert!(fs_err::read(&place)? == saved && !state.join(key).exists());
+        fs_err::remove_file(&place)?;
+    }
+    stack.assert_clean().await
+}
