@@ -14,7 +14,8 @@ use crate::parse;
 pub struct Backup {
     /// File to write, or to read with --restore
     pub file: PathBuf,
-    /// Restore the file into an empty state directory
+    /// Restore the file into an empty state directory. Restore only backups that you made yourself:
+    /// a backup can run code as PostgreSQL's user
     #[arg(long)]
     pub restore: bool,
     /// Replace an existing file
