@@ -36,6 +36,14 @@ impl Scratch {
         unpack(archive, &self.target(), |_| {})
     }
 
+    fn mode(&self, name: &str) -> u32 {
+        fs_err::metadata(self.target().join(name))
+            .expect("there")
+            .permissions()
+            .mode()
+            & 0o7777
+    }
+
     /// Whether nothing beside the target was created or changed.
     fn is_untouched(&self) -> bool {
         let names: Vec<_> = fs_err::read_dir(&self.root)
@@ -320,15 +328,84 @@ fn set_id_bits_are_dropped() {
         ]))
         .expect("unpacked");
     for name in ["f", "d"] {
-        assert_eq!(
-            fs_err::metadata(scratch.target().join(name))
-                .expect("there")
-                .permissions()
-                .mode()
-                & 0o7777,
-            0o755,
-            "{name}"
+        assert_eq!(scratch.mode(name), 0o755, "{name}");
+    }
+}
+
+/// An entry with a path that its header has no room for.
+fn long(kind: EntryType, path: &[u8]) -> Vec<u8> {
+    let name = [path, b"\0"].concat();
+    [
+        raw(EntryType::GNULongName, b"././@LongLink", b"", &name),
+        raw(kind, b"short", b"", b""),
+    ]
+    .concat()
+}
+
+#[test]
+fn an_entry_that_is_too_deep_is_refused() {
+    let scratch = Scratch::new();
+    let below = |depth: usize| [&b"d/".repeat(depth)[..], b"x"].concat();
+    scratch
+        .unpack(&archive(&[
+            long(EntryType::Directory, &below(255)),
+            long(EntryType::Regular, &below(256)),
+        ]))
+        .expect("unpacked");
+    for (kind, path) in [
+        (EntryType::Directory, below(256)),
+        (EntryType::Regular, below(257)),
+    ] {
+        let scratch = Scratch::new();
+        let result = scratch.unpack(&archive(&[long(kind, &path)]));
+        assert!(matches!(result, Err(UnpackError::TooDeep(_))), "{result:?}");
+        assert!(!scratch.target().join("d").exists());
+        let message = result.expect_err("refused").to_string();
+        assert!(
+            message.contains("256 directories deep") && message.len() < 200,
+            "{message}"
         );
+    }
+}
+
+#[test]
+fn directories_take_bounded_memory() {
+    // Each entry creates 256 directories, whose paths have half a megabyte together.
+    let chain = |index: usize| {
+        let name = format!("{index:015}/").repeat(255);
+        long(EntryType::Directory, format!("{name}end").as_bytes())
+    };
+    let scratch = Scratch::new();
+    let entries: Vec<Vec<u8>> = (0..200).map(chain).collect();
+    let result = scratch.unpack(&archive(&entries));
+    assert!(
+        matches!(result, Err(UnpackError::TooManyDirectories)),
+        "{result:?}"
+    );
+    let message = result.expect_err("refused").to_string();
+    assert!(message.contains("64 MiB"), "{message}");
+}
+
+#[test]
+fn modes_of_directories_are_set_in_every_order_of_their_names() {
+    // `-` is before `/`, so `a-b` is between `a` and `a/b` in the order of bytes.
+    let names = ["a", "a-b", "a/b", "a/b/c", "a/b-c", "a0", "a-b/c"];
+    let scratch = Scratch::new();
+    let entries: Vec<Vec<u8>> = names
+        .iter()
+        .map(|name| {
+            let mut header = Header::new_gnu();
+            header.set_path(name).expect("a short path");
+            header.set_entry_type(EntryType::Directory);
+            header.set_mode(0o555);
+            header.set_size(0);
+            header.set_cksum();
+            header.as_bytes().to_vec()
+        })
+        .collect();
+    scratch.unpack(&archive(&entries)).expect("unpacked");
+    for name in names {
+        assert_eq!(scratch.mode(name), 0o555, "{name}");
     }
 }
 

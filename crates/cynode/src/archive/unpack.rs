@@ -4,8 +4,8 @@
 //! paths, `..` and paths below a link of the same archive, as the gate and the agent do; the tree
 //! walks every path from the target's descriptor, one component at a time, and never follows a
 //! symbolic link. Links that point outside, hard links and special files are skipped and reported.
-//! Files get only permission bits: no setuid, no owner. No header makes memory grow beyond the
-//! bounds of `cynode_archive`.
+//! Files get only permission bits: no setuid, no owner. No archive makes
+//! memory grow beyond the bounds of `cynode_archive` and [`MAX_DIRECTORY_BYTES`].
 
 use std::{
     collections::BTreeMap,
@@ -23,6 +23,12 @@ use rustix::{
 
 /// Skipped entries that are reported by name; the rest is only counted.
 const MAX_SKIPPED_NAMES: usize = 50;
+/// Directories on the way to an entry. An agent exports no deeper tree.
+const MAX_DEPTH: usize = 256;
+/// Memory for the paths of created directories, whose modes are set last.
+const MAX_DIRECTORY_BYTES: usize = 64 * 1024 * 1024;
+/// Memory for a created directory beside its path.
+const DIRECTORY_OVERHEAD: usize = 64;
 
 #[derive(Debug, Default)]
 pub struct Unpacked {
@@ -47,12 +53,29 @@ pub enum Error {
     /// The archive is malformed, ambiguous, or tries to leave the target.
     #[error("the archive is refused: {0}")]
     Refused(#[from] cynode_archive::Error),
+    #[error(
+        "the entry '{}' is more than {MAX_DEPTH} directories deep",
+        shown(.0)
+    )]
+    TooDeep(Vec<u8>),
+    #[error(
+        "the archive creates too many directories: their paths take more than {} MiB",
+        MAX_DIRECTORY_BYTES >> 20
+    )]
+    TooManyDirectories,
     #[error("{}: {source}", String::from_utf8_lossy(.name))]
     Write { name: Vec<u8>, source: io::Error },
     #[error("can't read the archive: {0}")]
     Read(io::Error),
     #[error("{0}")]
     Target(io::Error),
+}
+
+/// The first bytes of a path, which may have thousands.
+fn shown(path: &[u8]) -> String {
+    let start = &path[..path.len().min(64)];
+    let dots = if start.len() < path.len() { "…" } else { "" };
+    format!("{}{dots}", start.escape_ascii())
 }
 
 fn refused(path: &[u8], problem: &'static str) -> Error {
@@ -144,6 +167,8 @@ struct Tree {
     root: OwnedFd,
     /// Modes of created directories. They are set last: a read-only directory can't be filled.
     modes: BTreeMap<Vec<u8>, Mode>,
+    /// Memory that `modes` takes.
+    directory_bytes: usize,
 }
 
 const DIRECTORY: OFlags = OFlags::RDONLY
@@ -173,20 +198,26 @@ impl Tree {
                 io::Error::from(error)
             )))
         })?;
-        Ok(Self { root, modes })
+        Ok(Self {
+            root,
+            modes,
+            directory_bytes: 0,
+        })
     }
 
     /// Opens a directory of the tree and creates missing ones on the way.
     fn walk(&mut self, path: &[&[u8]], name: &[u8]) -> Result<OwnedFd, Error> {
+        if path.len() > MAX_DEPTH {
+            return Err(Error::TooDeep(name.to_vec()));
+        }
         let mut at = self.root.try_clone().map_err(Error::Target)?;
         for (index, part) in path.iter().enumerate() {
             let part = OsStr::from_bytes(part);
             at = match openat(&at, part, DIRECTORY, Mode::empty()) {
                 Ok(next) => next,
                 Err(Errno::NOENT) => {
+                    self.remember(path[..=index].join(&b'/'))?;
                     mkdirat(&at, part, Mode::RWXU).map_err(|error| write_error(name, error))?;
-                    self.modes
-                        .insert(path[..=index].join(&b'/'), Mode::from_bits_truncate(0o755));
                     openat(&at, part, DIRECTORY, Mode::empty())
                         .map_err(|error| write_error(name, error))?
                 }
@@ -200,6 +231,17 @@ impl Tree {
             };
         }
         Ok(at)
+    }
+
+    /// Remembers a directory that is about to be created, with the mode that it has without an
+    /// entry of its own.
+    fn remember(&mut self, path: Vec<u8>) -> Result<(), Error> {
+        self.directory_bytes += path.len() + DIRECTORY_OVERHEAD;
+        if self.directory_bytes > MAX_DIRECTORY_BYTES {
+            return Err(Error::TooManyDirectories);
+        }
+        self.modes.insert(path, Mode::from_bits_truncate(0o755));
+        Ok(())
     }
 
     fn directory(&mut self, path: &[&[u8]], mode: Mode, name: &[u8]) -> Result<(), Error> {
@@ -265,15 +307,27 @@ impl Tree {
             .map_err(|error| write_error(name, error))
     }
 
-    /// Sets the modes of created directories, the deepest first.
-    fn finish(mut self) -> Result<(), Error> {
-        for (path, mode) in std::mem::take(&mut self.modes).into_iter().rev() {
-            let parts: Vec<&[u8]> = path
-                .split(|byte| *byte == b'/')
-                .filter(|part| !part.is_empty())
-                .collect();
-            let directory = self.walk(&parts, &path)?;
-            fchmod(&directory, mode).map_err(|error| write_error(&path, error))?;
+    /// Sets the modes of created directories, the deepest first. The directories on the way to one
+    /// stay open for the next: all that begin with the same path are neighbours in the map, so no
+    /// directory is opened more than twice.
+    fn finish(self) -> Result<(), Error> {
+        let mut open: Vec<(Vec<u8>, OwnedFd)> = Vec::new();
+        for (path, mode) in self.modes.into_iter().rev() {
+            let parts: Vec<&[u8]> = components(&path).collect();
+            let shared = open
+                .iter()
+                .zip(&parts)
+                .take_while(|((name, _), part)| name == *part)
+                .count();
+            open.truncate(shared);
+            for part in &parts[shared..] {
+                let at = open.last().map_or(&self.root, |(_, directory)| directory);
+                let next = openat(at, OsStr::from_bytes(part), DIRECTORY, Mode::empty())
+                    .map_err(|error| write_error(&path, error))?;
+                open.push((part.to_vec(), next));
+            }
+            let directory = open.last().map_or(&self.root, |(_, directory)| directory);
+            fchmod(directory, mode).map_err(|error| write_error(&path, error))?;
         }
         Ok(())
     }

@@ -27,7 +27,7 @@ use super::{
 use crate::{
     archive::{self, PieceReader, PieceWriter},
     cli::Cp,
-    failure::{Failure, INTERNAL},
+    failure::{Failure, INTERNAL, USAGE},
     output::Progress,
     staged::{Staged, unless_interrupted},
 };
@@ -335,6 +335,10 @@ impl Remote<'_> {
                 Failure::new(INTERNAL, "unsafe_archive", error.to_string()).remedy(
                     "Copy single files: an entry leaves the target directory, or is malformed.",
                 )
+            }
+            archive::UnpackError::TooDeep(_) | archive::UnpackError::TooManyDirectories => {
+                Failure::new(USAGE, "too_large", error.to_string())
+                    .remedy("Copy its subdirectories one by one, or pack it in the session.")
             }
             archive::UnpackError::Target(error) => local_failure(&error),
             _ => Failure::internal(error.to_string()),
