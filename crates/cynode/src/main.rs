@@ -22,6 +22,7 @@ mod session;
 mod staged;
 mod state;
 mod status;
+mod umask;
 mod up;
 
 use std::process::ExitCode;

@@ -6,6 +6,7 @@ use std::{
 
 use cynode_archive::{Archive, MAX_EXTENSION_BYTES, Reader};
 use proptest::prelude::*;
+use rustix::fs::Mode;
 use tar::{Builder, EntryType, Header};
 
 use super::{UnpackError, pack_file, pack_tree, unpack, unpack::Unpacked};
@@ -33,7 +34,12 @@ impl Scratch {
     }
 
     fn unpack(&self, archive: &[u8]) -> Result<Unpacked, UnpackError> {
-        unpack(archive, &self.target(), |_| {})
+        self.unpack_with(archive, 0o022)
+    }
+
+    fn unpack_with(&self, archive: &[u8], umask: u32) -> Result<Unpacked, UnpackError> {
+        let umask = Mode::from_bits_truncate(umask);
+        unpack(archive, &self.target(), umask, |_| {})
     }
 
     fn mode(&self, name: &str) -> u32 {
@@ -343,6 +349,34 @@ fn long(kind: EntryType, path: &[u8]) -> Vec<u8> {
 }
 
 #[test]
+fn permissions_in_the_umask_are_dropped() {
+    let open_to_all = |kind, name: &[u8]| {
+        let mut bytes = raw(kind, name, b"", b"");
+        let mut header = Header::from_byte_slice(&bytes[..512]).clone();
+        header.set_mode(0o777);
+        header.set_cksum();
+        bytes[..512].copy_from_slice(header.as_bytes());
+        bytes
+    };
+    for (umask, expected, implied) in [
+        (0o077, 0o700, 0o700),
+        (0o027, 0o750, 0o750),
+        (0o000, 0o777, 0o755),
+    ] {
+        let scratch = Scratch::new();
+        let bytes = archive(&[
+            open_to_all(EntryType::Directory, b"d"),
+            open_to_all(EntryType::Regular, b"d/f"),
+            open_to_all(EntryType::Regular, b"implied/f"),
+        ]);
+        scratch.unpack_with(&bytes, umask).expect("unpacked");
+        for (name, mode) in [("d", expected), ("d/f", expected), ("implied", implied)] {
+            assert_eq!(scratch.mode(name), mode, "{name} with umask {umask:o}");
+        }
+    }
+}
+
+#[test]
 fn an_entry_that_is_too_deep_is_refused() {
     let scratch = Scratch::new();
     let below = |depth: usize| [&b"d/".repeat(depth)[..], b"x"].concat();
@@ -466,7 +500,7 @@ fn trees_round_trip_with_modes_and_links() {
             .is_empty()
     );
     let fresh = scratch.target().join("fresh");
-    let unpacked = unpack(&bytes[..], &fresh, |_| {}).expect("unpacked");
+    let unpacked = unpack(&bytes[..], &fresh, Mode::empty(), |_| {}).expect("unpacked");
     assert_eq!((unpacked.files, unpacked.skipped_count), (4, 0));
     assert_eq!(
         fs_err::metadata(fresh.join("a/run.sh"))
@@ -496,7 +530,7 @@ fn trees_round_trip_with_modes_and_links() {
     // Unpacking again replaces the files.
     fs_err::set_permissions(fresh.join("readonly"), PermissionsExt::from_mode(0o755))
         .expect("mode");
-    unpack(&bytes[..], &fresh, |_| {}).expect("unpacked again");
+    unpack(&bytes[..], &fresh, Mode::empty(), |_| {}).expect("unpacked again");
 }
 
 #[test]

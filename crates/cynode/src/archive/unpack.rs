@@ -4,7 +4,7 @@
 //! paths, `..` and paths below a link of the same archive, as the gate and the agent do; the tree
 //! walks every path from the target's descriptor, one component at a time, and never follows a
 //! symbolic link. Links that point outside, hard links and special files are skipped and reported.
-//! Files get only permission bits: no setuid, no owner. No archive makes
+//! Files get only permission bits that the umask allows: no setuid, no owner. No archive makes
 //! memory grow beyond the bounds of `cynode_archive` and [`MAX_DIRECTORY_BYTES`].
 
 use std::{
@@ -99,14 +99,15 @@ impl<R: Read> Input for Source<R> {
     }
 }
 
-/// Unpacks below `target`, which is created if it is missing. Calls `progress` with the size of
-/// each file.
+/// Unpacks below `target`, which is created if it is missing. No file or directory gets permissions
+/// in `umask`. Calls `progress` with the size of each file.
 pub fn unpack(
     from: impl Read,
     target: &Path,
+    umask: Mode,
     mut progress: impl FnMut(u64),
 ) -> Result<Unpacked, Error> {
-    let mut tree = Tree::open(target)?;
+    let mut tree = Tree::open(target, umask)?;
     let mut unpacked = Unpacked::default();
     let mut archive = Archive::new(Source(Reader::new(from)));
     let mut is_empty = true;
@@ -165,6 +166,7 @@ fn check_link_target(target: &[u8], depth: usize) -> Result<(), &'static str> {
 /// The target directory.
 struct Tree {
     root: OwnedFd,
+    umask: Mode,
     /// Modes of created directories. They are set last: a read-only directory can't be filled.
     modes: BTreeMap<Vec<u8>, Mode>,
     /// Memory that `modes` takes.
@@ -177,7 +179,7 @@ const DIRECTORY: OFlags = OFlags::RDONLY
     .union(OFlags::CLOEXEC);
 
 impl Tree {
-    fn open(target: &Path) -> Result<Self, Error> {
+    fn open(target: &Path, umask: Mode) -> Result<Self, Error> {
         let mut modes = BTreeMap::new();
         match fs_err::create_dir(target) {
             Ok(()) => drop(modes.insert(Vec::new(), Mode::from_bits_truncate(0o755))),
@@ -200,6 +202,7 @@ impl Tree {
         })?;
         Ok(Self {
             root,
+            umask,
             modes,
             directory_bytes: 0,
         })
@@ -298,7 +301,7 @@ impl Tree {
                 source,
             })
         })?;
-        fchmod(&file, mode).map_err(|error| write_error(name, error))
+        fchmod(&file, mode.difference(self.umask)).map_err(|error| write_error(name, error))
     }
 
     fn symlink(&mut self, path: &[&[u8]], target: &[u8], name: &[u8]) -> Result<(), Error> {
@@ -327,7 +330,8 @@ impl Tree {
                 open.push((part.to_vec(), next));
             }
             let directory = open.last().map_or(&self.root, |(_, directory)| directory);
-            fchmod(directory, mode).map_err(|error| write_error(&path, error))?;
+            fchmod(directory, mode.difference(self.umask))
+                .map_err(|error| write_error(&path, error))?;
         }
         Ok(())
     }

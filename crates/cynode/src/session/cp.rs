@@ -30,6 +30,7 @@ use crate::{
     failure::{Failure, INTERNAL, USAGE},
     output::Progress,
     staged::{Staged, unless_interrupted},
+    umask::umask,
 };
 
 /// One side of a copy.
@@ -304,7 +305,7 @@ impl Remote<'_> {
         let mut tar = self.client.export(self.id, &request).await?;
         let (to, from) = archive::channel();
         let unpacker = tokio::task::spawn_blocking(move || {
-            archive::unpack(PieceReader::new(from), &target, |_| {})
+            archive::unpack(PieceReader::new(from), &target, umask(), |_| {})
         });
         let progress = Progress::start("copying");
         let mut total = 0;
@@ -349,7 +350,7 @@ impl Remote<'_> {
 
 /// Writes a local file atomically: a failed copy keeps the existing file.
 async fn save(mut file: FileBody, target: &Path) -> Result<(), Failure> {
-    let mode = file.info.mode.unwrap_or(0o644) & 0o777;
+    let mode = file.info.mode.unwrap_or(0o644) & 0o777 & !umask().bits();
     let existing = fs_err::metadata(target).ok();
     if existing
         .as_ref()

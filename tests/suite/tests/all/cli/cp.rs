@@ -140,6 +140,66 @@ async fn files_go_both_ways_with_mode_and_name() -> Result<()> {
 }
 
 #[tokio::test]
+async fn the_umask_restricts_what_is_copied_out() -> Result<()> {
+    let cli = Cli::new().await?;
+    let id = cli.create(&[])?;
+    let here = cli.world.directory().join("here");
+    fs_err::create_dir(&here)?;
+    cli.sh(
+        &id,
+        "mkdir -p tree/open; echo x > tree/open/file; echo x > tree/run; \
+         chmod 777 tree/open tree/run; chmod 666 tree/open/file",
+    )?;
+    let cp = |umask: &str, arguments: &[&str]| {
+        let plain = cli.command()?;
+        let mut command = std::process::Command::new("sh");
+        // The shell sets the umask and becomes the program.
+        command
+            .args(["-c", "umask \"$0\" && exec \"$@\"", umask])
+            .arg(plain.get_program())
+            .args(["session", "cp"])
+            .args(arguments);
+        for (name, value) in plain.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        run(&mut command, b"")?.success()
+    };
+    for (umask, expected) in [
+        (
+            "077",
+            [
+                "file 600 \"x\\n\"",
+                "tree/ 700",
+                "tree/open/ 700",
+                "tree/open/file 600 \"x\\n\"",
+                "tree/run 700 \"x\\n\"",
+            ],
+        ),
+        (
+            "002",
+            [
+                "file 664 \"x\\n\"",
+                "tree/ 755",
+                "tree/open/ 775",
+                "tree/open/file 664 \"x\\n\"",
+                "tree/run 775 \"x\\n\"",
+            ],
+        ),
+    ] {
+        let target = here.join(umask);
+        fs_err::create_dir(&target)?;
+        let target_name = target.display().to_string();
+        cp(umask, &["-r", &format!("{id}:tree"), &target_name])?;
+        cp(umask, &[&format!("{id}:tree/open/file"), &target_name])?;
+        assert_eq!(tree(&target)?, expected, "{umask}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn trees_go_both_ways_with_links_and_modes() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
@@ -276,7 +336,7 @@ async fn nothing_that_a_sandbox_makes_is_written_outside_of_the_target() -> Resu
         [
             "esc\u{1b}[31m 644 \"x\\n\"",
             "inside -> sub",
-            "plain 777 \"x\\n\"",
+            "plain 755 \"x\\n\"",
             "sub/ 755"
         ]
     );
