@@ -15,7 +15,9 @@ use crate::{idrange::AGENT_ID, runtime::IdMap};
 pub(crate) const OOM_SCORE_ADJ: i32 = 500;
 
 /// Raises the OOM score of a sandbox's process 1, which its children inherit. Written even if the
-/// runtime has set it: a value set by a privileged process can't be lowered from inside.
+/// runtime has set it: a process can't lower its score below the value that a process with
+/// CAP_SYS_RESOURCE wrote last. Where neither the runtime nor the worker has that capability, a
+/// sandbox can lower its score to the worker's own.
 pub(crate) fn raise_oom_score(pid: i32) -> io::Result<()> {
     let path = format!("/proc/{pid}/oom_score_adj");
     let score = fs_err::read_to_string(&path)?
