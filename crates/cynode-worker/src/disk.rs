@@ -9,10 +9,11 @@ use std::{
     io::{self, Read as _, Seek as _, SeekFrom, Write as _},
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use rustix::fs::SeekFrom as SparseSeek;
+use tempfile::TempPath;
 
 use crate::{journal::blocking, process};
 
@@ -25,24 +26,32 @@ const MOUNT_OPTIONS: &str = "loop,nosuid,nodev,noatime,noinit_itable,discard,err
 const GROW_TIMEOUT: Duration = Duration::from_secs(600);
 /// How long a loop device may take to release a file after its last unmount.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Extensions of a template, and of an image that is not complete yet.
+const TEMPLATE: &str = "img";
+const STAGED: &str = "new";
 /// Size of the image that `probe` creates.
 const PROBE_BYTES: u64 = 16 << 20;
 /// Formatted images retained as templates.
 const MAX_TEMPLATES: usize = 8;
+/// Callers choose the sizes, and formatting takes processor time.
+const MAX_CONCURRENT_FORMATS: usize = 2;
 
 #[derive(Debug)]
 pub(crate) struct Disks {
     templates: PathBuf,
-    /// Held while a template is created.
-    making: tokio::sync::Mutex<()>,
+    /// The size of most disks, whose template is never evicted.
+    default_bytes: u64,
+    /// A permit for each template that is being formatted.
+    formats: tokio::sync::Semaphore,
 }
 
 impl Disks {
-    /// `directory` holds the templates.
-    pub(crate) fn new(directory: PathBuf) -> Self {
+    /// `directory` holds the templates and is used by this process alone.
+    pub(crate) fn new(directory: PathBuf, default_bytes: u64) -> Self {
         Self {
             templates: directory,
-            making: tokio::sync::Mutex::new(()),
+            default_bytes,
+            formats: tokio::sync::Semaphore::new(MAX_CONCURRENT_FORMATS),
         }
     }
 
@@ -53,9 +62,11 @@ impl Disks {
             .join(format!(".probe-{}", uuid::Uuid::new_v4().simple()));
         let (image, target) = (directory.join("disk.img"), directory.join("mounted"));
         // Format anew each time: a leftover of an earlier probe proves nothing.
-        drop(fs_err::remove_file(
-            self.templates.join(format!("{PROBE_BYTES}.img")),
-        ));
+        drop(fs_err::remove_file(self.template_path(PROBE_BYTES)));
+        // Left by a worker that was killed while formatting.
+        for (_, unfinished) in self.files(STAGED) {
+            drop(fs_err::remove_file(unfinished));
+        }
         let attempt = async {
             fs_err::create_dir_all(&target)?;
             self.make(&image, PROBE_BYTES).await?;
@@ -79,10 +90,11 @@ impl Disks {
             Err(error) => return Err(error),
         }
         let template = self.template(bytes).await?;
-        let (image, staged) = (image.to_owned(), image.with_extension("new"));
+        let image = image.to_owned();
         blocking(move || {
+            let staged = TempPath::try_from_path(image.with_extension(STAGED))?;
             copy_sparse(template, &staged)?;
-            fs_err::rename(&staged, &image)
+            Ok(staged.persist(&image)?)
         })
         .await
     }
@@ -90,15 +102,23 @@ impl Disks {
     /// Opens a formatted image of this size; the open file can be copied even if it is evicted
     /// meanwhile.
     async fn template(&self, bytes: u64) -> io::Result<fs_err::File> {
-        let path = self.templates.join(format!("{bytes}.img"));
-        let _making = self.making.lock().await;
-        if path.exists() {
-            return fs_err::File::open(path);
+        let path = self.template_path(bytes);
+        // Without a permit: an existing template must not wait until others are formatted.
+        if let Some(template) = open_template(&path)? {
+            return Ok(template);
+        }
+        let _permit = self.formats.acquire().await.map_err(io::Error::other)?;
+        // Another request may have formatted it meanwhile. Two may also format the same size at
+        // once: each has its own file, and either may stay.
+        if let Some(template) = open_template(&path)? {
+            return Ok(template);
         }
         fs_err::create_dir_all(&self.templates)?;
-        self.evict_templates();
-        let staged = path.with_extension("new");
-        create_sparse(&staged, bytes)?;
+        let staged = tempfile::Builder::new()
+            .suffix(&format!(".{STAGED}"))
+            .tempfile_in(&self.templates)?;
+        staged.as_file().set_len(bytes)?;
+        let staged = staged.into_temp_path();
         run(
             "mkfs.ext4",
             &[
@@ -114,22 +134,49 @@ impl Disks {
         .await?;
         let formatted = fs_err::File::open(&staged)?;
         formatted.sync_all()?;
-        fs_err::rename(&staged, &path)?;
+        staged.persist(&path)?;
+        // Last, so that concurrent formats leave no more than the limit.
+        self.evict_templates();
         Ok(formatted)
     }
 
-    /// Evicts templates beyond the limit, in arbitrary order: callers choose the sizes.
+    fn template_path(&self, bytes: u64) -> PathBuf {
+        self.templates.join(format!("{bytes}.{TEMPLATE}"))
+    }
+
+    /// Evicts the templates beyond the limit that were not used for longest.
     fn evict_templates(&self) {
-        let Ok(entries) = fs_err::read_dir(&self.templates) else {
-            return;
-        };
-        for entry in entries
-            .flatten()
-            .filter(|entry| entry.path().is_file())
-            .skip(MAX_TEMPLATES - 1)
-        {
-            drop(fs_err::remove_file(entry.path()));
+        let default = self.template_path(self.default_bytes);
+        let mut templates = self.files(TEMPLATE);
+        templates.retain(|(_, path)| *path != default);
+        templates.sort_unstable_by_key(|(used, _)| std::cmp::Reverse(*used));
+        for (_, path) in templates.into_iter().skip(MAX_TEMPLATES - 1) {
+            drop(fs_err::remove_file(path));
         }
+    }
+
+    /// The files with an extension in the directory of templates, with the time of their last use.
+    fn files(&self, extension: &str) -> Vec<(SystemTime, PathBuf)> {
+        let Ok(entries) = fs_err::read_dir(&self.templates) else {
+            return Vec::new();
+        };
+        entries
+            .flatten()
+            .filter(|entry| entry.path().extension().is_some_and(|own| own == extension))
+            .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
+            .collect()
+    }
+}
+
+/// Opens a template, if it exists, and marks it as used.
+fn open_template(path: &Path) -> io::Result<Option<fs_err::File>> {
+    match fs_err::File::open(path) {
+        Ok(template) => {
+            drop(template.file().set_modified(SystemTime::now()));
+            Ok(Some(template))
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
     }
 }
 
@@ -247,7 +294,19 @@ fn is_attached(image: &Path) -> io::Result<bool> {
 async fn run(program: &str, options: &[&str], paths: &[&Path]) -> io::Result<()> {
     let mut command = command(program);
     command.args(options).args(paths);
-    finish(program, command, COMMAND_TIMEOUT).await
+    finish(program, command, COMMAND_TIMEOUT)
+        .await
+        .map_err(|error| without_directories(&error, paths))
+}
+
+/// The error with the names of these paths alone: callers see it, and the directories of the host
+/// are not theirs.
+fn without_directories(error: &io::Error, paths: &[&Path]) -> io::Error {
+    let text = paths.iter().fold(error.to_string(), |text, path| {
+        let name = path.file_name().unwrap_or_default();
+        text.replace(&*path.to_string_lossy(), &name.to_string_lossy())
+    });
+    io::Error::new(error.kind(), text)
 }
 
 fn command(program: &str) -> tokio::process::Command {
@@ -399,3 +458,94 @@ mod tests {
         );
     }
 }
+
+    const MIB: u64 = 1 << 20;
+
+    fn names(directory: &Path) -> Vec<String> {
+        let mut names: Vec<String> = fs_err::read_dir(directory)
+            .expect("a directory")
+            .flatten()
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[tokio::test]
+    async fn a_disk_with_a_template_does_not_wait_until_others_are_formatted() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let disks = Disks::new(directory.path().to_owned(), MIB);
+        fs_err::write(disks.template_path(MIB), "formatted").expect("a template");
+        let all = u32::try_from(MAX_CONCURRENT_FORMATS).expect("few");
+        let _busy = disks.formats.acquire_many(all).await.expect("open");
+        let image = directory.path().join("disk");
+        tokio::time::timeout(Duration::from_secs(10), disks.make(&image, MIB))
+            .await
+            .expect("it waited for a format")
+            .expect("a copy");
+        assert_eq!(fs_err::read_to_string(image).expect("there"), "formatted");
+    }
+
+    #[tokio::test]
+    async fn a_disk_that_was_formatted_meanwhile_is_not_formatted_again() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let disks = Disks::new(directory.path().to_owned(), MIB);
+        let all = u32::try_from(MAX_CONCURRENT_FORMATS).expect("few");
+        let busy = disks.formats.acquire_many(all).await.expect("open");
+        let image = directory.path().join("disk");
+        let mut making = Box::pin(disks.make(&image, MIB));
+        assert!(
+            futures_util::poll!(&mut making).is_pending(),
+            "more formats at once than permitted"
+        );
+        fs_err::write(disks.template_path(MIB), "formatted").expect("a template");
+        drop(busy);
+        making.await.expect("a copy");
+        assert_eq!(fs_err::read_to_string(&image).expect("there"), "formatted");
+    }
+
+    #[tokio::test]
+    async fn a_failed_format_leaves_no_file_and_names_no_directory() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let templates = directory.path().join("disks");
+        let disks = Disks::new(templates.clone(), MIB);
+        // Too small for a file system, and too large for any file.
+        for bytes in [4_096, u64::MAX] {
+            let image = directory.path().join("disk.img");
+            let error = disks.make(&image, bytes).await.expect_err("impossible");
+            let text = error.to_string();
+            assert!(
+                !text.contains(&*directory.path().to_string_lossy()),
+                "{text}"
+            );
+            assert_eq!(names(&templates), [""; 0], "{bytes}: {text}");
+            assert_eq!(names(directory.path()), ["disks"], "{bytes}: {text}");
+        }
+    }
+
+    #[test]
+    fn the_default_template_and_those_used_last_are_kept() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let disks = Disks::new(directory.path().to_owned(), 0);
+        // 0 was used first and 11 last; then 3 is used again.
+        for number in 0..12 {
+            let template = fs_err::File::create(disks.template_path(number)).expect("a file");
+            let used = SystemTime::UNIX_EPOCH + Duration::from_secs(number);
+            template.file().set_modified(used).expect("a time");
+        }
+        let staged = directory.path().join("unfinished.new");
+        fs_err::write(&staged, "").expect("a file");
+        assert!(
+            open_template(&disks.template_path(3))
+                .expect("opens")
+                .is_some()
+        );
+        disks.evict_templates();
+        fs_err::remove_file(staged).expect("a file that is being formatted was evicted");
+        assert_eq!(
+            names(directory.path()),
+            [
+                "0.img", "10.img", "11.img", "3.img", "6.img", "7.img", "8.img", "9.img"
+            ]
+        );
+    }

@@ -213,7 +213,11 @@ pub async fn run(config: Config) -> Result<(), Error> {
     cynode_service::files::replace(&config.directory().join("url"), url.as_bytes())
         .map_err(state("writing the address"))?;
 
-    let disks = disk::Disks::new(config.directory().join("disks"));
+    let capacity = capacity::Capacity::of(&config, choice.max_nofile);
+    let disks = disk::Disks::new(
+        config.directory().join("disks"),
+        capacity.default_limits().disk_bytes,
+    );
     let disks = match disks.probe().await {
         Ok(()) => Ok(disks),
         Err(reason) => {
@@ -224,7 +228,6 @@ pub async fn run(config: Config) -> Result<(), Error> {
             Err(reason)
         }
     };
-    let capacity = capacity::Capacity::of(&config, choice.max_nofile);
     let rootless = matches!(choice.ids, IdSpace::Within(_));
     let parent = match capacity::ParentCgroup::prepare(
         &config,

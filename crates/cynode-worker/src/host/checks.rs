@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use cynode_api::{LargestLimits, Unenforced};
+use cynode_api::{LargestLimits, Limits, Unenforced};
 use rustix::process::{Resource, getrlimit};
 
 use super::{Check, TrialSetup, run};
@@ -248,7 +248,8 @@ pub(super) async fn loop_devices(config: &Config) -> Check {
         .find(|path| path.is_dir())
         .unwrap_or(Path::new("/"))
         .join(format!(".cynode-{}", uuid::Uuid::new_v4().simple()));
-    let result = Disks::new(directory.clone()).probe().await;
+    let default_bytes = Limits::default().disk_bytes;
+    let result = Disks::new(directory.clone(), default_bytes).probe().await;
     drop(fs_err::remove_dir_all(&directory));
     match result {
         Ok(()) => Check::ok(

@@ -52,14 +52,21 @@ impl Sessions {
         let container = container_name(sandbox.sandbox_id);
         let runtime_failed = |error: runtime::RuntimeError| ApiError::from(runtime_problem(&error));
         let host_failed = |error: io::Error| {
-            ApiError::new(
-                if error.kind() == io::ErrorKind::StorageFull {
-                    ErrorCode::NoSpace
-                } else {
-                    ErrorCode::Internal
-                },
-                format!("preparing the sandbox: {error}"),
-            )
+            let code = match error.kind() {
+                io::ErrorKind::StorageFull => ErrorCode::NoSpace,
+                // The largest file may be smaller than the file system.
+                io::ErrorKind::FileTooLarge => {
+                    return ApiError::new(
+                        ErrorCode::LimitUnenforceable,
+                        "limits.disk_bytes: the file system of this node has no file of this size",
+                    );
+                }
+                _ => ErrorCode::Internal,
+            };
+            // Callers see it; where the state directory is on the host is not theirs.
+            let state_dir = format!("{}/", self.config.state_dir.display());
+            let reason = error.to_string().replace(&state_dir, "");
+            ApiError::new(code, format!("preparing the sandbox: {reason}"))
         };
         let directory = self.journal.sandbox_directory(sandbox.sandbox_id);
         self.prepare_sandbox(&directory).map_err(host_failed)?;
