@@ -39,6 +39,10 @@ pub struct LargestLimits {
     pub memory_bytes: u64,
     pub cpus: f64,
     pub pids: u32,
+    /// The capacity of the file system with the workspaces. Absent for workers that don't bound
+    /// disks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_bytes: Option<u64>,
 }
 
 /// A requested limit that a node can't grant.
@@ -58,12 +62,14 @@ impl LargestLimits {
             memory_bytes,
             cpus,
             pids,
+            disk_bytes,
             ..
         } = request;
         let requested = Limits {
             memory_bytes: memory_bytes.unwrap_or(0),
             cpus: cpus.unwrap_or(0.0),
             pids: pids.unwrap_or(0),
+            disk_bytes: disk_bytes.unwrap_or(0),
             ..Limits::default()
         };
         self.excess(&requested)
@@ -76,7 +82,9 @@ impl LargestLimits {
             memory_bytes,
             cpus,
             pids,
+            disk_bytes,
         } = *self;
+        let disk_bytes = disk_bytes.unwrap_or(u64::MAX);
         let beyond = [
             (
                 limits.memory_bytes > memory_bytes,
@@ -85,6 +93,11 @@ impl LargestLimits {
             ),
             (limits.cpus > cpus, "cpus", format!("{cpus} processors")),
             (limits.pids > pids, "pids", format!("{pids} processes")),
+            (
+                limits.disk_bytes > disk_bytes,
+                "disk_bytes",
+                format!("{disk_bytes} bytes of disk"),
+            ),
         ];
         beyond
             .into_iter()

@@ -1,4 +1,5 @@
-//! The node's resources for sandboxes: the largest limits of one, and the memory of all together.
+//! The node's resources for sandboxes: the largest limits of one, and the memory and processes of
+//! all together.
 //!
 //! Invariant: no sandbox gets a limit beyond the node. Where the host allows it, all sandboxes run
 //! below one cgroup that leaves the reserve to the rest of the machine, whatever their own limits
@@ -11,13 +12,33 @@ use cynode_api::{
 };
 use cynode_service::{ApiError, ConfigError, checks::check_limits};
 
-use crate::{config::Config, host, limits::Cgroups};
+use crate::{
+    config::Config,
+    disk, host,
+    limits::{Cgroups, Controller},
+};
 
 const PAGE_BYTES: u64 = 4_096;
 /// Bounds of the default reserve, an eighth of the memory.
 const MIN_RESERVE: u64 = 256 << 20;
 const MAX_RESERVE: u64 = 2 << 30;
 const MAX_OVERCOMMIT: u32 = 1_000;
+/// Lower bound of the processes that are not available to sandboxes, an eighth.
+const MIN_RESERVED_PROCESSES: u64 = 1_000;
+/// The kernel's default, for a machine that hides its own.
+const DEFAULT_PID_MAX: u64 = 32_768;
+
+/// What the machine has.
+#[derive(Clone, Copy, Debug)]
+struct Machine {
+    memory_bytes: u64,
+    processors: u32,
+    /// Processes and threads.
+    processes: u64,
+    /// The capacity of the file system with the worker's directory.
+    disk_bytes: Option<u64>,
+    max_nofile: u64,
+}
 
 /// The node's resources as the configuration divides them.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,6 +49,8 @@ pub(crate) struct Capacity {
     pub(crate) largest: LargestLimits,
     /// Maximum sum of the memory limits of all sandboxes.
     pub(crate) promised_memory_bytes: u64,
+    /// Maximum number of processes and threads in all sandboxes together.
+    pub(crate) processes: u64,
     max_nofile: u64,
 }
 
@@ -35,19 +58,33 @@ impl Capacity {
     pub(crate) fn of(config: &Config, max_nofile: u64) -> Self {
         let processors = std::thread::available_parallelism()
             .map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX));
-        Self::divide(config, memory(), processors, max_nofile)
+        let machine = Machine {
+            memory_bytes: memory(),
+            processors,
+            processes: processes(),
+            // A file system that can't be inspected is refused with every new session.
+            disk_bytes: disk::capacity_bytes(&config.directory()).ok(),
+            max_nofile,
+        };
+        Self::divide(config, machine)
     }
 
-    fn divide(config: &Config, memory_bytes: u64, processors: u32, max_nofile: u64) -> Self {
+    fn divide(config: &Config, machine: Machine) -> Self {
+        let memory_bytes = machine.memory_bytes;
         let reserved_memory_bytes = config
             .reserved_memory_bytes
             .unwrap_or_else(|| (memory_bytes / 8).clamp(MIN_RESERVE, MAX_RESERVE));
         let left = memory_bytes.saturating_sub(reserved_memory_bytes) / PAGE_BYTES * PAGE_BYTES;
         let largest = LargestLimits {
             memory_bytes: left,
-            cpus: f64::from(processors),
+            cpus: f64::from(machine.processors),
             pids: config.max_pids,
+            disk_bytes: machine.disk_bytes,
         };
+        // Half of a machine that has hardly more than the reserve.
+        let reserved_processes = (machine.processes / 8)
+            .max(MIN_RESERVED_PROCESSES)
+            .min(machine.processes / 2);
         let promised_memory_bytes = match config.memory_overcommit {
             Some(factor) => times(left, factor),
             // Enough for the maximum number of default sandboxes.
@@ -61,7 +98,8 @@ impl Capacity {
             reserved_memory_bytes,
             largest,
             promised_memory_bytes,
-            max_nofile,
+            processes: machine.processes - reserved_processes,
+            max_nofile: machine.max_nofile,
         }
     }
 
@@ -71,6 +109,9 @@ impl Capacity {
         Limits {
             memory_bytes: default.memory_bytes.min(self.largest.memory_bytes),
             pids: default.pids.min(self.largest.pids),
+            disk_bytes: default
+                .disk_bytes
+                .min(self.largest.disk_bytes.unwrap_or(u64::MAX)),
             ..default
         }
     }
@@ -183,10 +224,31 @@ pub(crate) fn memory() -> u64 {
     let machine = kilobytes.unwrap_or(0) * 1024;
     // The root of the hierarchy also limits sandboxes; the worker's own group may be a unit with a
     // separate limit.
-    let bounded = Cgroups::of(std::process::id().cast_signed())
+    machine.min(limit_of_machine(Controller::Memory).unwrap_or(u64::MAX))
+}
+
+/// The processes and threads of this machine, or of the container that the worker and its sandboxes
+/// run in.
+fn processes() -> u64 {
+    let read = |name: &str| {
+        let text = fs_err::read_to_string(format!("/proc/sys/kernel/{name}")).ok()?;
+        text.trim().parse::<u64>().ok()
+    };
+    [
+        read("pid_max"),
+        read("threads-max"),
+        limit_of_machine(Controller::Pids),
+    ]
+    .into_iter()
+    .flatten()
+    .min()
+    .unwrap_or(DEFAULT_PID_MAX)
+}
+
+fn limit_of_machine(controller: Controller) -> Option<u64> {
+    Cgroups::of(std::process::id().cast_signed())
         .ok()
-        .and_then(|groups| groups.memory_of_machine());
-    machine.min(bounded.unwrap_or(u64::MAX))
+        .and_then(|groups| groups.limit_of_machine(controller))
 }
 
 /// The parent cgroup of all sandboxes on this node.
@@ -194,20 +256,21 @@ pub(crate) fn memory() -> u64 {
 pub(crate) struct ParentCgroup {
     /// The name as passed to the runtime.
     pub(crate) name: String,
-    bytes: u64,
-    /// The limit file, if this worker writes it.
-    file: Option<PathBuf>,
+    /// The limits that this worker writes; none if systemd does.
+    limits: Vec<SharedLimit>,
 }
 
 impl ParentCgroup {
-    /// Creates the cgroup and sets its limit; fails with a reason if the host does not permit it.
+    /// Creates the cgroup and sets its limits; fails with a reason if the host does not permit to
+    /// limit the memory.
     pub(crate) async fn prepare(
         config: &Config,
         manager: &str,
         rootless: bool,
-        bytes: u64,
+        capacity: &Capacity,
     ) -> Result<Self, String> {
         let name = &config.cgroup_parent;
+        let (bytes, processes) = (capacity.largest.memory_bytes, capacity.processes);
         if config.podman_socket.is_some() && config.engine == crate::Engine::Podman {
             return Err(
                 "an external Podman service chooses the cgroups of its containers".to_owned(),
@@ -215,69 +278,96 @@ impl ParentCgroup {
         }
         if manager == "systemd" {
             let slice = format!("{name}.slice");
-            let (property, scope) = (
+            let (memory, tasks, scope) = (
                 format!("MemoryMax={bytes}"),
+                format!("TasksMax={processes}"),
                 if rootless { "--user" } else { "--system" },
             );
             host::run(
                 "systemctl",
-                &[scope, "set-property", "--runtime", &slice, &property],
+                &[scope, "set-property", "--runtime", &slice, &memory, &tasks],
             )
             .await
             .map_err(|error| format!("systemctl set-property: {error}"))?;
             return Ok(Self {
                 name: slice,
-                bytes,
-                file: None,
+                limits: Vec::new(),
             });
         }
         if rootless {
             return Err("an ordinary user has no delegated cgroup here".to_owned());
         }
-        let parent = Self {
+        let mut limits = vec![SharedLimit::set(name, Controller::Memory, bytes)?];
+        match SharedLimit::set(name, Controller::Pids, processes) {
+            Ok(limit) => limits.push(limit),
+            Err(reason) => tracing::warn!(
+                reason,
+                "The total number of processes of all sandboxes is not limited on this host."
+            ),
+        }
+        Ok(Self {
             name: format!("/{name}"),
-            bytes,
-            file: Some(Self::file(name)?),
-        };
-        parent.limit().map_err(|error| error.to_string())?;
-        Ok(parent)
+            limits,
+        })
     }
 
-    /// Checks that such a cgroup can be created, by creating a temporary one.
-    pub(crate) fn probe() -> Result<(), String> {
-        let file = Self::file(&format!("cynode-probe-{}", uuid::Uuid::new_v4().simple()))?;
-        let parent = Self {
-            name: String::new(),
-            bytes: 1 << 30,
-            file: Some(file.clone()),
-        };
-        let limited = parent.limit().map_err(|error| error.to_string());
-        if let Some(directory) = file.parent() {
+    /// Checks that a cgroup with such a limit can be created, by creating a temporary one.
+    pub(crate) fn probe(controller: Controller) -> Result<(), String> {
+        let name = format!("cynode-probe-{}", uuid::Uuid::new_v4().simple());
+        let limit = SharedLimit::of(&name, controller, 1 << 20)?;
+        let ensured = limit.ensure().map_err(|error| error.to_string());
+        if let Some(directory) = limit.file.parent() {
             drop(fs_err::remove_dir(directory));
         }
-        limited
+        ensured
     }
 
-    fn file(name: &str) -> Result<PathBuf, String> {
+    /// Ensures that the cgroup exists with its limits; cheap if it does.
+    pub(crate) fn limit(&self) -> std::io::Result<()> {
+        self.limits.iter().try_for_each(SharedLimit::ensure)
+    }
+}
+
+/// A limit of all sandboxes together, in their parent cgroup.
+#[derive(Clone, Debug)]
+struct SharedLimit {
+    controller: Controller,
+    value: u64,
+    file: PathBuf,
+}
+
+impl SharedLimit {
+    fn of(group: &str, controller: Controller, value: u64) -> Result<Self, String> {
         let groups =
             Cgroups::of(std::process::id().cast_signed()).map_err(|error| error.to_string())?;
         let (top, file) = groups
-            .memory_tree()
-            .ok_or("no cgroup tree has the memory controller")?;
-        Ok(top.join(name).join(file))
+            .tree(controller)
+            .ok_or_else(|| format!("no cgroup tree has the {} controller", controller.name()))?;
+        Ok(Self {
+            controller,
+            value,
+            file: top.join(group).join(file),
+        })
     }
 
-    /// Ensures that the cgroup exists with its limit; cheap if it does.
-    pub(crate) fn limit(&self) -> std::io::Result<()> {
-        let Some(file) = &self.file else {
-            return Ok(());
-        };
+    fn set(group: &str, controller: Controller, value: u64) -> Result<Self, String> {
+        let limit = Self::of(group, controller, value)?;
+        limit.ensure().map_err(|error| error.to_string())?;
+        Ok(limit)
+    }
+
+    fn ensure(&self) -> std::io::Result<()> {
+        let Self {
+            controller,
+            value,
+            file,
+        } = self;
         let limit = |file: &Path| {
             fs_err::read_to_string(file)
                 .ok()
                 .and_then(|text| text.trim().parse::<u64>().ok())
         };
-        if limit(file) == Some(self.bytes) {
+        if limit(file) == Some(*value) {
             return Ok(());
         }
         let directory = file.parent().unwrap_or(file);
@@ -289,15 +379,17 @@ impl ParentCgroup {
             && let Some(top) = directory.parent()
         {
             // In version 2, the parent group must delegate the controller.
-            fs_err::write(top.join("cgroup.subtree_control"), "+memory")?;
+            fs_err::write(
+                top.join("cgroup.subtree_control"),
+                format!("+{}", controller.name()),
+            )?;
         }
-        fs_err::write(file, self.bytes.to_string())?;
+        fs_err::write(file, value.to_string())?;
         match limit(file) {
-            Some(actual) if actual <= self.bytes => Ok(()),
+            Some(actual) if actual <= *value => Ok(()),
             actual => Err(std::io::Error::other(format!(
-                "{} contains {actual:?} after writing {}",
+                "{} contains {actual:?} after writing {value}",
                 file.display(),
-                self.bytes
             ))),
         }
     }

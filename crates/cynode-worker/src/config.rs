@@ -38,7 +38,7 @@ pub struct Config {
     /// Maximum number of processes in one sandbox.
     pub max_pids: u32,
     /// The parent cgroup of all sandboxes. Workers on one machine with the same parent share its
-    /// memory limit.
+    /// limits of memory and processes.
     pub cgroup_parent: String,
     pub workspace_grace_seconds: u64,
     /// The agent's binary. Default: next to this program.

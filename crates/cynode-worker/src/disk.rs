@@ -380,6 +380,13 @@ fn copy_sparse(mut source: fs_err::File, to: &Path) -> io::Result<()> {
     }
 }
 
+/// The size of the file system of a path, or of the directory that it will be created in.
+pub(crate) fn capacity_bytes(path: &Path) -> io::Result<u64> {
+    let existing = path.ancestors().find(|path| path.exists());
+    let stat = rustix::fs::statvfs(existing.unwrap_or(Path::new("/")))?;
+    Ok(stat.f_blocks.saturating_mul(stat.f_frsize))
+}
+
 /// Free bytes available to this process on the file system of a path.
 pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     let stat = rustix::fs::statvfs(path)?;
@@ -457,7 +464,6 @@ mod tests {
             blocks(&from)
         );
     }
-}
 
     const MIB: u64 = 1 << 20;
 
@@ -549,3 +555,4 @@ mod tests {
             ]
         );
     }
+}

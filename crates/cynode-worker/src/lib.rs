@@ -229,23 +229,19 @@ pub async fn run(config: Config) -> Result<(), Error> {
         }
     };
     let rootless = matches!(choice.ids, IdSpace::Within(_));
-    let parent = match capacity::ParentCgroup::prepare(
-        &config,
-        &choice.cgroup_manager,
-        rootless,
-        capacity.largest.memory_bytes,
-    )
-    .await
-    {
-        Ok(parent) => Some(parent),
-        Err(reason) => {
-            tracing::warn!(
-                reason,
-                "The total memory of all sandboxes is not limited on this host."
-            );
-            None
-        }
-    };
+    let parent =
+        match capacity::ParentCgroup::prepare(&config, &choice.cgroup_manager, rootless, &capacity)
+            .await
+        {
+            Ok(parent) => Some(parent),
+            Err(reason) => {
+                tracing::warn!(
+                    reason,
+                    "The total memory and processes of all sandboxes are not limited on this host."
+                );
+                None
+            }
+        };
     let options = SessionsConfig {
         runtime: Arc::clone(&runtime),
         journal: locked.journal.clone(),

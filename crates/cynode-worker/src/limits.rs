@@ -128,6 +128,30 @@ enum CgroupVersion {
     Two,
 }
 
+/// A cgroup controller whose limit holds for all sandboxes together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Controller {
+    Memory,
+    Pids,
+}
+
+impl Controller {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Memory => "memory",
+            Self::Pids => "pids",
+        }
+    }
+
+    const fn limit_file(self, version: CgroupVersion) -> &'static str {
+        match (self, version) {
+            (Self::Memory, CgroupVersion::One) => "memory.limit_in_bytes",
+            (Self::Memory, CgroupVersion::Two) => "memory.max",
+            (Self::Pids, _) => "pids.max",
+        }
+    }
+}
+
 /// The cgroups of a process: one per controller in version 1, one in version 2, both on hybrid
 /// hosts.
 ///
@@ -316,22 +340,23 @@ impl Cgroups {
     }
 
     /// The limit at the root of the visible hierarchy: set in a container, absent on a machine.
-    pub(crate) fn memory_of_machine(&self) -> Option<u64> {
-        let (top, file) = self.memory_tree()?;
+    pub(crate) fn limit_of_machine(&self, controller: Controller) -> Option<u64> {
+        let (top, file) = self.tree(controller)?;
         read(&top.join(file))?.trim().parse().ok()
     }
 
-    /// The root of the hierarchy with the memory controller, and the name of its limit file.
-    pub(crate) fn memory_tree(&self) -> Option<(&Path, &'static str)> {
-        let group = self.group("memory")?;
+    /// The root of the hierarchy with a controller, and the name of its limit file.
+    pub(crate) fn tree(&self, controller: Controller) -> Option<(&Path, &'static str)> {
+        let group = self.group(controller.name())?;
+        let file = controller.limit_file(group.version());
         match group.version() {
-            CgroupVersion::One => Some((&group.top, "memory.limit_in_bytes")),
+            CgroupVersion::One => Some((&group.top, file)),
             CgroupVersion::Two => {
                 let controllers = read(&group.top.join("cgroup.controllers"))?;
                 controllers
                     .split_whitespace()
-                    .any(|name| name == "memory")
-                    .then_some((&*group.top, "memory.max"))
+                    .any(|name| name == controller.name())
+                    .then_some((&*group.top, file))
             }
         }
     }

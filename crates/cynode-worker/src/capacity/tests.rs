@@ -1,11 +1,24 @@
 use super::*;
 
 const GIB: u64 = 1 << 30;
+const MACHINE: Machine = Machine {
+    memory_bytes: 24 * GIB,
+    processors: 2,
+    processes: 32_768,
+    disk_bytes: Some(53 * GIB),
+    max_nofile: 4_096,
+};
 
 fn node(memory: u64, change: impl FnOnce(&mut Config)) -> Capacity {
     let mut config = Config::default();
     change(&mut config);
-    Capacity::divide(&config, memory, 2, 4_096)
+    Capacity::divide(
+        &config,
+        Machine {
+            memory_bytes: memory,
+            ..MACHINE
+        },
+    )
 }
 
 fn refusal(node: &Capacity, request: LimitsRequest) -> Option<String> {
@@ -65,6 +78,23 @@ fn a_sandbox_gets_at_most_the_node_less_its_reserve() {
         refusal(&node, pids(4_097)).expect("more"),
         "limits.pids: this node gives a sandbox at most 4096 processes"
     );
+    let disk = |bytes| LimitsRequest {
+        disk_bytes: Some(bytes),
+        ..Default::default()
+    };
+    assert_eq!(
+        node.limits(disk(53 * GIB)).expect("all of it").disk_bytes,
+        53 * GIB
+    );
+    for bytes in [53 * GIB + 1, (1 << 44) - 4_096, 1 << 45] {
+        assert_eq!(
+            refusal(&node, disk(bytes)).expect("more than there is"),
+            format!(
+                "limits.disk_bytes: this node gives a sandbox at most {} bytes of disk",
+                53 * GIB
+            )
+        );
+    }
     let nofile = |nofile| LimitsRequest {
         nofile: Some(nofile),
         ..Default::default()
@@ -116,6 +146,41 @@ fn a_node_smaller_than_the_defaults_gives_what_it_has() {
         refusal(&small, request).is_some(),
         "an explicit request beyond the node was accepted"
     );
+}
+
+#[test]
+fn a_sandbox_without_a_request_gets_no_larger_disk_than_the_node_has() {
+    let disk = |disk_bytes| {
+        let machine = Machine {
+            disk_bytes,
+            ..MACHINE
+        };
+        let node = Capacity::divide(&Config::default(), machine);
+        let limits = node.limits(LimitsRequest::default());
+        limits.expect("defaults always fit").disk_bytes
+    };
+    assert_eq!(disk(Some(GIB)), GIB);
+    for plenty in [Some(53 * GIB), None] {
+        assert_eq!(disk(plenty), Limits::default().disk_bytes);
+    }
+}
+
+#[test]
+fn all_sandboxes_together_leave_processes_to_the_machine() {
+    for (has, gives) in [
+        (32_768, 28_672),
+        (1 << 22, (1 << 22) / 8 * 7),
+        (4_000, 3_000),
+        (1_200, 600),
+        (301, 151),
+    ] {
+        let machine = Machine {
+            processes: has,
+            ..MACHINE
+        };
+        let node = Capacity::divide(&Config::default(), machine);
+        assert_eq!(node.processes, gives, "of {has}");
+    }
 }
 
 #[test]
@@ -185,29 +250,43 @@ fn a_configuration_must_leave_resources_to_sandboxes() {
 }
 
 #[test]
-fn the_limit_of_all_sandboxes_is_written_once_and_verified() {
+fn the_limits_of_all_sandboxes_are_written_once_and_verified() {
     let root = tempfile::tempdir().expect("a directory");
-    let file = root.path().join("cynode/memory.limit_in_bytes");
-    let parent = |bytes| ParentCgroup {
-        name: "/cynode".to_owned(),
-        bytes,
-        file: Some(file.clone()),
+    let limit = |controller: Controller, file: &str, value| SharedLimit {
+        controller,
+        value,
+        file: root
+            .path()
+            .join(controller.name())
+            .join("cynode")
+            .join(file),
     };
-    fs_err::create_dir(root.path().join("cynode")).expect("a directory");
-    fs_err::write(&file, "9223372036854771712\n").expect("a file");
-    parent(1_000).limit().expect("written");
-    assert_eq!(fs_err::read_to_string(&file).expect("there"), "1000");
-    let written = fs_err::metadata(&file)
-        .expect("there")
-        .modified()
-        .expect("a time");
-    parent(1_000).limit().expect("there already");
-    assert_eq!(
-        fs_err::metadata(&file)
-            .expect("there")
-            .modified()
-            .expect("a time"),
-        written,
-        "the limit was written twice"
-    );
+    let limits = vec![
+        limit(Controller::Memory, "memory.limit_in_bytes", 1_000),
+        limit(Controller::Pids, "pids.max", 28_672),
+    ];
+    for (limit, unlimited) in limits.iter().zip(["9223372036854771712\n", "max\n"]) {
+        let directory = limit.file.parent().expect("a parent");
+        fs_err::create_dir_all(directory).expect("a directory");
+        fs_err::write(&limit.file, unlimited).expect("a file");
+    }
+    let files: Vec<PathBuf> = limits.iter().map(|limit| limit.file.clone()).collect();
+    let written = || -> Vec<_> {
+        let modified = |file| fs_err::metadata(file)?.modified();
+        let times: std::io::Result<_> = files.iter().map(modified).collect();
+        times.expect("files with times")
+    };
+    let parent = ParentCgroup {
+        name: "/cynode".to_owned(),
+        limits,
+    };
+    parent.limit().expect("written");
+    let texts: Vec<String> = files
+        .iter()
+        .map(|file| fs_err::read_to_string(file).expect("there"))
+        .collect();
+    assert_eq!(texts, ["1000", "28672"]);
+    let before = written();
+    parent.limit().expect("there already");
+    assert_eq!(written(), before, "a limit was written twice");
 }

@@ -10,6 +10,7 @@ use crate::{
     capacity::{Capacity, ParentCgroup},
     config::{Config, Engine},
     disk::Disks,
+    limits::Controller,
     runtime::IdSpace,
 };
 
@@ -167,7 +168,8 @@ pub(super) fn rlimits() -> (Check, u64) {
     (check, max_nofile)
 }
 
-/// Checks the largest limits of one sandbox, and whether the total memory of all is limited.
+/// Checks the largest limits of one sandbox, and whether the total memory and processes of all are
+/// limited.
 pub(super) fn memory(config: &Config, setup: Option<&TrialSetup>, max_nofile: u64) -> Check {
     const NAME: &str = "sandbox limits";
     let capacity = Capacity::of(config, max_nofile);
@@ -175,12 +177,14 @@ pub(super) fn memory(config: &Config, setup: Option<&TrialSetup>, max_nofile: u6
         memory_bytes,
         cpus,
         pids,
+        disk_bytes,
     } = capacity.largest;
     #[expect(clippy::cast_precision_loss, reason = "for display")]
     let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1_u64 << 30) as f64);
+    let disk = disk_bytes.map_or_else(String::new, |bytes| format!(", a disk of {}", gib(bytes)));
     let each = format!(
-        "a sandbox gets at most {} of memory, {cpus} processors, {pids} processes; {} of memory \
-         are reserved, and the limits of all may add up to {}",
+        "a sandbox gets at most {} of memory, {cpus} processors, {pids} processes{disk}; {} of \
+         memory are reserved, and the limits of all may add up to {}",
         gib(memory_bytes),
         gib(capacity.reserved_memory_bytes),
         gib(capacity.promised_memory_bytes)
@@ -188,6 +192,7 @@ pub(super) fn memory(config: &Config, setup: Option<&TrialSetup>, max_nofile: u6
     let Some(setup) = setup else {
         return Check::adapted(NAME, each);
     };
+    let mut processes = Ok(());
     let cgroup = match (&config.podman_socket, setup.cgroup_manager.as_str()) {
         (Some(_), _) if config.engine == Engine::Podman => {
             Err("an external Podman service chooses the cgroups of its containers".to_owned())
@@ -196,14 +201,25 @@ pub(super) fn memory(config: &Config, setup: Option<&TrialSetup>, max_nofile: u6
         _ if matches!(setup.ids, IdSpace::Within(_)) => {
             Err("an ordinary user has no delegated cgroup here".to_owned())
         }
-        _ => ParentCgroup::probe().map(|()| format!("/{}", config.cgroup_parent)),
+        _ => {
+            processes = ParentCgroup::probe(Controller::Pids);
+            ParentCgroup::probe(Controller::Memory).map(|()| format!("/{}", config.cgroup_parent))
+        }
     };
-    match cgroup {
-        Ok(cgroup) => Check::ok(
+    let memory = gib(memory_bytes);
+    match cgroup.map(|cgroup| (cgroup, processes)) {
+        Ok((cgroup, Ok(()))) => Check::ok(
             NAME,
             format!(
-                "{each}; all of them {} in the cgroup {cgroup}",
-                gib(memory_bytes)
+                "{each}; all of them {memory} and {} processes in the cgroup {cgroup}",
+                capacity.processes
+            ),
+        ),
+        Ok((cgroup, Err(reason))) => Check::adapted(
+            NAME,
+            format!(
+                "{each}; all of them {memory} in the cgroup {cgroup}; their processes together \
+                 are not limited ({reason})"
             ),
         ),
         Err(reason) => Check::adapted(NAME, format!("{each}; the total is not limited ({reason})")),

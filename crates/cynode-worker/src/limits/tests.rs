@@ -200,19 +200,24 @@ fn the_limit_of_all_sandboxes_does_not_count_for_one() {
 }
 
 #[test]
-fn in_a_container_the_machine_has_the_memory_of_its_cgroup() {
+fn in_a_container_the_machine_has_the_memory_and_processes_of_its_cgroup() {
     let root = tree(&[
         ("memory.max", "max"),
+        ("pids.max", "2000"),
         ("cgroup.controllers", "cpu memory pids"),
     ]);
     let inside = unified(root.path(), "/worker");
-    assert_eq!(inside.memory_of_machine(), None);
-    assert_eq!(inside.memory_tree(), Some((root.path(), "memory.max")));
+    assert_eq!(inside.limit_of_machine(Controller::Pids), Some(2_000));
+    assert_eq!(inside.limit_of_machine(Controller::Memory), None);
+    assert_eq!(
+        inside.tree(Controller::Memory),
+        Some((root.path(), "memory.max"))
+    );
     fs_err::write(root.path().join("memory.max"), "4096\n").expect("a file");
-    assert_eq!(inside.memory_of_machine(), Some(4_096));
+    assert_eq!(inside.limit_of_machine(Controller::Memory), Some(4_096));
     fs_err::write(root.path().join("cgroup.controllers"), "cpu pids\n").expect("a file");
     assert_eq!(
-        inside.memory_tree(),
+        inside.tree(Controller::Memory),
         None,
         "a tree without a memory controller was used"
     );

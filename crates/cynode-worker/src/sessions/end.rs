@@ -323,8 +323,11 @@ impl Sessions {
         // As for a new session: admissions compete for the workspace and the last slot.
         let _admission = self.admission_lock.lock().await;
         self.check_room()?;
-        // The node's capacity may have shrunk since the session was created.
-        self.capacity.check(&record.session.limits)?;
+        // The node's capacity may have shrunk since the session was created. Its disk exists.
+        self.capacity.check(&cynode_api::Limits {
+            disk_bytes: 0,
+            ..record.session.limits
+        })?;
         self.check_capacity(record.session.limits.memory_bytes)?;
         let disk = RequestedDisk {
             bytes: record.session.limits.disk_bytes,

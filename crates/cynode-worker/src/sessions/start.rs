@@ -84,7 +84,7 @@ impl Sessions {
             .transpose()
             .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
         if let Some(Err(error)) = self.parent.as_ref().map(ParentCgroup::limit) {
-            tracing::warn!(%error, "Failed to set the memory limit of all sandboxes together.");
+            tracing::warn!(%error, "Failed to set the limits of all sandboxes together.");
         }
         let spec = self.spec(sandbox, &directory, &workspace, &home);
         match self.runtime.create(&spec).await {

@@ -150,12 +150,16 @@ fn limits(capability: &Capability) -> String {
         memory_bytes,
         cpus,
         pids,
+        disk_bytes,
     }) = capability.largest
     else {
         return String::new();
     };
+    let disk = disk_bytes.map_or_else(String::new, |bytes| {
+        format!(", a disk of {}", output::size(bytes))
+    });
     let each = format!(
-        "at most {}, {cpus} processors, {pids} processes",
+        "at most {}, {cpus} processors, {pids} processes{disk}",
         output::size(memory_bytes)
     );
     capability.promised_memory_bytes.map_or_else(

@@ -297,11 +297,13 @@ impl Drop for SimulatedWorker {
     }
 }
 
-/// The largest limits of one sandbox: a machine with 8 GiB, one of them reserved.
+/// The largest limits of one sandbox: a machine with 8 GiB, one of them reserved,
+/// and a disk of 64 GiB.
 pub const LARGEST_LIMITS: LargestLimits = LargestLimits {
     memory_bytes: 7 << 30,
     cpus: 2.0,
     pids: 4_096,
+    disk_bytes: Some(64 << 30),
 };
 /// The memory of two hundred default sandboxes.
 pub const PROMISED_MEMORY_BYTES: u64 = 200 * (2 << 30);

@@ -230,6 +230,8 @@ async fn limits_beyond_the_node_are_refused_by_name(client: &SessionClient) -> R
         ("memory_bytes", json!(1_u64 << 45)),
         ("cpus", json!(1_000)),
         ("pids", json!(1 << 20)),
+        ("disk_bytes", json!((1_u64 << 44) - 4_096)),
+        ("disk_bytes", json!(1_u64 << 45)),
     ] {
         let limits = json!({limit: value});
         let (request, mut command) = (session(), serde_json::to_value(job("exit 0"))?);

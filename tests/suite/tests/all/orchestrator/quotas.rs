@@ -778,7 +778,12 @@ async fn limits_that_no_node_grants_are_refused_and_promised_memory_is_bounded()
             );
         }
     }
-    for (limit, value) in [("cpus", json!(2.5)), ("pids", json!(4_097))] {
+    let disk = LARGEST_LIMITS.disk_bytes.map(|bytes| bytes + 1);
+    for (limit, value) in [
+        ("cpus", json!(2.5)),
+        ("pids", json!(4_097)),
+        ("disk_bytes", json!(disk)),
+    ] {
         let refused = refusal(
             &fixture
                 .request_session(&fixture.admin, json!({"limits": {limit: value}}))

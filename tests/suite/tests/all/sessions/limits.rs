@@ -333,6 +333,77 @@ async fn all_sandboxes_together_leave_the_machine_its_reserve() -> Result<()> {
 }
 
 #[tokio::test]
+async fn all_sandboxes_together_leave_the_machine_processes() -> Result<()> {
+    let world = World::new()?;
+    let mut worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let made = client.create_session(&of_memory(64 * MIB)).await?;
+    assert_eq!(made.unenforced, []);
+    let group = ["/sys/fs/cgroup/pids", "/sys/fs/cgroup"]
+        .map(|tree| Path::new(tree).join(world.cgroup_parent()))
+        .into_iter()
+        .find(|path| path.join("pids.max").is_file())
+        .context("no cgroup of all sandboxes")?;
+    let number = |path: &Path| -> Result<u64> {
+        let text = fs_err::read_to_string(path)?;
+        text.trim()
+            .parse()
+            .with_context(|| format!("{} contains {text:?}", path.display()))
+    };
+    let (limit, kernel) = (
+        number(&group.join("pids.max"))?,
+        number(Path::new("/proc/sys/kernel/pid_max"))?,
+    );
+    assert!(
+        limit > 0 && limit <= kernel - kernel / 8,
+        "{limit} of {kernel}"
+    );
+    assert!(
+        number(&group.join("pids.current"))? > 0,
+        "the sandbox does not count"
+    );
+    worker.shut_down().await?;
+    world.assert_clean().await
+}
+
+#[tokio::test]
+// invariant: disk
+async fn a_disk_is_at_most_as_large_as_the_file_system_of_the_node() -> Result<()> {
+    let world = World::new()?;
+    small_disk(&world, 1_024 * MIB)?;
+    let worker = world
+        .worker(&Options::default().set("min_free_bytes", &(200 * MIB).to_string()))
+        .await?;
+    let client = worker.client()?;
+    for beyond in [1_024 * MIB + 1, (1 << 44) - 4_096, 1 << 45] {
+        let error = client
+            .create_session(&with_disk(beyond))
+            .await
+            .expect_err("more than the file system has");
+        assert!(
+            error.is(ErrorCode::LimitUnenforceable)
+                && error.to_string().contains(&format!(
+                    "limits.disk_bytes: this node gives a sandbox at most {} bytes of disk",
+                    1_024 * MIB
+                )),
+            "{error}"
+        );
+    }
+    // Disks are sparse: together they may exceed the file system.
+    for _ in 0..2 {
+        client.create_session(&with_disk(1_024 * MIB)).await?;
+    }
+    let mut request = with_disk(0);
+    request.limits = Some(LimitsRequest {
+        memory_bytes: Some(256 * MIB),
+        ..Default::default()
+    });
+    let modest = client.create_session(&request).await?;
+    assert_eq!(modest.limits.disk_bytes, 1_024 * MIB);
+    Ok(())
+}
+
+#[tokio::test]
 // invariant: node-memory
 async fn memory_is_promised_as_often_as_configured() -> Result<()> {
     let world = World::new()?;
@@ -514,10 +585,10 @@ async fn sandboxes_that_fill_the_nodes_disk_are_stopped_before_it_is_full() -> R
         .worker(&Options::default().set("min_free_bytes", &(1_200 * MIB).to_string()))
         .await?;
     let client = worker.client()?;
-    // Each more than the node has.
+    // Each as much as the node has.
     let (one, two) = (
-        client.create_session(&with_disk(8_192 * MIB)).await?,
-        client.create_session(&with_disk(8_192 * MIB)).await?,
+        client.create_session(&with_disk(2_048 * MIB)).await?,
+        client.create_session(&with_disk(2_048 * MIB)).await?,
     );
     let quiet = client.create_session(&with_disk(64 * MIB)).await?;
     let until_told = ExecRequest {
@@ -605,7 +676,7 @@ async fn preallocated_space_counts_before_it_is_written() -> Result<()> {
         .worker(&Options::default().set("min_free_bytes", &(1_200 * MIB).to_string()))
         .await?;
     let client = worker.client()?;
-    let made = client.create_session(&with_disk(8_192 * MIB)).await?;
+    let made = client.create_session(&with_disk(2_048 * MIB)).await?;
     // More than is left above the threshold, written in one go.
     let fill = sh("fallocate -l 1600M big && dd if=/dev/zero of=big bs=1M count=1600 conv=notrunc");
     let filled = client.exec(made.session_id, &fill).await?;
