@@ -30,6 +30,7 @@ pub async fn on_behalf_of<F: Future>(caller: CallerId, future: F) -> F::Output {
 #[derive(Debug)]
 pub(crate) struct FairBudget {
     capacity: usize,
+    overtaking: Duration,
     state: Mutex<State>,
 }
 
@@ -72,7 +73,7 @@ impl State {
     fn grants(&mut self, budget: &'static FairBudget) -> Vec<(oneshot::Sender<Share>, Share)> {
         self.waiting.retain(|waiter| !waiter.grant.is_closed());
         let mut grants = Vec::new();
-        while let Some(place) = self.next(budget.capacity) {
+        while let Some(place) = self.next(budget) {
             let Some(Waiter {
                 caller,
                 amount,
@@ -96,11 +97,11 @@ impl State {
     }
 
     /// The place of the waiter that is next, if it fits.
-    fn next(&self, capacity: usize) -> Option<usize> {
+    fn next(&self, budget: &FairBudget) -> Option<usize> {
         let mut order: Vec<usize> = (0..self.waiting.len())
             .filter(|place| {
                 let Waiter { caller, amount, .. } = &self.waiting[*place];
-                self.is_within_part(capacity, *caller, *amount)
+                self.is_within_part(budget.capacity, *caller, *amount)
             })
             .collect();
         order.sort_by_key(|place| (self.held(self.waiting[*place].caller), *place));
@@ -109,7 +110,7 @@ impl State {
             if waiter.amount <= self.free {
                 return Some(place);
             }
-            if waiter.since.elapsed() >= OVERTAKING {
+            if waiter.since.elapsed() >= budget.overtaking {
                 return None;
             }
         }
@@ -119,8 +120,13 @@ impl State {
 
 impl FairBudget {
     pub(crate) const fn new(capacity: usize) -> Self {
+        Self::with(capacity, OVERTAKING)
+    }
+
+    const fn with(capacity: usize, overtaking: Duration) -> Self {
         Self {
             capacity,
+            overtaking,
             state: Mutex::new(State {
                 free: capacity,
                 held: BTreeMap::new(),
@@ -221,14 +227,14 @@ mod tests {
     async fn one_caller_gets_half_and_others_find_room() {
         let budget = budget(100);
         let first = budget.acquire_for(user(1), 30).await;
-        let _second = budget.acquire_for(user(1), 20).await;
+        let second = budget.acquire_for(user(1), 20).await;
         let third = tokio::spawn(budget.acquire_for(user(1), 1));
         assert!(is_waiting(&third).await, "more than half was granted");
         drop(budget.acquire_for(user(2), 50).await);
         drop(first);
         drop(third.await.expect("granted"));
         // A single large request may exceed half, up to the whole budget.
-        drop(_second);
+        drop(second);
         drop(budget.acquire_for(user(3), 100).await);
         assert_eq!(budget.free(), 100);
     }
@@ -264,19 +270,24 @@ mod tests {
         assert_eq!(receiver.recv().await, Some("again"));
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn a_large_request_is_overtaken_for_a_while_only() {
-        let budget = budget(10);
-        let held = budget.acquire_for(user(1), 5).await;
-        let large = tokio::spawn(budget.acquire_for(user(2), 10));
-        assert!(is_waiting(&large).await);
-        drop(budget.acquire_for(user(3), 1).await);
-        tokio::time::advance(OVERTAKING).await;
-        let small = tokio::spawn(budget.acquire_for(user(3), 1));
-        assert!(is_waiting(&small).await, "the large request is starved");
-        drop(held);
-        drop(large.await.expect("granted"));
-        drop(small.await.expect("granted"));
+        for (overtaking, is_overtaken) in [(OVERTAKING, true), (Duration::ZERO, false)] {
+            let budget: &'static FairBudget = Box::leak(Box::new(FairBudget::with(10, overtaking)));
+            let held = budget.acquire_for(user(1), 5).await;
+            let large = tokio::spawn(budget.acquire_for(user(2), 10));
+            assert!(is_waiting(&large).await);
+            let small = tokio::spawn(budget.acquire_for(user(3), 1));
+            assert_eq!(is_waiting(&small).await, !is_overtaken);
+            drop(held);
+            if is_overtaken {
+                drop(small.await.expect("granted"));
+                drop(large.await.expect("granted"));
+            } else {
+                drop(large.await.expect("granted"));
+                drop(small.await.expect("granted"));
+            }
+        }
     }
 
     #[tokio::test]
