@@ -575,8 +575,8 @@ fn a_type_change_that_races_with_a_writer_is_rolled_back() {
 #[test]
 fn many_rejects_still_fit_into_one_frame() {
     let workspace = TestWorkspace::new();
-    let diff = (0..20_000)
-        .map(|number| format!("--- a/{number}\n+++ b/{number}\n@@ -1 +1 @@\n-x\n+y\n"))
+    let diff = (0..10_000)
+        .map(|number| format!("--- a/{number:0100}\n+++ b/{number:0100}\n@@ -1 +1 @@\n-x\n+y\n"))
         .collect::<Vec<_>>()
         .concat();
     let error = workspace
