@@ -309,7 +309,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     closers.push(written);
     finish(closers, SHUTDOWN_TIMEOUT).await;
     match timeout(SHUTDOWN_TIMEOUT, last.signer.sign_once()).await {
-        Ok(Ok(_)) => {}
+        Ok(Ok(())) => {}
         Ok(Err(error)) => {
             tracing::debug!(%error, "The last audit records are not signed; the next orchestrator signs them.");
         }

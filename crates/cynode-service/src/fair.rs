@@ -207,8 +207,8 @@ mod tests {
 
     use super::*;
 
-    fn user(number: u128) -> Option<CallerId> {
-        Some(CallerId::User(Uuid::from_u128(number)))
+    fn user(number: u128) -> CallerId {
+        CallerId::User(Uuid::from_u128(number))
     }
 
     fn budget(capacity: usize) -> &'static FairBudget {
@@ -226,16 +226,16 @@ mod tests {
     // invariant: no-starvation
     async fn one_caller_gets_half_and_others_find_room() {
         let budget = budget(100);
-        let first = budget.acquire_for(user(1), 30).await;
-        let second = budget.acquire_for(user(1), 20).await;
-        let third = tokio::spawn(budget.acquire_for(user(1), 1));
+        let first = budget.acquire_for(Some(user(1)), 30).await;
+        let second = budget.acquire_for(Some(user(1)), 20).await;
+        let third = tokio::spawn(budget.acquire_for(Some(user(1)), 1));
         assert!(is_waiting(&third).await, "more than half was granted");
-        drop(budget.acquire_for(user(2), 50).await);
+        drop(budget.acquire_for(Some(user(2)), 50).await);
         drop(first);
         drop(third.await.expect("granted"));
         // A single large request may exceed half, up to the whole budget.
         drop(second);
-        drop(budget.acquire_for(user(3), 100).await);
+        drop(budget.acquire_for(Some(user(3)), 100).await);
         assert_eq!(budget.free(), 100);
     }
 
@@ -243,16 +243,16 @@ mod tests {
     // invariant: no-starvation
     async fn the_caller_that_holds_least_comes_next_then_the_first_to_arrive() {
         let budget = budget(4);
-        let own = budget.acquire_for(user(1), 2).await;
+        let own = budget.acquire_for(Some(user(1)), 2).await;
         let others = [
-            budget.acquire_for(user(2), 1).await,
+            budget.acquire_for(Some(user(2)), 1).await,
             budget.acquire_for(None, 1).await,
         ];
         let (sender, mut receiver) = tokio::sync::mpsc::unbounded_channel();
         for (name, caller) in [("again", 2), ("first", 3), ("second", 4), ("gone", 5)] {
             let sender = sender.clone();
             let waiting = tokio::spawn(async move {
-                let share = budget.acquire_for(user(caller), 1).await;
+                let share = budget.acquire_for(Some(user(caller)), 1).await;
                 sender.send(name).expect("the receiver is open");
                 std::future::pending::<()>().await;
                 drop(share);
@@ -274,10 +274,10 @@ mod tests {
     async fn a_large_request_is_overtaken_for_a_while_only() {
         for (overtaking, is_overtaken) in [(OVERTAKING, true), (Duration::ZERO, false)] {
             let budget: &'static FairBudget = Box::leak(Box::new(FairBudget::with(10, overtaking)));
-            let held = budget.acquire_for(user(1), 5).await;
-            let large = tokio::spawn(budget.acquire_for(user(2), 10));
+            let held = budget.acquire_for(Some(user(1)), 5).await;
+            let large = tokio::spawn(budget.acquire_for(Some(user(2)), 10));
             assert!(is_waiting(&large).await);
-            let small = tokio::spawn(budget.acquire_for(user(3), 1));
+            let small = tokio::spawn(budget.acquire_for(Some(user(3)), 1));
             assert_eq!(is_waiting(&small).await, !is_overtaken);
             drop(held);
             if is_overtaken {

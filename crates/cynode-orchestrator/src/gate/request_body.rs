@@ -425,13 +425,11 @@ async fn read_request(
     let (give_back, mut given_back) = oneshot::channel();
     let pieces = stream::try_unfold((form, give_back), async |(mut form, give_back)| {
         let piece = form.next_request_piece().await.map_err(budget::BodyError)?;
-        Ok::<_, budget::BodyError>(match piece {
-            Some(piece) => Some((piece, (form, give_back))),
-            None => {
-                drop(give_back.send(form));
-                None
-            }
-        })
+        let Some(piece) = piece else {
+            drop(give_back.send(form));
+            return Ok(None);
+        };
+        Ok::<_, budget::BodyError>(Some((piece, (form, give_back))))
     });
     let limit = exec_limits::MAX_REQUEST_BYTES;
     let (request, room) =

@@ -10,6 +10,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{
     LimitsRequest, ListRequest, PatchRequest, SessionEnd, SessionId, TaskCreate, UserSessionCreate,
+    exec_form,
 };
 use cynode_client::{PutOptions, UserClient};
 use cynode_tests::{Random, memory, sh};
@@ -190,7 +191,7 @@ type Attack = for<'a> fn(
     SessionId,
 ) -> std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send + 'a>>;
 
-const ATTACKS: [(&str, Attack); 12] = [
+const ATTACKS: [(&str, Attack); 15] = [
     ("trickling heads at the control port", |tenant, _| {
         Box::pin(trickle(
             &tenant.control,
@@ -238,6 +239,15 @@ const ATTACKS: [(&str, Attack); 12] = [
     }),
     ("calls that hang up", |tenant, session| {
         Box::pin(hang_up(tenant, session))
+    }),
+    ("slow forms", |tenant, session| {
+        Box::pin(slow_forms(tenant, session))
+    }),
+    ("diffs of many files", |tenant, session| {
+        Box::pin(many_files(tenant, session))
+    }),
+    ("disks of new sizes", |tenant, _| {
+        Box::pin(new_disks(tenant))
     }),
 ];
 
@@ -454,6 +464,78 @@ async fn hang_up(tenant: &Tenant, session: SessionId) -> Result<()> {
         let head = tenant.head("POST", &format!("/v1/sessions/{session}/exec"), &rest);
         drop(open(&tenant.api, 1, format!("{head}{body}").as_bytes()).await);
     }
+    Ok(())
+}
+
+/// Commands as forms whose request is long and whose input never ends.
+async fn slow_forms(tenant: &Tenant, session: SessionId) -> Result<()> {
+    let mut request = br#"{"argv": ["true"], "timeout_ms": 1000"#.to_vec();
+    request.resize(15_000_000, b' ');
+    request.push(b'}');
+    let (form, _) = exec_form("B", &request);
+    let mut bytes = tenant
+        .head(
+            "POST",
+            &format!("/v1/sessions/{session}/exec"),
+            "content-type: multipart/form-data; boundary=B\r\ncontent-length: 50000000\r\n",
+        )
+        .into_bytes();
+    bytes.extend(form);
+    let held = open(&tenant.api, 24, &bytes).await;
+    tokio::time::sleep(STALL).await;
+    drop(held);
+    Ok(())
+}
+
+/// Diffs as large as a body may be: of more files than one may have, and of one file.
+async fn many_files(tenant: &Tenant, session: SessionId) -> Result<()> {
+    let hunk = "@@ -0,0 +1 @@\n+\n";
+    let file = format!("--- a/q\n+++ b/q\n{hunk}");
+    let mut sent = JoinSet::new();
+    let diffs = [
+        file.repeat(200_000),
+        file.repeat(9_000),
+        file.clone() + &hunk.repeat(90_000),
+    ];
+    for diff in diffs.iter().cycle().take(12).cloned() {
+        let request = PatchRequest {
+            diff,
+            dry_run: true,
+            ..Default::default()
+        };
+        let sessions = tenant.client.sessions().clone();
+        sent.spawn(async move { drop(sessions.patch_files(session, &request).await) });
+    }
+    sent.join_all().await;
+    Ok(())
+}
+
+/// Sandboxes whose disks have sizes that nobody has used yet.
+async fn new_disks(tenant: &Tenant) -> Result<()> {
+    let mut sent = JoinSet::new();
+    for number in 0..4_u64 {
+        let size = (1 << 30) + u64::from(std::process::id()) * 4096 + number * (1 << 20);
+        let body = json!({"limits": {"disk_bytes": size, "memory_bytes": 64 << 20}});
+        let request = tenant
+            .client
+            .sessions()
+            .request(Method::POST, "/v1/sessions")
+            .json(&body);
+        let sessions = tenant.client.sessions().clone();
+        sent.spawn(async move {
+            let Ok(answer) = request.send().await else {
+                return;
+            };
+            let created: Value = answer.json().await.unwrap_or_default();
+            if let Some(id) = created["session_id"]
+                .as_str()
+                .and_then(|id| id.parse().ok())
+            {
+                drop(sessions.end_session(id, &SessionEnd::default()).await);
+            }
+        });
+    }
+    sent.join_all().await;
     Ok(())
 }
 
