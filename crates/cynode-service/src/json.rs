@@ -30,7 +30,7 @@ pub const MAX_DEPTH: usize = 127;
 /// Estimated memory of a parsed value beyond its text.
 const NODE_BYTES: usize = 128;
 /// Memory for all texts and values being parsed, in KiB.
-const MAX_PARSING_KIB: usize = 96 * 1024;
+const MAX_PARSING_KIB: usize = 64 * 1024;
 /// The size of the pieces in which a buffered body is read.
 const PIECE: usize = 64 * 1024;
 
