@@ -453,7 +453,7 @@ impl Db {
             .map_err(Error::from)
     }
 
-    /// Schedules the next step of a node's job, whoever has leased it.
+    /// Schedules the next step of a node's job, even if another reconciler has leased it.
     pub(crate) async fn wake_job(
         &self,
         id: JobId,

@@ -144,8 +144,8 @@ impl Db {
                 ("statement_timeout", STATEMENT_TIMEOUT_MS),
                 ("idle_in_transaction_session_timeout", STATEMENT_TIMEOUT_MS),
                 ("jit", "off"),
-                // Whoever may alter the database could otherwise put operators of their own before
-                // the built-in ones, and hide rows from every query.
+                // The database's owner could otherwise put operators of its own before the built-in
+                // ones, and hide rows from every query.
                 ("search_path", "public"),
             ]);
         // A second orchestrator waits for the first, and building an index on a large table takes

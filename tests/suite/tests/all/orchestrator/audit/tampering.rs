@@ -5,6 +5,7 @@ use anyhow::{Context as _, Result, ensure};
 use cynode_api::{AuditProblem, AuditVerdict, TaskCreate};
 use cynode_client::UserClient;
 use cynode_tests::{ControlPlane, eventually};
+use serde_json::Value;
 
 use super::{TIMEOUT, create_tasks, intact, stream, verdict, wait_until_signed};
 
@@ -453,4 +454,44 @@ async fn the_trail_verifies_at_every_moment_under_load() -> Result<()> {
     let whole = intact(&client).await?;
     ensure!(whole.open == 0 && whole.records >= 800, "{whole:?}");
     Ok(())
+}
+
+#[tokio::test]
+async fn operators_of_the_database_owner_hide_no_records() -> Result<()> {
+    let control_plane = ControlPlane::new().await?;
+    let mut first = control_plane.orchestrator("", &[]).await?;
+    let task = first
+        .client()?
+        .create_task(&TaskCreate {
+            name: "hidden".to_owned(),
+            ..Default::default()
+        })
+        .await?;
+    let id = task.id;
+    get(&first.client()?, &format!("/v1/tasks/{id}")).await?;
+    let records = format!("/v1/audit?task_id={id}");
+    let is_listed = |page: &Value| {
+        page["items"]
+            .as_array()
+            .is_some_and(|list| !list.is_empty())
+    };
+    let page = get(&first.client()?, &records).await?;
+    ensure!(is_listed(&page), "{page}");
+    first.stop().await?;
+    control_plane.postgres.query(&format!(
+        "create schema own;
+         create function own.equal(uuid, uuid) returns boolean language sql immutable as
+           $$ select $1::text <> '{id}' and $1::text = $2::text $$;
+         create operator own.= (leftarg = uuid, rightarg = uuid, function = own.equal);
+         do $$ begin execute format('alter database %I set search_path = own, pg_catalog, public', current_database()); end $$"
+    ))?;
+    let orchestrator = control_plane.orchestrator("", &[]).await?;
+    let page = get(&orchestrator.client()?, &records).await?;
+    ensure!(is_listed(&page), "{page}");
+    Ok(())
+}
+
+async fn get(client: &UserClient, path: &str) -> Result<Value> {
+    let request = client.sessions().request(http::Method::GET, path);
+    Ok(request.send().await?.error_for_status()?.json().await?)
 }
