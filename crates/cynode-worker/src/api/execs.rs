@@ -156,6 +156,7 @@ pub(super) async fn start(
         request,
         input,
         input_sha256,
+        is_streamed: accepts_events(&headers),
     };
     let exec = run(&api, &entry, live, received, recorder).await?;
     let accepted = ExecAccepted { exec_id: exec.id() };
@@ -238,6 +239,8 @@ struct ReceivedExec {
     request: ExecRequest,
     input: ExecInput,
     input_sha256: Option<String>,
+    /// The caller reads events and needs no collected result.
+    is_streamed: bool,
 }
 
 /// Starts the command, or finds the one that an identical request started.
@@ -252,6 +255,7 @@ async fn run(
         mut request,
         input,
         input_sha256,
+        is_streamed,
     } = received;
     let cwd = Path::new(WORKSPACE).join(request.cwd.as_deref().unwrap_or("."));
     let cwd = if request.cwd.is_none() {
@@ -273,6 +277,9 @@ async fn run(
         }
         OpenExec::New(exec) => exec,
     };
+    if is_streamed {
+        exec.skip_collecting();
+    }
     // Held until the caller attaches its own guard, so that the exec is never seen as abandoned.
     let _watch_guard = exec.watch();
     (request.stdin, request.stdin_b64) = (None, None);

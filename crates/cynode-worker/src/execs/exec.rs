@@ -228,6 +228,12 @@ impl Exec {
         Ok(true)
     }
 
+    /// Collects no output for a result: the caller streams it, and collecting would write all of it
+    /// a second time. A result that somebody requests later is read from the stored output.
+    pub(crate) fn skip_collecting(&self) {
+        self.inner.lock().collector = None;
+    }
+
     /// Re-reads the output that an earlier worker process stored. If some was dropped, the hash of
     /// the whole can't be computed.
     pub(super) fn recover_output(&self) {

@@ -104,6 +104,33 @@ async fn an_ended_exec_that_nobody_waits_for_holds_no_output_in_memory() {
     );
 }
 
+#[tokio::test]
+async fn a_streamed_exec_stores_its_output_once_and_still_has_a_result() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
+    let Ok(OpenExec::New(exec)) = execs.begin(&request("a"), "/".to_owned(), None) else {
+        panic!("a new exec")
+    };
+    exec.skip_collecting();
+    // More than a collector holds in memory.
+    let text = vec![b'x'; 200_000];
+    write(&exec, &text);
+    assert!(exec.inner.lock().collector.is_none());
+    let exit = ExecExit {
+        bytes: cynode_api::ByteCounts {
+            stdout: 200_000,
+            stderr: 0,
+        },
+        ..lost_exit(&exec)
+    };
+    execs.finish(&exec, exit);
+    let result = exec
+        .result()
+        .await
+        .expect("a result from the stored output");
+    assert!(result.stdout.as_bytes() == text && !result.truncated.stdout);
+}
+
 fn write(exec: &Exec, text: &[u8]) {
     let seq = exec.last_seq() + 1;
     exec.append_output(&crate::execs::Piece {
