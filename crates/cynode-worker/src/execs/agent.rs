@@ -258,14 +258,15 @@ async fn pump(
                 }
                 exec.make_room().await;
                 live.wait_for_output_space().await;
-                // If the node's disk is full, the agent keeps the output unacknowledged and the
-                // command blocks.
-                while let Err(error) = exec.append_output(&Piece {
+                let piece = Piece {
                     seq,
                     at_ms,
                     stream,
-                    data: data.clone(),
-                }) {
+                    data,
+                };
+                // If the node's disk is full, the agent keeps the output unacknowledged and the
+                // command blocks.
+                while let Err(error) = exec.append_output(&piece) {
                     if live.is_gone() {
                         return Err(LinkError::Gone);
                     }
