@@ -30,9 +30,9 @@ use parking_lot::Mutex;
 use crate::ApiError;
 
 /// Buffered responses of all callers.
-pub const MAX_BYTES: usize = 96 * 1024 * 1024;
+pub const MAX_BYTES: usize = 64 * 1024 * 1024;
 /// Buffered responses of one caller.
-pub const MAX_CALLER_BYTES: usize = 32 * 1024 * 1024;
+pub const MAX_CALLER_BYTES: usize = 24 * 1024 * 1024;
 /// Shorter responses are not counted: the number of connections bounds them.
 const UNCOUNTED_BYTES: u64 = 64 * 1024;
 /// The piece handed to a connection: a copy, so that evicting a response frees its memory.
