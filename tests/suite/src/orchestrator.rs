@@ -506,7 +506,7 @@ impl ControlPlane {
                 .arg(format!("orchestrator.{key}={value}"));
         }
         command
-            .envs(cynode_service::allocator::ENVIRONMENT)
+            .envs(cynode_service::allocator::ORCHESTRATOR)
             .env("CYNODE_LOG", "debug")
             .env_remove("CYNODE_URL")
             .env_remove("CYNODE_TOKEN")

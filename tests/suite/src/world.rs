@@ -318,7 +318,7 @@ impl World {
             .arg("--config")
             .arg(config);
         command
-            .envs(cynode_service::allocator::ENVIRONMENT)
+            .envs(cynode_service::allocator::WORKER)
             .envs(options.env.iter().cloned())
             .env("CYNODE_LOG", "debug")
             .env_remove("CYNODE_URL")

@@ -216,9 +216,9 @@ impl RoleKeeper {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        for (name, value) in allocator::ENVIRONMENT {
-            // The operator's value wins; PostgreSQL has its own allocator.
-            if self.role.name != "postgres" && std::env::var_os(name).is_none() {
+        for (name, value) in allocator::environment(self.role.name) {
+            // The operator's value wins.
+            if std::env::var_os(name).is_none() {
                 command.env(name, value);
             }
         }
