@@ -1,6 +1,6 @@
 //! Host processes: how to start them, and what `/proc` says about them.
 
-use std::io;
+use std::{io, path::Path};
 
 use tokio::process::Command;
 
@@ -72,27 +72,52 @@ pub(crate) fn signal_session(leader: i32, signal: i32) {
     }
 }
 
+/// Runs work that looks at many processes, or into their memory, off the async threads. Reading a
+/// command line or an environment waits for the memory lock of that process, which its own code can
+/// hold for seconds.
+pub(crate) async fn inspect<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    tokio::task::spawn_blocking(work).await.ok()
+}
+
 /// Kills the monitors of a removed container. Podman keeps the monitor of each exec for five
 /// minutes, in case the exit code is queried.
-pub(crate) fn kill_monitors(container: &str) {
-    let Ok(directory) = fs_err::read_dir("/proc") else {
-        return;
-    };
-    for pid in directory.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok()) {
-        let Ok(command) = fs_err::read(format!("/proc/{pid}/cmdline")) else {
-            continue;
-        };
-        let mut arguments = command.split(|byte| *byte == 0);
-        let is_monitor = arguments
-            .next()
-            .is_some_and(|program| program.ends_with(b"conmon"));
-        if is_monitor
-            && arguments.skip_while(|argument| *argument != b"-n").nth(1)
-                == Some(container.as_bytes())
-        {
+pub(crate) async fn kill_monitors(container: &str) {
+    let container = container.to_owned();
+    inspect(move || {
+        for pid in monitors_of(&container, Path::new("/proc")) {
             kill(pid, 9);
         }
-    }
+    })
+    .await;
+}
+
+/// The monitors of a container. Looks only into the memory of processes that can be monitors:
+/// processes of sandboxes are in other namespaces.
+fn monitors_of(container: &str, proc: &Path) -> Vec<i32> {
+    let namespace = fs_err::read_link(proc.join("self/ns/pid")).ok();
+    let is_monitor = |pid: i32| {
+        let directory = proc.join(pid.to_string());
+        let is_named = fs_err::read(directory.join("comm")).is_ok_and(|name| name == b"conmon\n");
+        if !is_named || fs_err::read_link(directory.join("ns/pid")).ok() != namespace {
+            return false;
+        }
+        let command = fs_err::read(directory.join("cmdline")).unwrap_or_default();
+        let mut arguments = command.split(|byte| *byte == 0);
+        arguments
+            .next()
+            .is_some_and(|program| program.ends_with(b"conmon"))
+            && arguments.skip_while(|argument| *argument != b"-n").nth(1)
+                == Some(container.as_bytes())
+    };
+    let Ok(directory) = fs_err::read_dir(proc) else {
+        return Vec::new();
+    };
+    directory
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok())
+        .filter(|pid| is_monitor(*pid))
+        .collect()
 }
 
 /// The oldest process in these namespaces, identified as in `/proc/<pid>/ns`.
@@ -111,7 +136,11 @@ pub(crate) fn oldest_in(user: &str, mount: &str) -> Option<i32> {
 }
 
 /// Kills every process with one of these ids, which belong to a single sandbox.
-pub(crate) fn kill_owned(ids: &std::ops::Range<u32>) {
+pub(crate) async fn kill_owned(ids: std::ops::Range<u32>) {
+    inspect(move || kill_all_owned(&ids)).await;
+}
+
+fn kill_all_owned(ids: &std::ops::Range<u32>) {
     let Ok(directory) = fs_err::read_dir("/proc") else {
         return;
     };
@@ -165,7 +194,7 @@ pub(crate) fn in_namespace_of(init: i32) -> Vec<SandboxProcess> {
         .collect()
 }
 
-/// Returns whether a process was started with this variable and value.
+/// Returns whether a process was started with this variable and value. Call it within [`inspect`].
 pub(crate) fn has_env(pid: i32, name_and_value: &str) -> bool {
     fs_err::read(format!("/proc/{pid}/environ")).is_ok_and(|environ| {
         environ
@@ -174,7 +203,7 @@ pub(crate) fn has_env(pid: i32, name_and_value: &str) -> bool {
     })
 }
 
-/// Returns whether a process was started with a variable of this name.
+/// Returns whether a process was started with a variable of this name. Call it within [`inspect`].
 pub(crate) fn has_mark(pid: i32, name: &str) -> bool {
     let prefix = format!("{name}=");
     fs_err::read(format!("/proc/{pid}/environ")).is_ok_and(|environ| {
@@ -198,6 +227,48 @@ pub(crate) fn oom_kills(pid: i32) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A directory like `/proc/<pid>`. Without a command line, reading it would block, as it does
+    /// while the process holds its memory lock.
+    fn process(proc: &Path, pid: &str, name: &str, namespace: &str, command: Option<&[u8]>) {
+        let directory = proc.join(pid);
+        fs_err::create_dir_all(directory.join("ns")).expect("made");
+        fs_err::write(directory.join("comm"), format!("{name}\n")).expect("written");
+        std::os::unix::fs::symlink(namespace, directory.join("ns/pid")).expect("linked");
+        let path = directory.join("cmdline");
+        match command {
+            Some(command) => fs_err::write(path, command).expect("written"),
+            None => rustix::fs::mknodat(
+                rustix::fs::CWD,
+                &path,
+                rustix::fs::FileType::Fifo,
+                rustix::fs::Mode::RUSR,
+                0,
+            )
+            .expect("made"),
+        }
+    }
+
+    #[test]
+    fn only_the_memory_of_possible_monitors_is_read() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let proc = directory.path();
+        let (host, sandbox) = ("pid:[1]", "pid:[2]");
+        let command = |container: &str| format!("/usr/bin/conmon\0-c\0x\0-n\0{container}\0");
+        process(proc, "self", "cynode", host, None);
+        process(proc, "10", "conmon", host, Some(command("mine").as_bytes()));
+        process(
+            proc,
+            "11",
+            "conmon",
+            host,
+            Some(command("other").as_bytes()),
+        );
+        process(proc, "12", "conmon", host, Some(b"/bin/sh\0-n\0mine\0"));
+        process(proc, "13", "mkfs.ext4", host, None);
+        process(proc, "14", "conmon", sandbox, None);
+        assert_eq!(monitors_of("mine", proc), [10]);
+    }
 
     #[test]
     fn a_process_has_exited_only_when_the_kernel_says_so() {

@@ -414,7 +414,7 @@ pub(super) async fn signal(
             live.link()?.call(&request).await?;
         }
         ExecVia::Runtime if exec.is_running() => {
-            execs::signal_by_runtime(&live, exec_id, request.signal.number());
+            execs::signal_by_runtime(&live, exec_id, request.signal.number()).await;
         }
         ExecVia::Runtime => return Err(ApiError::new(ErrorCode::ExecEnded, "the exec has ended")),
     }

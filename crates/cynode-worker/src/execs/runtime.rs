@@ -309,19 +309,25 @@ async fn kill_exec(live: &Live, execs: &SessionExecs, id: &str, exec_id: ExecId,
         .map(|exec| exec.id())
         .filter(|other| *other != exec_id)
         .collect();
-    let find = || processes_of(live.init.pid, main, exec_id, &others);
+    let init = live.init.pid;
+    let find = async || {
+        let others = others.clone();
+        process::inspect(move || processes_of(init, main, exec_id, &others))
+            .await
+            .unwrap_or_default()
+    };
     if grace_ms > 0 {
-        for pid in find() {
+        for pid in find().await {
             process::kill(pid, 15);
         }
         let deadline = Instant::now() + Duration::from_millis(grace_ms);
-        while Instant::now() < deadline && !find().is_empty() {
+        while Instant::now() < deadline && !find().await.is_empty() {
             tokio::time::sleep(STATE_POLL_INTERVAL).await;
         }
     }
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
-        let left = find();
+        let left = find().await;
         if left.is_empty() || Instant::now() > deadline {
             return;
         }
@@ -369,22 +375,29 @@ fn processes_of(init: i32, main: i32, exec_id: ExecId, others: &[ExecId]) -> Vec
 }
 
 /// Signals the processes with an exec's mark.
-pub(crate) fn signal(live: &Live, exec_id: ExecId, signal: i32) {
-    let mark = format!("{MARK_VARIABLE}={exec_id}");
-    for process in process::in_namespace_of(live.init.pid) {
-        if process::has_env(process.pid, &mark) {
-            process::kill(process.pid, signal);
+pub(crate) async fn signal(live: &Live, exec_id: ExecId, signal: i32) {
+    let (init, mark) = (live.init.pid, format!("{MARK_VARIABLE}={exec_id}"));
+    process::inspect(move || {
+        for process in process::in_namespace_of(init) {
+            if process::has_env(process.pid, &mark) {
+                process::kill(process.pid, signal);
+            }
         }
-    }
+    })
+    .await;
 }
 
 /// Kills the execs of an earlier worker process and marks them lost: their streams are gone.
-pub(crate) fn end_orphans(live: &Live, execs: &Arc<SessionExecs>) {
-    for process in process::in_namespace_of(live.init.pid) {
-        if process::has_mark(process.pid, MARK_VARIABLE) {
-            process::kill(process.pid, 9);
+pub(crate) async fn end_orphans(live: &Live, execs: &Arc<SessionExecs>) {
+    let init = live.init.pid;
+    process::inspect(move || {
+        for process in process::in_namespace_of(init) {
+            if process::has_mark(process.pid, MARK_VARIABLE) {
+                process::kill(process.pid, 9);
+            }
         }
-    }
+    })
+    .await;
     execs.mark_all_lost();
 }
 

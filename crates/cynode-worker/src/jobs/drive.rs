@@ -244,7 +244,7 @@ impl Jobs {
                 })
                 .await,
             ),
-            Err(_) => execs::signal_by_runtime(live, exec.id(), signal.number()),
+            Err(_) => execs::signal_by_runtime(live, exec.id(), signal.number()).await,
         }
     }
 

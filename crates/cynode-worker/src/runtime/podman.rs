@@ -388,7 +388,7 @@ impl Runtime for Podman {
             })
         })
         .await?;
-        process::kill_monitors(name);
+        process::kill_monitors(name).await;
         Ok(())
     }
 

@@ -166,7 +166,7 @@ impl Sessions {
         if let Some(ids) = self.ids.exclusive_ids(id_block)
             && !self.is_block_used_elsewhere(id, id_block)
         {
-            process::kill_owned(&ids);
+            process::kill_owned(ids).await;
         }
         crate::tree::remove(&self.journal.sandbox_directory(id)).map_err(|error| {
             ApiError::new(

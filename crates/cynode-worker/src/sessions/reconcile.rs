@@ -111,7 +111,7 @@ impl Sessions {
                 entry.execs.mark_all_lost();
             }
         } else {
-            end_orphans(&live, &entry.execs);
+            end_orphans(&live, &entry.execs).await;
         }
         *entry.live.lock() = Some(Arc::clone(&live));
         entry.touch();
