@@ -7,9 +7,11 @@
 //! guess; parsing takes time and memory linear in the diff; nothing here does I/O ([`Tree`] does).
 #![forbid(unsafe_code)]
 
+mod apply;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
-mod hunks;
+mod hunk;
+mod lines;
 mod name;
 mod parse;
 mod plan;
@@ -17,9 +19,11 @@ mod plan;
 use std::fmt::Write as _;
 
 pub use self::{
-    hunks::{HunkFailure, SearchBudget, apply},
+    apply::{HunkFailure, SearchBudget, apply},
+    hunk::{Hunk, Line, Side},
+    lines::Error,
     name::Location,
-    parse::{Change, Error, Hunk, Line, MAX_HEADER_BYTES, Patch, Section, Side},
+    parse::{Change, MAX_HEADER_BYTES, Patch, Section},
     plan::{
         Entry, File, FileEffect, Kind, MAX_FILE_BYTES, Operation, Plan, PlanError, PriorState,
         Problem, Reject, Tree, TreeNode, plan,

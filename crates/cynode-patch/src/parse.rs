@@ -5,9 +5,13 @@
 //! other, and a text without any section are errors that name the line. Text around sections (mail
 //! headers, commit messages, signatures) is skipped.
 
-use std::{borrow::Cow, collections::BTreeSet, fmt};
+use std::{borrow::Cow, collections::BTreeSet};
 
-use crate::name::{strip_components, unquote};
+use crate::{
+    hunk::{Hunk, Side, read_hunk},
+    lines::{Error, Lines, error, is_plain_header, trim},
+    name::{strip_components, unquote},
+};
 
 /// Longest line of a file header. Two fully escaped names of 4,095 bytes fit.
 pub const MAX_HEADER_BYTES: usize = 64 * 1024;
@@ -15,22 +19,6 @@ pub const MAX_HEADER_BYTES: usize = 64 * 1024;
 pub(crate) const MAX_SECTIONS: usize = 10_000;
 /// Hunks of one diff, of all its files together.
 pub(crate) const MAX_HUNKS: usize = 100_000;
-
-/// The reason why a text is not a valid diff.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Error(String);
-
-impl fmt::Display for Error {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Error {}
-
-fn error<T>(line: usize, problem: &str) -> Result<T, Error> {
-    Err(Error(format!("line {line}: {problem}")))
-}
 
 /// A parsed diff.
 #[derive(Debug)]
@@ -115,106 +103,6 @@ pub struct Section<'a> {
     /// The header's lines end in CRLF, so the diff may have been converted in transit.
     pub crlf: bool,
     pub hunks: Vec<Hunk<'a>>,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub struct Hunk<'a> {
-    pub old_start: usize,
-    pub old_count: usize,
-    body: &'a [u8],
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
-    Both,
-    Old,
-    New,
-}
-
-/// A line of a hunk, without its prefix and its newline.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Line<'a> {
-    pub side: Side,
-    pub text: &'a [u8],
-    /// Whether the line ends in a newline; only the last line of a file may not.
-    pub newline: bool,
-}
-
-impl<'a> Hunk<'a> {
-    /// With `strip_cr`, a carriage return before the newline belongs to the diff, not to the line.
-    pub fn lines(&self, strip_cr: bool) -> impl Iterator<Item = Line<'a>> + use<'a> {
-        let mut lines = Lines {
-            rest: self.body,
-            number: 0,
-        };
-        std::iter::from_fn(move || {
-            let line = lines.next()?;
-            let (side, text) = match line.first() {
-                Some(b'-') => (Side::Old, &line[1..]),
-                Some(b'+') => (Side::New, &line[1..]),
-                Some(b' ') => (Side::Both, &line[1..]),
-                // An empty context line that lost its leading space.
-                _ => (Side::Both, line),
-            };
-            let newline = !lines.peek().is_some_and(is_no_newline_marker);
-            if !newline {
-                lines.next();
-            }
-            let text = text.strip_suffix(b"\n").unwrap_or(text);
-            let text = if strip_cr {
-                text.strip_suffix(b"\r").unwrap_or(text)
-            } else {
-                text
-            };
-            Some(Line {
-                side,
-                text,
-                newline,
-            })
-        })
-    }
-}
-
-#[derive(Clone, Copy)]
-struct Lines<'a> {
-    rest: &'a [u8],
-    /// The number of the last line returned.
-    number: usize,
-}
-
-impl<'a> Lines<'a> {
-    fn peek(&self) -> Option<&'a [u8]> {
-        if self.rest.is_empty() {
-            return None;
-        }
-        let end = self
-            .rest
-            .iter()
-            .position(|byte| *byte == b'\n')
-            .map_or(self.rest.len(), |newline| newline + 1);
-        Some(&self.rest[..end])
-    }
-
-    fn next(&mut self) -> Option<&'a [u8]> {
-        let line = self.peek()?;
-        self.rest = &self.rest[line.len()..];
-        self.number += 1;
-        Some(line)
-    }
-}
-
-fn is_plain_header(mut lines: Lines<'_>) -> bool {
-    lines.next().is_some_and(|line| line.starts_with(b"--- "))
-        && lines.peek().is_some_and(|line| line.starts_with(b"+++ "))
-}
-
-fn is_no_newline_marker(line: &[u8]) -> bool {
-    line.starts_with(b"\\ ")
-}
-
-fn trim(line: &[u8]) -> &[u8] {
-    let line = line.strip_suffix(b"\n").unwrap_or(line);
-    line.strip_suffix(b"\r").unwrap_or(line)
 }
 
 /// A line of a file header, within bounds.
@@ -563,7 +451,7 @@ fn git_line_names(text: &[u8], strip: usize) -> Option<Vec<u8>> {
 fn hunks<'a>(lines: &mut Lines<'a>) -> Result<Vec<Hunk<'a>>, Error> {
     let mut hunks = Vec::new();
     while lines.peek().is_some_and(|line| line.starts_with(b"@@")) {
-        hunks.push(hunk(lines)?);
+        hunks.push(read_hunk(lines)?);
         check_hunks(lines.number, hunks.len())?;
     }
     Ok(hunks)
@@ -574,90 +462,6 @@ fn check_hunks(line: usize, hunks: usize) -> Result<(), Error> {
         return error(line, "the diff has more than 100,000 hunks; split it");
     }
     Ok(())
-}
-
-fn hunk<'a>(lines: &mut Lines<'a>) -> Result<Hunk<'a>, Error> {
-    let number = lines.number + 1;
-    let header = lines.next().unwrap_or_default();
-    let Some(((old_start, old_count), (_, new_count))) = ranges(header) else {
-        return error(
-            number,
-            "the hunk header is invalid; it looks like '@@ -1,2 +1,3 @@'",
-        );
-    };
-    let (mut old_left, mut new_left) = (old_count, new_count);
-    if old_left == 0 && new_left == 0 {
-        return error(number, "the hunk is empty");
-    }
-    let body = lines.rest;
-    let wrong_count = |at: usize, problem: &str| {
-        error(
-            at,
-            &format!(
-                "{problem} than the hunk header in line {number} says (-{old_count} +{new_count} \
-                 lines)"
-            ),
-        )
-    };
-    while old_left > 0 || new_left > 0 {
-        let at = lines.number + 1;
-        let Some(line) = lines.next() else {
-            return wrong_count(at, "the diff ends with fewer lines");
-        };
-        let (old, new) = match line {
-            [b'-', ..] => (1, 0),
-            [b'+', ..] => (0, 1),
-            [b' ', ..] | b"\n" | b"\r\n" => (1, 1),
-            _ => return wrong_count(at, "the hunk has fewer lines"),
-        };
-        if old > old_left || new > new_left {
-            return wrong_count(at, "the hunk has other lines");
-        }
-        old_left -= old;
-        new_left -= new;
-        if lines.peek().is_some_and(is_no_newline_marker) {
-            lines.next();
-        }
-    }
-    let body = &body[..body.len() - lines.rest.len()];
-    if let Some(next) = lines.peek() {
-        let stray = match next {
-            [b'+' | b' ', ..] => true,
-            [b'-', ..] => {
-                !is_plain_header(*lines) && !matches!(trim(next), b"-- " | b"--" | b"---")
-            }
-            _ => false,
-        };
-        if stray {
-            return wrong_count(lines.number + 1, "the hunk has more lines");
-        }
-    }
-    Ok(Hunk {
-        old_start,
-        old_count,
-        body,
-    })
-}
-
-type Range = (usize, usize);
-
-fn ranges(header: &[u8]) -> Option<(Range, Range)> {
-    let text = header.strip_prefix(b"@@ -")?;
-    let end = text.windows(3).position(|window| window == b" @@")?;
-    let text = std::str::from_utf8(&text[..end]).ok()?;
-    let (old, new) = text.split_once(" +")?;
-    let number = |text: &str| {
-        text.bytes()
-            .all(|byte| byte.is_ascii_digit())
-            .then(|| text.parse::<u32>().ok())
-            .flatten()
-            .and_then(|number| usize::try_from(number).ok())
-    };
-    let range = |text: &str| match text.split_once(',') {
-        Some((start, count)) => Some((number(start)?, number(count)?)),
-        None => Some((number(text)?, 1)),
-    };
-    Some((range(old)?, range(new)?))
 }
 
 #[cfg(test)]

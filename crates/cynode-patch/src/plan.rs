@@ -11,9 +11,10 @@ use std::collections::BTreeMap;
 
 use crate::{
     MAX_PATH_BYTES,
-    hunks::{SearchBudget, apply},
+    apply::{SearchBudget, apply},
+    hunk::Hunk,
     name::{Location, Locations},
-    parse::{Change, Hunk, Patch, Section},
+    parse::{Change, Patch, Section},
 };
 
 /// Largest file that a diff may touch.

@@ -7,7 +7,7 @@
 
 use crate::{
     excerpt,
-    parse::{Hunk, Line, Side},
+    hunk::{Hunk, Line, Side},
 };
 
 /// A hunk that does not apply.
