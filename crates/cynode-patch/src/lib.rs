@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod apply;
+mod binary;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 mod hunk;
@@ -20,6 +21,7 @@ use std::fmt::Write as _;
 
 pub use self::{
     apply::{HunkFailure, SearchBudget, apply},
+    binary::{Binary, BinaryHunk},
     hunk::{Hunk, Line, Side},
     lines::Error,
     name::Location,

@@ -8,9 +8,11 @@
 use std::{borrow::Cow, collections::BTreeSet};
 
 use crate::{
+    binary::{Binary, BlobIds, read_binary},
     hunk::{Hunk, Side, read_hunk},
     lines::{Error, Lines, error, is_plain_header, trim},
     name::{strip_components, unquote},
+    plan::MAX_TOTAL_BYTES,
 };
 
 /// Longest line of a file header. Two fully escaped names of 4,095 bytes fit.
@@ -35,7 +37,7 @@ impl<'a> Patch<'a> {
             number: 0,
         };
         let mut sections: Vec<Section<'a>> = Vec::new();
-        let mut hunks = 0;
+        let (mut hunks, mut inflated) = (0, 0);
         while let Some(line) = lines.peek() {
             let number = lines.number + 1;
             if line.starts_with(b"diff --git ") {
@@ -54,8 +56,21 @@ impl<'a> Patch<'a> {
             if sections.len() > MAX_SECTIONS {
                 return error(number, "the diff has more than 10,000 files; split it");
             }
-            hunks += sections.last().map_or(0, |section| section.hunks.len());
+            let Some(section) = sections.last() else {
+                continue;
+            };
+            hunks += section.hunks.len();
             check_hunks(number, hunks)?;
+            inflated += section.inflated_bytes();
+            if inflated > MAX_TOTAL_BYTES {
+                return error(
+                    number,
+                    &format!(
+                        "the binary contents of the diff have more than {MAX_TOTAL_BYTES} bytes; \
+                         split it"
+                    ),
+                );
+            }
         }
         if sections.is_empty() {
             return Err(Error(
@@ -78,6 +93,11 @@ impl<'a> Patch<'a> {
             .map(Vec::as_slice)
             .collect()
     }
+
+    /// The size of all binary contents, as the diff declares it.
+    pub fn inflated_bytes(&self) -> usize {
+        self.sections.iter().map(Section::inflated_bytes).sum()
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,10 +119,34 @@ pub struct Section<'a> {
     pub new: Option<Vec<u8>>,
     pub old_mode: Option<u32>,
     pub new_mode: Option<u32>,
-    pub binary: bool,
+    /// A section with a binary change has no hunks.
+    pub binary: Option<Binary<'a>>,
     /// The header's lines end in CRLF, so the diff may have been converted in transit.
     pub crlf: bool,
     pub hunks: Vec<Hunk<'a>>,
+}
+
+impl Section<'_> {
+    fn inflated_bytes(&self) -> usize {
+        match self.binary {
+            Some(Binary::Hunk(hunk)) => hunk.size(),
+            Some(Binary::Omitted) | None => 0,
+        }
+    }
+
+    /// Calls `feed` with all content that the section adds, in pieces: added lines, inflated
+    /// binary contents, and the insertions of binary deltas.
+    pub fn each_added(&self, mut feed: impl FnMut(&[u8])) {
+        for line in self.hunks.iter().flat_map(|hunk| hunk.lines(self.crlf)) {
+            if line.side == Side::New {
+                feed(line.text);
+                feed(b"\n");
+            }
+        }
+        if let Some(Binary::Hunk(hunk)) = self.binary {
+            hunk.each_added(feed);
+        }
+    }
 }
 
 /// A line of a file header, within bounds.
@@ -175,7 +219,7 @@ fn plain_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>,
         new: name(new),
         old_mode: None,
         new_mode: None,
-        binary: false,
+        binary: None,
         crlf,
         hunks,
     })
@@ -193,6 +237,7 @@ struct GitHeader {
     deleted: Option<u32>,
     renamed: (Option<Vec<u8>>, Option<Vec<u8>>),
     copied: (Option<Vec<u8>>, Option<Vec<u8>>),
+    ids: Option<BlobIds>,
     binary: bool,
 }
 
@@ -241,10 +286,14 @@ impl GitHeader {
             name(&mut self.copied.1, rest)?;
         } else if let Some(rest) = line.strip_prefix(b"index ") {
             // An unchanged mode appears here. It identifies links and submodules.
-            if let Some(space) = rest.iter().position(|byte| *byte == b' ') {
+            let end = rest.iter().position(|byte| *byte == b' ');
+            if let Some(space) = end {
                 mode(&mut self.index_mode, &rest[space + 1..])?;
             }
-        } else if line.starts_with(b"Binary files ") || line.starts_with(b"GIT binary patch") {
+            if let Some(ids) = BlobIds::parse(&rest[..end.unwrap_or(rest.len())]) {
+                once(&mut self.ids, ids, number)?;
+            }
+        } else if line.starts_with(b"Binary files ") {
             self.binary = true;
         }
         Ok(())
@@ -277,7 +326,7 @@ impl GitHeader {
 }
 
 fn is_git_header(line: &[u8]) -> bool {
-    const PREFIXES: [&[u8]; 13] = [
+    const PREFIXES: [&[u8]; 12] = [
         b"old mode ",
         b"new mode ",
         b"new file mode ",
@@ -290,7 +339,6 @@ fn is_git_header(line: &[u8]) -> bool {
         b"similarity index ",
         b"dissimilarity index ",
         b"Binary files ",
-        b"GIT binary patch",
     ];
     PREFIXES.iter().any(|prefix| line.starts_with(prefix))
 }
@@ -314,9 +362,17 @@ fn git_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>, E
         header.take(trim(line), lines.number)?;
     }
     header.check(number)?;
+    let mut binary = header.binary.then_some(Binary::Omitted);
+    if lines.peek().map(trim) == Some(b"GIT binary patch") {
+        lines.next();
+        if binary.is_some() {
+            return error(lines.number, "the section has two binary changes");
+        }
+        binary = Some(Binary::Hunk(read_binary(lines, header.ids)?));
+    }
     let mut names = None;
     let mut section_hunks = Vec::new();
-    if !header.binary && is_plain_header(*lines) {
+    if binary.is_none() && is_plain_header(*lines) {
         let at = lines.number + 1;
         let (old, new) = (header_line(lines)?, header_line(lines)?);
         names = Some((
@@ -334,14 +390,14 @@ fn git_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>, E
     let line_names = git_line_names(trim(&first[b"diff --git ".len()..]), strip);
     let old_mode = header.old_mode.or(header.deleted).or(header.index_mode);
     let new_mode = header.new_mode.or(header.created);
-    let is_empty = section_hunks.is_empty() && !header.binary && new_mode.is_none();
+    let is_empty = section_hunks.is_empty() && binary.is_none() && new_mode.is_none();
     let build = |change, old, new| Section {
         change,
         old,
         new,
         old_mode,
         new_mode,
-        binary: header.binary,
+        binary,
         crlf,
         hunks: section_hunks,
     };
@@ -568,9 +624,9 @@ mod tests {
         assert_eq!(names(&section).1.as_deref(), Some("é"));
         let link = format!("diff --git a/l b/l\nindex 1..2 120000\n--- a/l\n+++ b/l\n{HUNK}");
         assert_eq!(one(&link).old_mode, Some(0o120_000));
-        assert!(one("diff --git a/x b/x\nindex 1..2 100644\nGIT binary patch\nliteral 2\nJc$@@\n\nliteral 0\nHcm\n").binary);
-        assert!(
-            one("diff --git a/x b/x\nindex 1..2 100644\nBinary files a/x and b/x differ\n").binary
+        assert_eq!(
+            one("diff --git a/x b/x\nindex 1..2 100644\nBinary files a/x and b/x differ\n").binary,
+            Some(Binary::Omitted)
         );
     }
 

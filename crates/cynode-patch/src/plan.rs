@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use crate::{
     MAX_PATH_BYTES,
     apply::{SearchBudget, apply},
-    hunk::Hunk,
+    binary::Binary,
     name::{Location, Locations},
     parse::{Change, Patch, Section},
 };
@@ -20,7 +20,7 @@ use crate::{
 /// Largest file that a diff may touch.
 pub const MAX_FILE_BYTES: u64 = 32 * 1024 * 1024;
 /// Total size of the files that a diff touches.
-const MAX_TOTAL_BYTES: usize = 128 * 1024 * 1024;
+pub(crate) const MAX_TOTAL_BYTES: usize = 128 * 1024 * 1024;
 /// Total size of the inputs of all sections.
 const MAX_WORKED_BYTES: u64 = 1024 * 1024 * 1024;
 /// Rejects are truncated at this size, so that a response stays small.
@@ -332,10 +332,11 @@ impl<'a, T: Tree> Planner<'a, T> {
             );
         }
         let wanted = types[0].or(types[1]);
-        if section.binary {
+        if section.binary == Some(Binary::Omitted) {
             return reject(
                 named,
-                "binary changes can't be applied; write the file instead",
+                "the diff leaves the binary content out; make it with 'git diff --binary', or \
+                 write the file instead",
             );
         }
         match section.change {
@@ -356,7 +357,7 @@ impl<'a, T: Tree> Planner<'a, T> {
         if self.is_taken(&target, name) {
             return reject(name, "the file already exists");
         }
-        let Some(bytes) = self.apply_hunks(name, b"", &section.hunks, section.crlf)? else {
+        let Some(bytes) = self.content_after(name, None, section)? else {
             return Ok(());
         };
         let after = self.tree.digest(&bytes);
@@ -398,7 +399,7 @@ impl<'a, T: Tree> Planner<'a, T> {
             return reject(name, "no such file");
         };
         check_type(name, &old, Some(wanted.unwrap_or(FileType::Regular)))?;
-        let Some(bytes) = self.apply_hunks(name, &old.bytes, &section.hunks, section.crlf)? else {
+        let Some(bytes) = self.content_after(name, Some(&old.bytes), section)? else {
             return Ok(());
         };
         let (before, after) = (self.tree.digest(&old.bytes), self.tree.digest(&bytes));
@@ -425,7 +426,7 @@ impl<'a, T: Tree> Planner<'a, T> {
             return reject(name, "no such file");
         };
         check_type(name, &old, Some(wanted.unwrap_or(FileType::Regular)))?;
-        let Some(left) = self.apply_hunks(name, &old.bytes, &section.hunks, section.crlf)? else {
+        let Some(left) = self.content_after(name, Some(&old.bytes), section)? else {
             return Ok(());
         };
         if !left.is_empty() {
@@ -457,7 +458,7 @@ impl<'a, T: Tree> Planner<'a, T> {
             return reject(from, "no such file");
         };
         // A pure rename has no mode, so any type is fine.
-        let wanted = if section.hunks.is_empty() {
+        let wanted = if section.hunks.is_empty() && section.binary.is_none() {
             wanted
         } else {
             Some(wanted.unwrap_or(FileType::Regular))
@@ -466,7 +467,7 @@ impl<'a, T: Tree> Planner<'a, T> {
         if source != target && self.is_taken(&target, to) {
             return reject(to, "the file already exists");
         }
-        let Some(bytes) = self.apply_hunks(to, &old.bytes, &section.hunks, section.crlf)? else {
+        let Some(bytes) = self.content_after(to, Some(&old.bytes), section)? else {
             return Ok(());
         };
         let (before, after) = (self.tree.digest(&old.bytes), self.tree.digest(&bytes));
@@ -510,20 +511,21 @@ impl<'a, T: Tree> Planner<'a, T> {
             .is_some_and(|entry| entry.now.is_some() && (entry.written || !is_renamed()))
     }
 
-    /// The content after the hunks; `None` if some were rejected.
-    fn apply_hunks(
+    /// The content after a section; `None` if some hunks were rejected.
+    fn content_after(
         &mut self,
         name: &[u8],
-        old: &[u8],
-        hunks: &[Hunk<'_>],
-        crlf: bool,
+        old: Option<&[u8]>,
+        section: &Section<'_>,
     ) -> Step<Option<Vec<u8>>, T::Failure> {
-        self.worked += old.len() as u64;
-        if self.worked > MAX_WORKED_BYTES {
-            return Err(StepError::TooLarge(
-                "the diff changes large files too often; split it. Nothing was changed".to_owned(),
-            ));
+        let Section { hunks, crlf, .. } = section;
+        self.spend(old.map_or(0, <[u8]>::len))?;
+        if let Some(Binary::Hunk(hunk)) = &section.binary {
+            let result = hunk.apply(old, section.change != Change::Delete);
+            self.spend(hunk.size() + result.as_ref().map_or(0, Vec::len))?;
+            return result.map(Some).or_else(|reason| reject(name, reason));
         }
+        let (old, crlf) = (old.unwrap_or_default(), *crlf);
         // In a converted diff the carriage returns of a new file are not its own; an old file shows
         // whether it has any.
         let first = apply(old, hunks, crlf && old.is_empty(), &mut self.budget);
@@ -546,6 +548,17 @@ impl<'a, T: Tree> Planner<'a, T> {
                 Ok(None)
             }
         }
+    }
+
+    /// Counts bytes that were read or made.
+    fn spend(&mut self, bytes: usize) -> Step<(), T::Failure> {
+        self.worked += bytes as u64;
+        if self.worked > MAX_WORKED_BYTES {
+            return Err(StepError::TooLarge(
+                "the diff changes large files too often; split it. Nothing was changed".to_owned(),
+            ));
+        }
+        Ok(())
     }
 
     fn set(

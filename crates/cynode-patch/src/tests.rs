@@ -7,15 +7,19 @@ use crate::{
     plan::{Operation, plan},
 };
 
-fn at(path: &str) -> Location {
+pub(crate) fn at(path: &str) -> Location {
     Location::parse(path.as_bytes()).expect("a location")
 }
 
-fn regular(content: &str) -> File {
+pub(crate) fn bytes(content: &[u8]) -> File {
     File {
         kind: Kind::Regular(0o644),
-        bytes: content.as_bytes().to_vec(),
+        bytes: content.to_vec(),
     }
+}
+
+fn regular(content: &str) -> File {
+    bytes(content.as_bytes())
 }
 
 fn link(target: &str) -> File {
@@ -40,13 +44,13 @@ fn planned(tree: &Memory, diff: &str) -> Plan<()> {
 }
 
 /// The tree after applying a diff.
-fn patched(mut tree: Memory, diff: &str) -> Memory {
+pub(crate) fn patched(mut tree: Memory, diff: &str) -> Memory {
     let rejects = planned(&tree, diff).rejects;
     assert!(tree.patch(diff.as_bytes(), 1), "{rejects:?}");
     tree
 }
 
-fn reason(tree: &Memory, diff: &str) -> String {
+pub(crate) fn reason(tree: &Memory, diff: &str) -> String {
     let rejects = planned(tree, diff).rejects;
     assert_eq!(rejects.len(), 1, "{rejects:?}");
     rejects[0].reason.clone()

@@ -9,7 +9,7 @@ use axum::{
 };
 use bytes::{Bytes, BytesMut};
 use cynode_api::{ErrorCode, Flags};
-use cynode_patch::{Patch, Side};
+use cynode_patch::{Patch, Section};
 use cynode_policy::{Action, Channel, ContentScan, Scanner, ShapeAction, ShapePolicy};
 use cynode_service::ApiError;
 use futures_util::{StreamExt as _, stream};
@@ -163,20 +163,46 @@ pub(crate) fn scan_json(
     Ok(flags)
 }
 
-/// Scans the lines that a diff adds. A malformed diff is refused where its paths are extracted.
+/// Scans the content that a diff adds. A malformed diff is refused where its paths are extracted.
 fn scan_diff(
     scanner: &Scanner,
     action: ShapeAction,
     body: &Value,
     flags: &mut Flags,
 ) -> Result<(), Leak> {
-    let Some((diff, strip)) = policy_calls::diff(body).filter(|_| action != ShapeAction::Off)
-    else {
+    let Some((diff, strip)) = policy_calls::diff(body) else {
         return Ok(());
     };
     let Ok(patch) = Patch::parse(diff.as_bytes(), strip) else {
         return Ok(());
     };
+    if patch.inflated_bytes() > policy_calls::INLINE_DIFF_BYTES {
+        tokio::task::block_in_place(|| scan_patch(scanner, action, &patch, flags))
+    } else {
+        scan_patch(scanner, action, &patch, flags)
+    }
+}
+
+fn scan_patch(
+    scanner: &Scanner,
+    action: ShapeAction,
+    patch: &Patch<'_>,
+    flags: &mut Flags,
+) -> Result<(), Leak> {
+    let is_binary = |section: &&Section<'_>| section.binary.is_some();
+    if patch.sections().iter().any(|section| is_binary(&section)) {
+        // The scan of the whole body sees compressed bytes only.
+        let system_scanner = scanner.system_only();
+        for section in patch.sections().iter().filter(is_binary) {
+            let mut watch = system_scanner.watch();
+            let mut hit = None;
+            section.each_added(|bytes| hit = hit.or_else(|| watch.feed(bytes)));
+            hit.map_or(Ok(()), |hit| Err(Leak::system("diff", hit.what)))?;
+        }
+    }
+    if action == ShapeAction::Off {
+        return Ok(());
+    }
     for section in patch.sections() {
         let Some(path) = &section.new else { continue };
         if let Some(hit) = scanner.find(path) {
@@ -184,15 +210,7 @@ fn scan_diff(
         }
         let path = String::from_utf8_lossy(path);
         let mut scan = scanner.content(&path, action);
-        for line in section
-            .hunks
-            .iter()
-            .flat_map(|hunk| hunk.lines(section.crlf))
-            .filter(|line| line.side == Side::New)
-        {
-            scan.feed(line.text);
-            scan.feed(b"\n");
-        }
+        section.each_added(|bytes| scan.feed(bytes));
         refuse_or_flag("diff", &path, scan, flags)?;
     }
     Ok(())
@@ -405,6 +423,12 @@ mod tests {
             look(&named).expect_err("a name").path,
             None,
             "a name that contains a token was repeated"
+        );
+        // `A=` and a GitHub token, deflated.
+        let binary = "diff --git a/.env b/.env\nindex 1..2 100644\nGIT binary patch\nliteral 44\nlcmZQ@v`x<_h<7wEG>)pU^vU%$DhnzxjVyPv$U_(70suCc4b%Vt\n\n";
+        assert_eq!(
+            look(binary).expect_err("a binary content").path.as_deref(),
+            Some(".env")
         );
     }
 

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 /// The number of a diff's paths that a record lists.
 const RECORDED_PATHS: usize = 100;
 /// Longer diffs are parsed on a blocking thread.
-const INLINE_DIFF_BYTES: usize = 64 * 1024;
+pub(super) const INLINE_DIFF_BYTES: usize = 64 * 1024;
 
 /// The limits in a body. The handler refuses malformed ones.
 fn limits(body: &Value) -> CallLimits {

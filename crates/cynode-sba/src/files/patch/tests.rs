@@ -232,7 +232,7 @@ fn a_link_inside_the_workspace_leads_to_the_same_file() {
 }
 
 #[test]
-fn submodules_and_binary_changes_are_rejected() {
+fn submodules_and_binary_changes_without_content_are_rejected() {
     let workspace = TestWorkspace::new();
     workspace.put("file", "x\n");
     for (diff, expected) in [
@@ -248,14 +248,74 @@ fn submodules_and_binary_changes_are_rejected() {
             "diff --git a/file b/file\nindex 1..2 100644\nBinary files a/file and b/file differ\n",
             "binary",
         ),
-        (
-            "diff --git a/file b/file\nindex 1..2 100644\nGIT binary patch\nliteral 2\nJc$@@\n\nliteral 0\nHcm\n\n",
-            "binary",
-        ),
     ] {
         assert!(reason(&workspace, diff).contains(expected), "{diff}");
     }
     assert_eq!(workspace.names("."), ["file"]);
+}
+
+/// git's diff between two versions of the file `file`; `None` stands for no file.
+fn git_diff(old: Option<&[u8]>, new: Option<&[u8]>) -> Vec<u8> {
+    let scratch = tempfile::tempdir().expect("a directory");
+    let path = |name: &str, content: Option<&[u8]>| {
+        let Some(content) = content else {
+            return "/dev/null".to_owned();
+        };
+        let directory = scratch.path().join(name);
+        std::fs::create_dir(&directory).expect("made");
+        std::fs::write(directory.join("file"), content).expect("written");
+        format!("{name}/file")
+    };
+    let (old, new) = (path("old", old), path("new", new));
+    let output = std::process::Command::new("git")
+        .args(["diff", "--no-index", "--binary", "--no-prefix", &old, &new])
+        .current_dir(scratch.path())
+        .env_clear()
+        .env("PATH", std::env::var_os("PATH").expect("PATH"))
+        .env("HOME", "/nonexistent")
+        .output()
+        .expect("git runs");
+    assert!(
+        output.status.code().is_some_and(|code| code <= 1),
+        "{output:?}"
+    );
+    output.stdout
+}
+
+#[test]
+fn a_binary_diff_of_git_applies_to_the_content_that_it_was_made_for() {
+    let old: Vec<u8> = (0..40_000_u32).flat_map(u32::to_le_bytes).collect();
+    let mut new = old.clone();
+    new.splice(70_000..70_100, *b"another\0piece");
+    for (old, new, form) in [
+        (Some(&old), Some(&new), &b"delta"[..]),
+        (None, Some(&new), b"literal"),
+        (Some(&old), None, b"literal"),
+    ] {
+        let (old, new) = (old.map(Vec::as_slice), new.map(Vec::as_slice));
+        let diff = git_diff(old, new);
+        assert!(
+            diff.windows(form.len()).any(|window| window == form),
+            "{}",
+            diff.escape_ascii()
+        );
+        let workspace = TestWorkspace::new();
+        if let Some(old) = old {
+            workspace.put("file", old);
+        }
+        workspace
+            .files
+            .patch(&diff, 1, false)
+            .unwrap_or_else(|failure| panic!("{failure:?}"));
+        match new {
+            Some(new) => assert!(workspace.get("file") == new),
+            None => assert!(workspace.names(".").is_empty()),
+        }
+        workspace.put("file", "other");
+        let error = refused(workspace.files.patch(&diff, 1, false));
+        assert_eq!(error.code, ErrorCode::PatchRejected);
+        assert_eq!(workspace.get("file"), b"other");
+    }
 }
 
 #[test]
@@ -617,8 +677,36 @@ fn a_diff_over_the_connection_is_answered_with_its_files() {
     assert_eq!(too_large.error().code, ErrorCode::TooLarge);
 }
 
+/// Contents that share pieces, so that git writes deltas; with a NUL byte, so that they are binary.
+fn binary_contents() -> impl Strategy<Value = (Vec<u8>, Vec<u8>)> {
+    let piece = proptest::collection::vec(any::<u8>(), 1..300);
+    let order = || proptest::collection::vec(any::<proptest::sample::Index>(), 0..30);
+    (proptest::collection::vec(piece, 1..12), order(), order()).prop_map(|(pieces, old, new)| {
+        let content = |order: &[proptest::sample::Index]| {
+            order.iter().fold(b"\0".to_vec(), |mut content, index| {
+                content.extend_from_slice(index.get(&pieces).as_slice());
+                content
+            })
+        };
+        (content(&old), content(&new))
+    })
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn every_binary_diff_of_git_leads_to_its_target((old, new) in binary_contents()) {
+        prop_assume!(old != new);
+        let diff = git_diff(Some(&old), Some(&new));
+        let workspace = TestWorkspace::new();
+        workspace.put("file", &old);
+        workspace
+            .files
+            .patch(&diff, 1, false)
+            .unwrap_or_else(|failure| panic!("{failure:?}"));
+        prop_assert!(workspace.get("file") == new);
+    }
+
     #[test]
     fn diffs_with_arbitrary_names_never_leave_the_workspace(
         names in proptest::collection::vec("[a-c./\\\\\"]{0,8}", 1..5),
