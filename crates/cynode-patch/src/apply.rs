@@ -6,9 +6,15 @@
 //! tried at their expected position.
 
 use crate::{
-    excerpt,
+    escaped_but, excerpt,
     hunk::{Hunk, Line, Side},
+    lines::trim,
 };
+
+/// Lines of a hunk and of the file that a failure quotes.
+const MAX_QUOTED_LINES: usize = 20;
+/// The part of a line that a failure quotes.
+const MAX_QUOTED_BYTES: usize = 200;
 
 /// A hunk that does not apply.
 #[derive(Debug, PartialEq, Eq)]
@@ -18,6 +24,10 @@ pub struct HunkFailure {
     /// Line of the old file, from 1.
     pub line: u64,
     pub reason: String,
+    /// The first lines that the hunk expects in the old file.
+    pub expected: Vec<String>,
+    /// The lines of the old file at the place where the hunk should be.
+    pub found: Vec<String>,
 }
 
 /// The remaining cost of searching for moved hunks, over a whole diff.
@@ -74,6 +84,14 @@ impl<'a> Content<'a> {
         &self.bytes[offset(from)..offset(to)]
     }
 
+    /// Up to `count` lines from `from`, for messages.
+    fn quoted(&self, from: usize, count: usize) -> Vec<String> {
+        (from..self.len())
+            .take(count)
+            .map(|line| quoted(trim(self.range(line, line + 1))))
+            .collect()
+    }
+
     /// Whether the line equals the one that the hunk expects.
     fn matches(&self, index: usize, line: &Line<'_>) -> bool {
         let found = self.range(index, index + 1);
@@ -105,15 +123,25 @@ pub fn apply(
             hunk.old_start.saturating_sub(1)
         };
         let estimate = wanted.saturating_add_signed(offset);
-        let mut failure = |reason: String| {
+        let mut failure = |reason: String, is_mismatch: bool| {
+            let count = if is_mismatch {
+                expected.len().min(MAX_QUOTED_LINES)
+            } else {
+                0
+            };
             failures.push(HunkFailure {
                 hunk: number,
                 line: hunk.old_start as u64,
                 reason,
+                expected: expected[..count]
+                    .iter()
+                    .map(|line| quoted(line.text))
+                    .collect(),
+                found: content.quoted(estimate, count),
             });
         };
         let Some(position) = find(&content, &expected, estimate, consumed, budget) else {
-            failure(mismatch(&content, &expected, estimate, consumed));
+            failure(mismatch(&content, &expected, estimate, consumed), true);
             continue;
         };
         let length = out.len();
@@ -127,7 +155,10 @@ pub fn apply(
         }
         if !whole || (end < content.len() && ends_open(&out)) {
             out.truncate(length);
-            failure("a line without a newline would precede another line".to_owned());
+            failure(
+                "a line without a newline would precede another line".to_owned(),
+                false,
+            );
             continue;
         }
         offset = position.cast_signed() - wanted.cast_signed();
@@ -138,6 +169,17 @@ pub fn apply(
     }
     out.extend_from_slice(content.range(consumed, content.len()));
     Ok(out)
+}
+
+/// A line for messages: escaped except for tabs, and truncated.
+fn quoted(line: &[u8]) -> String {
+    let cut = &line[..line.len().min(MAX_QUOTED_BYTES)];
+    let mut text = escaped_but(cut, Some('\t'));
+    if text.len() > MAX_QUOTED_BYTES || cut.len() < line.len() {
+        text.truncate(text.floor_char_boundary(MAX_QUOTED_BYTES - '…'.len_utf8()));
+        text.push('…');
+    }
+    text
 }
 
 /// Appends bytes. Returns false if the last line had no newline; an empty slice is always fine.
@@ -285,6 +327,53 @@ mod tests {
                 (4, 9, "the file has only 3 lines")
             ]
         );
+        let quoted: Vec<_> = failures
+            .iter()
+            .map(|failure| (failure.expected.join("|"), failure.found.join("|")))
+            .collect();
+        let pair = |expected: &str, found: &str| (expected.to_owned(), found.to_owned());
+        assert_eq!(
+            quoted,
+            [pair("x", "a"), pair("z\\u{7}", "c"), pair("q", "")]
+        );
+    }
+
+    #[test]
+    fn a_failure_quotes_a_bounded_part_of_the_hunk_and_the_file() {
+        let failure = |lines: usize, text: &str| {
+            let hunk = format!(
+                "@@ -1,{lines} +1,{lines} @@\n-x\n+y\n{}",
+                format!(" {text}\n").repeat(lines - 1)
+            );
+            let old = format!("{text}\n").repeat(lines);
+            let mut failures = applied(old.as_bytes(), &hunk).expect_err("rejected");
+            failures.remove(0)
+        };
+        for (lines, quoted) in [
+            (MAX_QUOTED_LINES, MAX_QUOTED_LINES),
+            (MAX_QUOTED_LINES + 1, MAX_QUOTED_LINES),
+        ] {
+            let failure = failure(lines, "\ttext");
+            assert_eq!(
+                (failure.expected.len(), failure.found.len()),
+                (quoted, quoted)
+            );
+            assert_eq!(
+                (failure.expected[0].as_str(), failure.found[0].as_str()),
+                ("x", "\ttext")
+            );
+        }
+        let fits = "é".repeat(MAX_QUOTED_BYTES / 2);
+        assert_eq!(failure(2, &fits).found[0], fits);
+        let cut = failure(2, &(fits + "x")).found.remove(0);
+        assert!(
+            cut.ends_with("é…") && cut.len() <= MAX_QUOTED_BYTES,
+            "{cut}"
+        );
+        let escaped = failure(2, &"\u{7}".repeat(MAX_QUOTED_BYTES))
+            .found
+            .remove(0);
+        assert!(escaped.starts_with("\\u{7}") && escaped.len() <= MAX_QUOTED_BYTES);
     }
 
     #[test]

@@ -6,7 +6,10 @@
     reason = "a panic is how a fuzz target reports a failure"
 )]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    hash::{DefaultHasher, Hash as _, Hasher as _},
+};
 
 use crate::{
     File, Hunk, Line, Location, Patch, PriorState, Problem, SearchBudget, Side, Tree, TreeNode,
@@ -124,7 +127,9 @@ impl Tree for Memory {
     }
 
     fn digest(&self, bytes: &[u8]) -> String {
-        format!("{bytes:?}")
+        let mut hasher = DefaultHasher::new();
+        bytes.hash(&mut hasher);
+        format!("{:x}", hasher.finish())
     }
 }
 

@@ -37,10 +37,15 @@ pub const MAX_PATH_BYTES: usize = 4_095;
 
 /// Escapes control characters and undecodable bytes, for messages.
 pub fn escaped(bytes: &[u8]) -> String {
+    escaped_but(bytes, None)
+}
+
+/// Escapes control characters other than `plain`, and undecodable bytes.
+fn escaped_but(bytes: &[u8], plain: Option<char>) -> String {
     let mut out = String::with_capacity(bytes.len());
     for chunk in bytes.utf8_chunks() {
         for character in chunk.valid().chars() {
-            if character.is_control() {
+            if character.is_control() && Some(character) != plain {
                 out.extend(character.escape_default());
             } else {
                 out.push(character);

@@ -25,6 +25,8 @@ pub(crate) const MAX_TOTAL_BYTES: usize = 128 * 1024 * 1024;
 const MAX_WORKED_BYTES: u64 = 1024 * 1024 * 1024;
 /// Rejects are truncated at this size, so that a response stays small.
 const MAX_REJECT_BYTES: usize = 256 * 1024;
+/// Rejects beyond this size come without the lines that they expected and found.
+const MAX_QUOTE_BYTES: usize = 128 * 1024;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -128,6 +130,23 @@ pub struct Reject {
     /// Line of the old file, from 1.
     pub line: Option<u64>,
     pub reason: String,
+    /// The first lines that the hunk expects.
+    pub expected: Vec<String>,
+    /// The lines of the file where they should be.
+    pub found: Vec<String>,
+}
+
+impl Reject {
+    fn of_file(path: Vec<u8>, reason: String) -> Self {
+        Self {
+            path,
+            hunk: None,
+            line: None,
+            reason,
+            expected: Vec::new(),
+            found: Vec::new(),
+        }
+    }
 }
 
 /// The effect of a diff on a tree.
@@ -195,6 +214,7 @@ struct Planner<'a, T: Tree> {
     effects: Vec<FileEffect>,
     rejects: Vec<Reject>,
     reject_bytes: usize,
+    quote_bytes: usize,
     /// Sources of renames: other sections may reuse their names.
     renamed: Locations,
     /// Sources of renames, and deleted files.
@@ -256,6 +276,7 @@ impl<'a, T: Tree> Planner<'a, T> {
             effects: Vec::new(),
             rejects: Vec::new(),
             reject_bytes: 0,
+            quote_bytes: 0,
             renamed: sections_with(&[Change::Rename])
                 .into_iter()
                 .filter_map(old)
@@ -285,12 +306,7 @@ impl<'a, T: Tree> Planner<'a, T> {
         match step {
             Ok(()) => Ok(()),
             Err(StepError::Reject(path, reason)) => {
-                self.reject(Reject {
-                    path,
-                    hunk: None,
-                    line: None,
-                    reason,
-                });
+                self.reject(Reject::of_file(path, reason));
                 Ok(())
             }
             Err(StepError::TooLarge(message)) => Err(PlanError::TooLarge(message)),
@@ -298,8 +314,14 @@ impl<'a, T: Tree> Planner<'a, T> {
         }
     }
 
-    fn reject(&mut self, reject: Reject) {
+    fn reject(&mut self, mut reject: Reject) {
         self.reject_bytes += reject.path.len() + reject.reason.len() + 100;
+        let quoted = reject.expected.iter().chain(&reject.found);
+        self.quote_bytes += quoted.map(|line| line.len() + 4).sum::<usize>();
+        if self.quote_bytes > MAX_QUOTE_BYTES {
+            reject.expected.clear();
+            reject.found.clear();
+        }
         if !self.rejects_cut() {
             self.rejects.push(reject);
         }
@@ -543,6 +565,8 @@ impl<'a, T: Tree> Planner<'a, T> {
                         hunk: Some(failure.hunk),
                         line: Some(failure.line),
                         reason: failure.reason,
+                        expected: failure.expected,
+                        found: failure.found,
                     });
                 }
                 Ok(None)
@@ -763,12 +787,7 @@ impl<'a, T: Tree> Planner<'a, T> {
             }
         }
         for (path, reason) in found {
-            self.reject(Reject {
-                path,
-                hunk: None,
-                line: None,
-                reason,
-            });
+            self.reject(Reject::of_file(path, reason));
         }
         Ok(())
     }

@@ -303,6 +303,26 @@ fn a_section_must_match_the_type_of_its_file() {
 }
 
 #[test]
+fn only_the_first_rejects_quote_lines() {
+    let content = "y".repeat(100);
+    let before = tree(&[("f", regular(&format!("{content}\n").repeat(20)))]);
+    let hunk = format!(
+        "@@ -1,20 +1,19 @@\n{}-x\n",
+        format!(" {content}\n").repeat(19)
+    );
+    // 20 lines of the hunk and 20 of the file, at most 104 bytes each.
+    let fit = 128 * 1024 / (20 * 104 + 19 * 104 + 5);
+    let diff = format!("--- a/f\n+++ b/f\n{}", hunk.repeat(fit + 1));
+    let rejects = planned(&before, &diff).rejects;
+    assert_eq!(rejects.len(), fit + 1);
+    for (number, reject) in rejects.iter().enumerate() {
+        let quotes = (reject.expected.len(), reject.found.len());
+        assert_eq!(quotes, if number < fit { (20, 20) } else { (0, 0) });
+        assert!(reject.reason.contains("where the diff expects"));
+    }
+}
+
+#[test]
 fn effects_are_reported_in_order() {
     let before = tree(&[("f", regular("x\n"))]);
     let effects = planned(&before, &(delete("f") + &create_link("f", "t"))).effects;

@@ -423,13 +423,18 @@ mod tests {
             any::<Option<u32>>(),
             any::<Option<u64>>(),
             any::<String>(),
+            any::<[Vec<String>; 2]>(),
         )
-            .prop_map(|(path, hunk, line, reason)| PatchReject {
-                path,
-                hunk,
-                line,
-                reason,
-            });
+            .prop_map(
+                |(path, hunk, line, reason, [expected, found])| PatchReject {
+                    path,
+                    hunk,
+                    line,
+                    reason,
+                    expected,
+                    found,
+                },
+            );
         prop_oneof![
             (
                 any::<u32>(),

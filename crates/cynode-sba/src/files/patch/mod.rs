@@ -61,6 +61,8 @@ fn reject(reject: Reject) -> PatchReject {
         hunk: reject.hunk,
         line: reject.line,
         reason: reject.reason,
+        expected: reject.expected,
+        found: reject.found,
     }
 }
 
