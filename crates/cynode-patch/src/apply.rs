@@ -1,13 +1,14 @@
 //! Applies hunks to file content.
 //!
-//! Invariants: context and deleted lines must match byte for byte; a hunk may only have moved, and
-//! the match nearest to its expected position, after the previous hunk, wins. Every failing hunk is
-//! reported. The search is bounded: once a diff has used up its [`SearchBudget`], hunks are only
-//! tried at their expected position.
+//! Invariants: context and deleted lines must match byte for byte. A hunk with a line number may
+//! only have moved, and the match nearest to its expected position, after the previous hunk, wins; a
+//! hunk without one must match exactly one place of the file. Every failing hunk is reported. The
+//! search is bounded: once a diff has used up its [`SearchBudget`], hunks are only tried at their
+//! expected position, and those without one fail.
 
 use crate::{
     escaped_but, excerpt,
-    hunk::{Hunk, Line, Side},
+    hunk::{Hunk, Line, Place, Side},
     lines::trim,
 };
 
@@ -15,6 +16,8 @@ use crate::{
 const MAX_QUOTED_LINES: usize = 20;
 /// The part of a line that a failure quotes.
 const MAX_QUOTED_BYTES: usize = 200;
+/// The number of places that a failure lists of those that an ambiguous hunk fits.
+const LISTED_PLACES: usize = 5;
 
 /// A hunk that does not apply.
 #[derive(Debug, PartialEq, Eq)]
@@ -22,7 +25,7 @@ pub struct HunkFailure {
     /// From 1.
     pub hunk: u32,
     /// Line of the old file, from 1.
-    pub line: u64,
+    pub line: Option<u64>,
     pub reason: String,
     /// The first lines that the hunk expects in the old file.
     pub expected: Vec<String>,
@@ -47,8 +50,8 @@ impl SearchBudget {
         self.0 > 0
     }
 
-    fn spend(&mut self, line: &Line<'_>) {
-        self.0 = self.0.saturating_sub(1 + line.text.len() as u64 / 64);
+    fn spend(&mut self, line_bytes: usize) {
+        self.0 = self.0.saturating_sub(1 + line_bytes as u64 / 64);
     }
 }
 
@@ -100,6 +103,18 @@ impl<'a> Content<'a> {
             None => !line.newline && found == line.text,
         }
     }
+
+    /// Like `matches`, but the last line of the file may lack the newline that the hunk has.
+    fn matches_open(&self, index: usize, line: &Line<'_>) -> bool {
+        self.matches(index, line)
+            || (index + 1 == self.len()
+                && self.ends_open()
+                && self.range(index, index + 1) == line.text)
+    }
+
+    fn ends_open(&self) -> bool {
+        ends_open(self.bytes)
+    }
 }
 
 pub fn apply(
@@ -116,59 +131,86 @@ pub fn apply(
     for (number, hunk) in (1..).zip(hunks) {
         let lines: Vec<Line<'_>> = hunk.lines(strip_cr).collect();
         let expected: Vec<&Line<'_>> = lines.iter().filter(|line| line.side != Side::New).collect();
-        // A hunk without old lines inserts after the line that it names.
-        let wanted = if expected.is_empty() {
-            hunk.old_start
-        } else {
-            hunk.old_start.saturating_sub(1)
+        let found = match &hunk.place {
+            Place::Line(line) => {
+                // A hunk without old lines inserts after the line that it names.
+                let wanted = if expected.is_empty() {
+                    *line
+                } else {
+                    line.saturating_sub(1)
+                };
+                let estimate = wanted.saturating_add_signed(offset);
+                find_nearest(&content, &expected, estimate, consumed, budget)
+                    .map(|position| (position, position.cast_signed() - wanted.cast_signed()))
+                    .ok_or_else(|| Mismatch {
+                        reason: mismatch(&content, &expected, estimate, consumed),
+                        position: Some(estimate),
+                    })
+            }
+            Place::Unique { after, at_end } => {
+                find_unique(&content, &expected, after, *at_end, consumed, budget)
+                    .map(|position| (position, offset))
+            }
         };
-        let estimate = wanted.saturating_add_signed(offset);
-        let mut failure = |reason: String, is_mismatch: bool| {
-            let count = if is_mismatch {
-                expected.len().min(MAX_QUOTED_LINES)
-            } else {
-                0
-            };
+        let result = found.and_then(|(position, new_offset)| {
+            let (length, end) = (out.len(), position + expected.len());
+            let mut whole = push(&mut out, content.range(consumed, position));
+            let before_hunk = out.len();
+            for line in lines.iter().filter(|line| line.side != Side::Old) {
+                whole &= push(&mut out, line.text);
+                if line.newline {
+                    out.push(b'\n');
+                }
+            }
+            // Most hunks without line numbers can't say that the file's last line has no newline.
+            if matches!(hunk.place, Place::Unique { .. })
+                && end == content.len()
+                && content.ends_open()
+                && expected.last().is_some_and(|line| line.newline)
+                && out.len() > before_hunk
+                && out.ends_with(b"\n")
+            {
+                out.pop();
+            }
+            if !whole || (end < content.len() && ends_open(&out)) {
+                out.truncate(length);
+                return Err(Mismatch {
+                    reason: "a line without a newline would precede another line".to_owned(),
+                    position: None,
+                });
+            }
+            (consumed, offset) = (end, new_offset);
+            Ok(())
+        });
+        if let Err(Mismatch { reason, position }) = result {
+            let count = expected.len().min(MAX_QUOTED_LINES);
             failures.push(HunkFailure {
                 hunk: number,
-                line: hunk.old_start as u64,
+                line: match &hunk.place {
+                    Place::Line(line) => Some(*line as u64),
+                    Place::Unique { .. } => position.map(|position| position as u64 + 1),
+                },
                 reason,
                 expected: expected[..count]
                     .iter()
                     .map(|line| quoted(line.text))
                     .collect(),
-                found: content.quoted(estimate, count),
+                found: position.map_or_else(Vec::new, |position| content.quoted(position, count)),
             });
-        };
-        let Some(position) = find(&content, &expected, estimate, consumed, budget) else {
-            failure(mismatch(&content, &expected, estimate, consumed), true);
-            continue;
-        };
-        let length = out.len();
-        let end = position + expected.len();
-        let mut whole = push(&mut out, content.range(consumed, position));
-        for line in lines.iter().filter(|line| line.side != Side::Old) {
-            whole &= push(&mut out, line.text);
-            if line.newline {
-                out.push(b'\n');
-            }
         }
-        if !whole || (end < content.len() && ends_open(&out)) {
-            out.truncate(length);
-            failure(
-                "a line without a newline would precede another line".to_owned(),
-                false,
-            );
-            continue;
-        }
-        offset = position.cast_signed() - wanted.cast_signed();
-        consumed = end;
     }
     if !failures.is_empty() {
         return Err(failures);
     }
     out.extend_from_slice(content.range(consumed, content.len()));
     Ok(out)
+}
+
+/// The reason why a hunk has no place.
+struct Mismatch {
+    reason: String,
+    /// The place that the hunk resembles most, or where it should be.
+    position: Option<usize>,
 }
 
 /// A line for messages: escaped except for tabs, and truncated.
@@ -193,8 +235,164 @@ fn ends_open(out: &[u8]) -> bool {
     out.last().is_some_and(|byte| *byte != b'\n')
 }
 
+/// The only position of the expected lines in the file, or the reason why there is none.
+fn find_unique(
+    content: &Content<'_>,
+    expected: &[&Line<'_>],
+    after: &[Vec<u8>],
+    at_end: bool,
+    consumed: usize,
+    budget: &mut SearchBudget,
+) -> Result<usize, Mismatch> {
+    let fail = |reason: String, position: Option<usize>| Err(Mismatch { reason, position });
+    let too_long = || {
+        fail(
+            "the search for the hunk's place takes too long; give its line numbers".to_owned(),
+            None,
+        )
+    };
+    let mut start = 0;
+    for anchor in after {
+        let (mut first, mut count) = (None, 0);
+        for line in start..content.len() {
+            if !budget.is_left() {
+                return too_long();
+            }
+            budget.spend(anchor.len());
+            if trim(content.range(line, line + 1)) == anchor {
+                first = first.or(Some(line));
+                count += 1;
+            }
+        }
+        let Some(first) = first else {
+            let place = if start > 0 {
+                " after the one before it"
+            } else {
+                ""
+            };
+            return fail(
+                format!("no line of the file equals {}{place}", excerpt(anchor)),
+                None,
+            );
+        };
+        if count > 1 {
+            return fail(
+                format!(
+                    "{count} lines of the file equal {}, so the place is ambiguous; choose a \
+                     unique line",
+                    excerpt(anchor)
+                ),
+                None,
+            );
+        }
+        start = first + 1;
+    }
+    let fits = |position: usize, budget: &mut SearchBudget| {
+        expected.iter().enumerate().all(|(index, line)| {
+            budget.spend(line.text.len());
+            content.matches_open(position + index, line)
+        })
+    };
+    let last = content
+        .len()
+        .checked_sub(expected.len())
+        .filter(|last| *last >= start);
+    let mut positions = Vec::new();
+    let mut count = 0;
+    if at_end {
+        positions.extend(last.filter(|last| fits(*last, budget)));
+        count = positions.len();
+    } else if expected.is_empty() && content.len() > 0 {
+        return fail(
+            "the hunk has no line of the file that tells its place; add context lines".to_owned(),
+            None,
+        );
+    } else if let Some(last) = last {
+        for position in start..=last {
+            if !budget.is_left() {
+                return too_long();
+            }
+            if fits(position, budget) {
+                count += 1;
+                if positions.len() < LISTED_PLACES {
+                    positions.push(position);
+                }
+            }
+        }
+    }
+    match positions.as_slice() {
+        [] => {
+            let nearest = if at_end {
+                Some(content.len().saturating_sub(expected.len()))
+            } else {
+                most_similar(content, expected, start, budget)
+            };
+            let place = if at_end {
+                "the end of the file does not have the hunk's lines"
+            } else {
+                "no place of the file has the hunk's lines"
+            };
+            let detail = nearest.map_or_else(String::new, |position| {
+                format!("; {}", mismatch(content, expected, position, 0))
+            });
+            fail(format!("{place}{detail}"), nearest)
+        }
+        [position] if *position >= consumed => Ok(*position),
+        [position] => fail(
+            "the hunk does not follow the previous one; write hunks in the order of the file, \
+             without overlaps"
+                .to_owned(),
+            Some(*position),
+        ),
+        _ => {
+            let lines: Vec<String> = positions
+                .iter()
+                .map(|position| (position + 1).to_string())
+                .collect();
+            let more = if count > lines.len() { ", …" } else { "" };
+            fail(
+                format!(
+                    "the hunk fits {count} places (lines {}{more}); add context lines",
+                    lines.join(", ")
+                ),
+                None,
+            )
+        }
+    }
+}
+
+/// The position whose lines resemble the expected ones most; `None` if none does.
+fn most_similar(
+    content: &Content<'_>,
+    expected: &[&Line<'_>],
+    start: usize,
+    budget: &mut SearchBudget,
+) -> Option<usize> {
+    let compared = &expected[..expected.len().min(MAX_QUOTED_LINES)];
+    let mut best = (0, None);
+    for position in start..content.len() {
+        if !budget.is_left() {
+            break;
+        }
+        let mut score = 0;
+        for (index, line) in compared.iter().enumerate() {
+            budget.spend(line.text.len());
+            let found = content.range(position + index, position + index + 1);
+            // Equal but for white space, and equal.
+            let text = line.text.trim_ascii();
+            if !text.is_empty() && found.trim_ascii() == text {
+                score += 2 + usize::from(trim(found) == line.text);
+            }
+        }
+        if score > best.0 {
+            best = (score, Some(position));
+        }
+    }
+    best.1
+}
+
 /// The position of the expected lines nearest to `estimate`, not before `consumed`.
-fn find(
+fn find_nearest(
     content: &Content<'_>,
     expected: &[&Line<'_>],
     estimate: usize,
@@ -210,7 +408,7 @@ fn find(
     }
     let fits = |position: usize, budget: &mut SearchBudget| {
         expected.iter().enumerate().all(|(index, line)| {
-            budget.spend(line);
+            budget.spend(line.text.len());
             content.matches(position + index, line)
         })
     };
@@ -317,7 +515,13 @@ mod tests {
             applied(b"a\nb\nc\n", "@@ -1 +1 @@\n-x\n+y\n@@ -2 +2 @@\n-b\n+B\n@@ -3 +3,2 @@\n-z\u{7}\n+y\n+w\n@@ -9 +10 @@\n-q\n+r\n").expect_err("rejected");
         let summary: Vec<_> = failures
             .iter()
-            .map(|failure| (failure.hunk, failure.line, failure.reason.as_str()))
+            .map(|failure| {
+                (
+                    failure.hunk,
+                    failure.line.unwrap_or_default(),
+                    failure.reason.as_str(),
+                )
+            })
             .collect();
         assert_eq!(
             summary,

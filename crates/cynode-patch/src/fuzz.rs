@@ -12,8 +12,8 @@ use std::{
 };
 
 use crate::{
-    File, Hunk, Line, Location, Patch, PriorState, Problem, SearchBudget, Side, Tree, TreeNode,
-    apply, plan,
+    File, Hunk, Line, Location, Patch, Place, PriorState, Problem, SearchBudget, Side, Tree,
+    TreeNode, apply, plan,
 };
 
 /// The number of filler lines between two hunks of a reconstructed file.
@@ -28,18 +28,20 @@ impl Memory {
         self.0.keys().any(|other| location.is_above(other))
     }
 
-    /// Applies a diff; returns false if it is rejected. Panics if it touches a path that the diff
-    /// does not name.
+    /// Like `apply`, for a diff.
     pub fn patch(&mut self, diff: &[u8], strip: u32) -> bool {
-        let Ok(patch) = Patch::parse(diff, strip) else {
-            return false;
-        };
+        Patch::parse(diff, strip).is_ok_and(|patch| self.apply(&patch))
+    }
+
+    /// Applies a patch; returns false if it is rejected. Panics if it touches a path that the patch
+    /// does not name.
+    pub fn apply(&mut self, patch: &Patch<'_>) -> bool {
         let named: BTreeSet<Location> = patch
             .paths()
             .into_iter()
             .filter_map(|path| Location::parse(path).ok())
             .collect();
-        let Ok(plan) = plan(&*self, &patch) else {
+        let Ok(plan) = plan(&*self, patch) else {
             return false;
         };
         if !plan.rejects.is_empty() {
@@ -244,10 +246,13 @@ fn reconstruct(hunks: &[Hunk<'_>], strip_cr: bool) -> Option<(Vec<u8>, Vec<u8>)>
     let mut closed = (true, true);
     for hunk in hunks {
         let lines: Vec<Line<'_>> = hunk.lines(strip_cr).collect();
+        let Place::Line(old_start) = hunk.place else {
+            return None;
+        };
         let start = if hunk.old_count == 0 {
-            hunk.old_start
+            old_start
         } else {
-            hunk.old_start.checked_sub(1)?
+            old_start.checked_sub(1)?
         };
         let gap = start
             .checked_sub(line_number)

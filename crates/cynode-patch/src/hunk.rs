@@ -2,11 +2,30 @@
 
 use crate::lines::{Error, Lines, error, is_no_newline_marker, is_plain_header, trim};
 
-#[derive(Clone, Copy, Debug)]
+/// Changed lines of a file, with context.
+#[derive(Clone, Debug)]
 pub struct Hunk<'a> {
-    pub old_start: usize,
+    pub place: Place,
+    /// The number of lines that the hunk expects in the old file.
     pub old_count: usize,
-    body: &'a [u8],
+    /// Each line has a prefix for its side, except for empty context lines.
+    pub(crate) body: &'a [u8],
+}
+
+/// Where a hunk applies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// At this line of the old file, from 1, or as near to it as the hunk's lines are. A hunk
+    /// without old lines applies after the line.
+    Line(usize),
+    /// At the only place that has the hunk's lines.
+    Unique {
+        /// The place follows these lines, which follow each other. Each of them is unique after the
+        /// one before.
+        after: Vec<Vec<u8>>,
+        /// The hunk's lines are the last of the file.
+        at_end: bool,
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,12 +45,23 @@ pub struct Line<'a> {
 }
 
 impl<'a> Hunk<'a> {
+    /// A hunk with these lines, which must all have a prefix or be empty.
+    pub(crate) fn new(place: Place, body: &'a [u8]) -> Self {
+        let mut hunk = Self {
+            place,
+            old_count: 0,
+            body,
+        };
+        hunk.old_count = hunk
+            .lines(false)
+            .filter(|line| line.side != Side::New)
+            .count();
+        hunk
+    }
+
     /// With `strip_cr`, a carriage return before the newline belongs to the diff, not to the line.
     pub fn lines(&self, strip_cr: bool) -> impl Iterator<Item = Line<'a>> + use<'a> {
-        let mut lines = Lines {
-            rest: self.body,
-            number: 0,
-        };
+        let mut lines = Lines::new(self.body);
         std::iter::from_fn(move || {
             let line = lines.next()?;
             let (side, text) = match line.first() {
@@ -117,7 +147,7 @@ pub(crate) fn read_hunk<'a>(lines: &mut Lines<'a>) -> Result<Hunk<'a>, Error> {
         }
     }
     Ok(Hunk {
-        old_start,
+        place: Place::Line(old_start),
         old_count,
         body,
     })

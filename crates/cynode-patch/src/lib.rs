@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod apply;
+mod begin_patch;
 mod binary;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -22,7 +23,7 @@ use std::fmt::Write as _;
 pub use self::{
     apply::{HunkFailure, SearchBudget, apply},
     binary::{Binary, BinaryHunk},
-    hunk::{Hunk, Line, Side},
+    hunk::{Hunk, Line, Place, Side},
     lines::Error,
     name::Location,
     parse::{Change, MAX_HEADER_BYTES, Patch, Section},

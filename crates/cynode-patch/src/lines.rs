@@ -26,6 +26,13 @@ pub(crate) struct Lines<'a> {
 }
 
 impl<'a> Lines<'a> {
+    pub(crate) fn new(text: &'a [u8]) -> Self {
+        Self {
+            rest: text,
+            number: 0,
+        }
+    }
+
     pub(crate) fn peek(&self) -> Option<&'a [u8]> {
         if self.rest.is_empty() {
             return None;

@@ -25,17 +25,14 @@ pub(crate) const MAX_HUNKS: usize = 100_000;
 /// A parsed diff.
 #[derive(Debug)]
 pub struct Patch<'a> {
-    sections: Vec<Section<'a>>,
+    pub(crate) sections: Vec<Section<'a>>,
 }
 
 impl<'a> Patch<'a> {
     /// Parses a diff and drops `strip` leading components from its names.
     pub fn parse(diff: &'a [u8], strip: u32) -> Result<Self, Error> {
         let strip = usize::try_from(strip).unwrap_or(usize::MAX);
-        let mut lines = Lines {
-            rest: diff,
-            number: 0,
-        };
+        let mut lines = Lines::new(diff);
         let mut sections: Vec<Section<'a>> = Vec::new();
         let (mut hunks, mut inflated) = (0, 0);
         while let Some(line) = lines.peek() {
@@ -53,9 +50,7 @@ impl<'a> Patch<'a> {
                 lines.next();
                 continue;
             }
-            if sections.len() > MAX_SECTIONS {
-                return error(number, "the diff has more than 10,000 files; split it");
-            }
+            check_sections(number, sections.len())?;
             let Some(section) = sections.last() else {
                 continue;
             };
@@ -119,6 +114,8 @@ pub struct Section<'a> {
     pub new: Option<Vec<u8>>,
     pub old_mode: Option<u32>,
     pub new_mode: Option<u32>,
+    /// Deletes the file whatever its content and type are.
+    pub any_content: bool,
     /// A section with a binary change has no hunks.
     pub binary: Option<Binary<'a>>,
     /// The header's lines end in CRLF, so the diff may have been converted in transit.
@@ -150,7 +147,7 @@ impl Section<'_> {
 }
 
 /// A line of a file header, within bounds.
-fn header_line<'a>(lines: &mut Lines<'a>) -> Result<&'a [u8], Error> {
+pub(crate) fn header_line<'a>(lines: &mut Lines<'a>) -> Result<&'a [u8], Error> {
     let line = lines.next().unwrap_or_default();
     if line.len() > MAX_HEADER_BYTES {
         return error(
@@ -219,6 +216,7 @@ fn plain_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>,
         new: name(new),
         old_mode: None,
         new_mode: None,
+        any_content: false,
         binary: None,
         crlf,
         hunks,
@@ -397,6 +395,7 @@ fn git_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>, E
         new,
         old_mode,
         new_mode,
+        any_content: false,
         binary,
         crlf,
         hunks: section_hunks,
@@ -513,7 +512,14 @@ fn hunks<'a>(lines: &mut Lines<'a>) -> Result<Vec<Hunk<'a>>, Error> {
     Ok(hunks)
 }
 
-fn check_hunks(line: usize, hunks: usize) -> Result<(), Error> {
+pub(crate) fn check_sections(line: usize, sections: usize) -> Result<(), Error> {
+    if sections > MAX_SECTIONS {
+        return error(line, "the diff has more than 10,000 files; split it");
+    }
+    Ok(())
+}
+
+pub(crate) fn check_hunks(line: usize, hunks: usize) -> Result<(), Error> {
     if hunks > MAX_HUNKS {
         return error(line, "the diff has more than 100,000 hunks; split it");
     }

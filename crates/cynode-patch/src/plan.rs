@@ -13,6 +13,7 @@ use crate::{
     MAX_PATH_BYTES,
     apply::{SearchBudget, apply},
     binary::Binary,
+    hunk::Place,
     name::{Location, Locations},
     parse::{Change, Patch, Section},
 };
@@ -414,7 +415,7 @@ impl<'a, T: Tree> Planner<'a, T> {
         let name = candidates.first().copied().unwrap_or_default();
         let Some((name, location, old)) = present else {
             // Many tools write a creation without naming /dev/null.
-            if matches!(section.hunks.as_slice(), [hunk] if hunk.old_start == 0 && hunk.old_count == 0)
+            if matches!(section.hunks.as_slice(), [hunk] if hunk.place == Place::Line(0) && hunk.old_count == 0)
             {
                 return self.create(section, name, wanted.unwrap_or(FileType::Regular));
             }
@@ -447,6 +448,12 @@ impl<'a, T: Tree> Planner<'a, T> {
         let Some(old) = self.now(&location).cloned() else {
             return reject(name, "no such file");
         };
+        if section.any_content {
+            self.set(name, &location, None)?;
+            let before = self.tree.digest(&old.bytes);
+            self.touch(name, Operation::Delete, Some(before), None, None);
+            return Ok(());
+        }
         check_type(name, &old, Some(wanted.unwrap_or(FileType::Regular)))?;
         let Some(left) = self.content_after(name, Some(&old.bytes), section)? else {
             return Ok(());
@@ -563,7 +570,7 @@ impl<'a, T: Tree> Planner<'a, T> {
                     self.reject(Reject {
                         path: name.to_vec(),
                         hunk: Some(failure.hunk),
-                        line: Some(failure.line),
+                        line: failure.line,
                         reason: failure.reason,
                         expected: failure.expected,
                         found: failure.found,

@@ -38,6 +38,17 @@ fn tree(files: &[(&str, File)]) -> Memory {
     )
 }
 
+/// Files and links that generated patches have a chance to hit.
+pub(crate) fn sample_tree() -> Memory {
+    tree(&[
+        ("f", regular("x\n")),
+        ("g", regular("t")),
+        ("d/x", regular("x\n")),
+        ("d/y", link("t")),
+        ("l", link("t")),
+    ])
+}
+
 fn planned(tree: &Memory, diff: &str) -> Plan<()> {
     let patch = Patch::parse(diff.as_bytes(), 1).expect("parsed");
     plan(tree, &patch).unwrap_or_else(|_| panic!("planned"))
@@ -415,14 +426,7 @@ proptest! {
         sections in proptest::collection::vec(section(), 1..5),
         strip in 0_u32..3,
     ) {
-        let mut tree = tree(&[
-            ("f", regular("x\n")),
-            ("g", regular("t")),
-            ("d/x", regular("x\n")),
-            ("d/y", link("t")),
-            ("l", link("t")),
-        ]);
-        let _applied = tree.patch(sections.concat().as_bytes(), strip);
+        let _applied = sample_tree().patch(sections.concat().as_bytes(), strip);
     }
 
     #[test]
