@@ -35,6 +35,14 @@ const MOVE: &[u8] = b"*** Move to: ";
 /// Lines after `@@` that narrow the place of one hunk.
 const MAX_ANCHORS: usize = 8;
 
+/// Whether a text is in this format, which its first line tells.
+pub(crate) fn is_begin_patch(text: &[u8]) -> bool {
+    let text = text.trim_ascii_start();
+    Lines::new(text)
+        .next()
+        .is_some_and(|line| line.trim_ascii_end() == BEGIN)
+}
+
 impl<'a> Patch<'a> {
     /// Parses a text in the format that begins with `*** Begin Patch`.
     pub fn parse_begin_patch(text: &'a [u8]) -> Result<Self, Error> {

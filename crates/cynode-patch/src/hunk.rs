@@ -155,7 +155,7 @@ pub(crate) fn read_hunk<'a>(lines: &mut Lines<'a>) -> Result<Hunk<'a>, Error> {
 
 type Range = (usize, usize);
 
-fn ranges(header: &[u8]) -> Option<(Range, Range)> {
+pub(crate) fn ranges(header: &[u8]) -> Option<(Range, Range)> {
     let text = header.strip_prefix(b"@@ -")?;
     let end = text.windows(3).position(|window| window == b" @@")?;
     let text = std::str::from_utf8(&text[..end]).ok()?;

@@ -17,6 +17,7 @@ mod lines;
 mod name;
 mod parse;
 mod plan;
+mod repair;
 
 use std::fmt::Write as _;
 
@@ -31,6 +32,7 @@ pub use self::{
         Entry, File, FileEffect, Kind, MAX_FILE_BYTES, Operation, Plan, PlanError, PriorState,
         Problem, Reject, Tree, TreeNode, plan,
     },
+    repair::Repair,
 };
 
 /// Longest path, and longest target of a symbolic link.

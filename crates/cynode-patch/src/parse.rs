@@ -13,6 +13,7 @@ use crate::{
     lines::{Error, Lines, error, is_plain_header, trim},
     name::{strip_components, unquote},
     plan::MAX_TOTAL_BYTES,
+    repair::Repairs,
 };
 
 /// Longest line of a file header. Two fully escaped names of 4,095 bytes fit.
@@ -31,16 +32,23 @@ pub struct Patch<'a> {
 impl<'a> Patch<'a> {
     /// Parses a diff and drops `strip` leading components from its names.
     pub fn parse(diff: &'a [u8], strip: u32) -> Result<Self, Error> {
+        Self::read(Lines::new(diff), strip, &mut Reader::Strict)
+    }
+
+    pub(crate) fn read(
+        mut lines: Lines<'a>,
+        strip: u32,
+        reader: &mut Reader,
+    ) -> Result<Self, Error> {
         let strip = usize::try_from(strip).unwrap_or(usize::MAX);
-        let mut lines = Lines::new(diff);
         let mut sections: Vec<Section<'a>> = Vec::new();
         let (mut hunks, mut inflated) = (0, 0);
         while let Some(line) = lines.peek() {
             let number = lines.number + 1;
             if line.starts_with(b"diff --git ") {
-                sections.push(git_section(&mut lines, strip)?);
+                sections.push(git_section(&mut lines, strip, reader)?);
             } else if is_plain_header(lines) {
-                sections.push(plain_section(&mut lines, strip)?);
+                sections.push(plain_section(&mut lines, strip, reader)?);
             } else if line.starts_with(b"@@") {
                 return error(
                     lines.number + 1,
@@ -54,6 +62,7 @@ impl<'a> Patch<'a> {
             let Some(section) = sections.last() else {
                 continue;
             };
+            reader.end_section(section);
             hunks += section.hunks.len();
             check_hunks(number, hunks)?;
             inflated += section.inflated_bytes();
@@ -92,6 +101,27 @@ impl<'a> Patch<'a> {
     /// The size of all binary contents, as the diff declares it.
     pub fn inflated_bytes(&self) -> usize {
         self.sections.iter().map(Section::inflated_bytes).sum()
+    }
+}
+
+/// How a text spells hunks.
+pub(crate) enum Reader {
+    Strict,
+    Repairing(Repairs),
+}
+
+impl Reader {
+    fn hunk<'a>(&mut self, lines: &mut Lines<'a>, number: u32) -> Result<Hunk<'a>, Error> {
+        match self {
+            Self::Strict => read_hunk(lines),
+            Self::Repairing(repairs) => repairs.read_hunk(lines, number),
+        }
+    }
+
+    fn end_section(&mut self, section: &Section<'_>) {
+        if let Self::Repairing(repairs) = self {
+            repairs.end_section(section);
+        }
     }
 }
 
@@ -188,11 +218,15 @@ fn header_name(
     Ok(Some(name.into_owned()))
 }
 
-fn plain_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>, Error> {
+fn plain_section<'a>(
+    lines: &mut Lines<'a>,
+    strip: usize,
+    reader: &mut Reader,
+) -> Result<Section<'a>, Error> {
     let number = lines.number + 1;
     let (old_line, new_line) = (header_line(lines)?, header_line(lines)?);
     let crlf = old_line.ends_with(b"\r\n") && new_line.ends_with(b"\r\n");
-    let hunks = hunks(lines)?;
+    let hunks = hunks(lines, reader)?;
     // A time in 1970 means an absent file only if the hunks agree.
     let empty_old = hunks.iter().all(|hunk| hunk.old_count == 0);
     let empty_new = hunks
@@ -350,7 +384,11 @@ fn once<T>(field: &mut Option<T>, value: T, number: usize) -> Result<(), Error> 
     }
 }
 
-fn git_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>, Error> {
+fn git_section<'a>(
+    lines: &mut Lines<'a>,
+    strip: usize,
+    reader: &mut Reader,
+) -> Result<Section<'a>, Error> {
     let first = header_line(lines)?;
     let number = lines.number;
     let crlf = first.ends_with(b"\r\n");
@@ -377,7 +415,7 @@ fn git_section<'a>(lines: &mut Lines<'a>, strip: usize) -> Result<Section<'a>, E
             header_name(old, at, false)?,
             header_name(new, at + 1, false)?,
         ));
-        section_hunks = hunks(lines)?;
+        section_hunks = hunks(lines, reader)?;
         if section_hunks.is_empty() {
             return error(at, NO_HUNK);
         }
@@ -503,10 +541,12 @@ fn git_line_names(text: &[u8], strip: usize) -> Option<Vec<u8>> {
     (name == strip_components(&new, strip)).then_some(name)
 }
 
-fn hunks<'a>(lines: &mut Lines<'a>) -> Result<Vec<Hunk<'a>>, Error> {
+fn hunks<'a>(lines: &mut Lines<'a>, reader: &mut Reader) -> Result<Vec<Hunk<'a>>, Error> {
     let mut hunks = Vec::new();
+    let mut number = 0;
     while lines.peek().is_some_and(|line| line.starts_with(b"@@")) {
-        hunks.push(read_hunk(lines)?);
+        number += 1;
+        hunks.push(reader.hunk(lines, number)?);
         check_hunks(lines.number, hunks.len())?;
     }
     Ok(hunks)
