@@ -33,7 +33,7 @@ const DELETE: &[u8] = b"*** Delete File: ";
 const UPDATE: &[u8] = b"*** Update File: ";
 const MOVE: &[u8] = b"*** Move to: ";
 /// Lines after `@@` that narrow the place of one hunk.
-const MAX_ANCHORS: usize = 8;
+pub(crate) const MAX_ANCHORS: usize = 8;
 
 /// Whether a text is in this format, which its first line tells.
 pub(crate) fn is_begin_patch(text: &[u8]) -> bool {
@@ -250,7 +250,7 @@ fn read_hunk<'a>(lines: &mut Lines<'a>) -> Result<Hunk<'a>, Error> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use proptest::prelude::*;
 
     use super::*;
@@ -535,7 +535,7 @@ mod tests {
         assert!(parse(&anchors(MAX_ANCHORS + 1)).is_err_and(|error| error.contains("more than 8")));
     }
 
-    fn section() -> impl Strategy<Value = String> {
+    pub(crate) fn section() -> impl Strategy<Value = String> {
         let name = || {
             proptest::sample::select(
                 &[

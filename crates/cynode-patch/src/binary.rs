@@ -6,6 +6,8 @@
 //! Invariants: a content is inflated piece by piece and never past its declared size, which is
 //! bounded; a delta is applied only to the content that it was made for, known by its blob id.
 
+use std::fmt;
+
 use miniz_oxide::inflate::{
     TINFLStatus,
     core::{DecompressorOxide, decompress, inflate_flags::TINFL_FLAG_PARSE_ZLIB_HEADER},
@@ -72,6 +74,19 @@ impl BlobIds {
             old: blob_id_of_hex(old)?,
             new: blob_id_of_hex(new)?,
         })
+    }
+}
+
+impl fmt::Display for BlobIds {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for byte in self.old {
+            write!(formatter, "{byte:02x}")?;
+        }
+        formatter.write_str("..")?;
+        for byte in self.new {
+            write!(formatter, "{byte:02x}")?;
+        }
+        Ok(())
     }
 }
 

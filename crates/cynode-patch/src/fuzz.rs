@@ -135,6 +135,30 @@ impl Tree for Memory {
     }
 }
 
+/// A patch that was encoded and decoded is the same and has the same effect on a tree. An agent that
+/// knows only diffs reads the same patch or refuses it.
+pub fn wire_round_trip(patch: &Patch<'_>, tree: &Memory) {
+    // Some names can't be encoded.
+    let Ok(wire) = patch.to_wire() else {
+        return;
+    };
+    let decoded = Patch::from_wire(&wire).expect("it was encoded");
+    assert_eq!(decoded, *patch, "another patch was decoded");
+    assert_eq!(decoded.paths(), patch.paths());
+    if let Ok(diff) = Patch::parse(&wire, 0) {
+        assert_eq!(diff, *patch, "the encoded patch is another diff");
+    }
+    let effect = |patch: &Patch<'_>| {
+        plan(tree, patch)
+            .map(|plan| (plan.effects, plan.rejects))
+            .map_err(|_| ())
+    };
+    assert_eq!(effect(&decoded), effect(patch));
+    let (mut one, mut other) = (tree.clone(), tree.clone());
+    assert_eq!(one.apply(patch), other.apply(&decoded));
+    assert_eq!(one, other, "the decoded patch has another effect");
+}
+
 /// The diff of two contents turns the first into the second, and its reverse undoes that.
 pub fn there_and_back(old: &[u8], new: &[u8], context: usize) {
     let diff = unified_diff(old, new, context, false);

@@ -3,13 +3,21 @@
 use crate::lines::{Error, Lines, error, is_no_newline_marker, is_plain_header, trim};
 
 /// Changed lines of a file, with context.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Eq)]
 pub struct Hunk<'a> {
     pub place: Place,
     /// The number of lines that the hunk expects in the old file.
     pub old_count: usize,
     /// Each line has a prefix for its side, except for empty context lines.
     pub(crate) body: &'a [u8],
+}
+
+impl PartialEq for Hunk<'_> {
+    fn eq(&self, other: &Self) -> bool {
+        // The last line of a text may lack its newline.
+        (&self.place, self.old_count) == (&other.place, other.old_count)
+            && self.lines(false).eq(other.lines(false))
+    }
 }
 
 /// Where a hunk applies.
@@ -99,6 +107,17 @@ pub(crate) fn read_hunk<'a>(lines: &mut Lines<'a>) -> Result<Hunk<'a>, Error> {
             "the hunk header is invalid; it looks like '@@ -1,2 +1,3 @@'",
         );
     };
+    read_counted(lines, Place::Line(old_start), old_count, new_count)
+}
+
+/// Reads the lines after a hunk header.
+pub(crate) fn read_counted<'a>(
+    lines: &mut Lines<'a>,
+    place: Place,
+    old_count: usize,
+    new_count: usize,
+) -> Result<Hunk<'a>, Error> {
+    let number = lines.number;
     let (mut old_left, mut new_left) = (old_count, new_count);
     if old_left == 0 && new_left == 0 {
         return error(number, "the hunk is empty");
@@ -147,7 +166,7 @@ pub(crate) fn read_hunk<'a>(lines: &mut Lines<'a>) -> Result<Hunk<'a>, Error> {
         }
     }
     Ok(Hunk {
-        place: Place::Line(old_start),
+        place,
         old_count,
         body,
     })
@@ -160,16 +179,18 @@ pub(crate) fn ranges(header: &[u8]) -> Option<(Range, Range)> {
     let end = text.windows(3).position(|window| window == b" @@")?;
     let text = std::str::from_utf8(&text[..end]).ok()?;
     let (old, new) = text.split_once(" +")?;
-    let number = |text: &str| {
-        text.bytes()
-            .all(|byte| byte.is_ascii_digit())
-            .then(|| text.parse::<u32>().ok())
-            .flatten()
-            .and_then(|number| usize::try_from(number).ok())
-    };
     let range = |text: &str| match text.split_once(',') {
         Some((start, count)) => Some((number(start)?, number(count)?)),
         None => Some((number(text)?, 1)),
     };
     Some((range(old)?, range(new)?))
+}
+
+/// A line number or a count.
+pub(crate) fn number(text: &str) -> Option<usize> {
+    text.bytes()
+        .all(|byte| byte.is_ascii_digit())
+        .then(|| text.parse::<u32>().ok())
+        .flatten()
+        .and_then(|number| usize::try_from(number).ok())
 }

@@ -18,6 +18,7 @@ mod name;
 mod parse;
 mod plan;
 mod repair;
+mod wire;
 
 use std::fmt::Write as _;
 
@@ -33,6 +34,7 @@ pub use self::{
         Problem, Reject, Tree, TreeNode, plan,
     },
     repair::Repair,
+    wire::MAX_WIRE_BYTES,
 };
 
 /// Longest path, and longest target of a symbolic link.

@@ -210,6 +210,24 @@ pub(crate) fn unquote(text: &[u8]) -> Option<(Vec<u8>, &[u8])> {
     }
 }
 
+/// Quotes a name for `unquote`. The result is UTF-8 without control characters.
+pub(crate) fn quote(name: &[u8]) -> Vec<u8> {
+    let mut out = vec![b'"'];
+    let octal = |byte: u8| format!("\\{byte:03o}").into_bytes();
+    for chunk in name.utf8_chunks() {
+        for byte in chunk.valid().bytes() {
+            match byte {
+                b'"' | b'\\' => out.extend([b'\\', byte]),
+                byte if byte.is_ascii_control() => out.extend(octal(byte)),
+                byte => out.push(byte),
+            }
+        }
+        out.extend(chunk.invalid().iter().flat_map(|byte| octal(*byte)));
+    }
+    out.push(b'"');
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -269,6 +287,14 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn a_quoted_name_is_text_and_unquotes_to_the_name(name in any::<Vec<u8>>()) {
+            let quoted = quote(&name);
+            let text = std::str::from_utf8(&quoted).expect("UTF-8");
+            prop_assert!(!text.bytes().any(|byte| byte.is_ascii_control()));
+            prop_assert_eq!(unquote(&quoted), Some((name, &b""[..])));
+        }
+
         #[test]
         fn ancestors_and_descendants_are_found(
             paths in proptest::collection::vec("[ab](/[ab-]){0,4}", 0..8),

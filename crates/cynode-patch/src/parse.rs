@@ -14,6 +14,7 @@ use crate::{
     name::{strip_components, unquote},
     plan::MAX_TOTAL_BYTES,
     repair::Repairs,
+    wire::{ANY_CONTENT, read_wire_hunk},
 };
 
 /// Longest line of a file header. Two fully escaped names of 4,095 bytes fit.
@@ -24,7 +25,7 @@ pub(crate) const MAX_SECTIONS: usize = 10_000;
 pub(crate) const MAX_HUNKS: usize = 100_000;
 
 /// A parsed diff.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct Patch<'a> {
     pub(crate) sections: Vec<Section<'a>>,
 }
@@ -54,6 +55,8 @@ impl<'a> Patch<'a> {
                     lines.number + 1,
                     "a hunk without a file header ('--- a/name', '+++ b/name') before it",
                 );
+            } else if matches!(reader, Reader::Wire) {
+                return error(number, "the line is no part of a section");
             } else {
                 lines.next();
                 continue;
@@ -108,6 +111,8 @@ impl<'a> Patch<'a> {
 pub(crate) enum Reader {
     Strict,
     Repairing(Repairs),
+    /// The gate's form, in which nothing surrounds sections.
+    Wire,
 }
 
 impl Reader {
@@ -115,6 +120,7 @@ impl Reader {
         match self {
             Self::Strict => read_hunk(lines),
             Self::Repairing(repairs) => repairs.read_hunk(lines, number),
+            Self::Wire => read_wire_hunk(lines),
         }
     }
 
@@ -135,7 +141,7 @@ pub enum Change {
 }
 
 /// The part of a diff about one file. Leading components are stripped from its names.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct Section<'a> {
     pub change: Change,
     /// Absent for [`Change::Create`].
@@ -271,6 +277,7 @@ struct GitHeader {
     copied: (Option<Vec<u8>>, Option<Vec<u8>>),
     ids: Option<BlobIds>,
     binary: bool,
+    any_content: bool,
 }
 
 impl GitHeader {
@@ -335,7 +342,7 @@ impl GitHeader {
     fn check(&self, number: usize) -> Result<(), Error> {
         let kinds = [
             self.created.is_some(),
-            self.deleted.is_some(),
+            self.deleted.is_some() || self.any_content,
             self.renamed != (None, None),
             self.copied != (None, None),
         ];
@@ -345,7 +352,7 @@ impl GitHeader {
                 "the section is more than one of creation, deletion, rename and copy",
             );
         }
-        if (self.created.is_some() || self.deleted.is_some())
+        if (self.created.is_some() || self.deleted.is_some() || self.any_content)
             && (self.old_mode.is_some() || self.new_mode.is_some())
         {
             return error(
@@ -393,9 +400,17 @@ fn git_section<'a>(
     let number = lines.number;
     let crlf = first.ends_with(b"\r\n");
     let mut header = GitHeader::default();
-    while lines.peek().is_some_and(is_git_header) {
-        let line = header_line(lines)?;
-        header.take(trim(line), lines.number)?;
+    loop {
+        let next = lines.peek().unwrap_or_default();
+        if is_git_header(next) {
+            let line = header_line(lines)?;
+            header.take(trim(line), lines.number)?;
+        } else if matches!(reader, Reader::Wire) && trim(next) == ANY_CONTENT {
+            lines.next();
+            header.any_content = true;
+        } else {
+            break;
+        }
     }
     header.check(number)?;
     let mut binary = header.binary.then_some(Binary::Omitted);
@@ -420,6 +435,9 @@ fn git_section<'a>(
             return error(at, NO_HUNK);
         }
     }
+    if header.any_content && !(section_hunks.is_empty() && binary.is_none()) {
+        return error(number, "the deletion of any content has hunks");
+    }
     let stripped =
         |name: Option<Vec<u8>>, count: usize| name.map(|name| strip_components(&name, count));
     let names = names.map(|(old, new)| (stripped(old, strip), stripped(new, strip)));
@@ -433,7 +451,7 @@ fn git_section<'a>(
         new,
         old_mode,
         new_mode,
-        any_content: false,
+        any_content: header.any_content,
         binary,
         crlf,
         hunks: section_hunks,
@@ -482,10 +500,11 @@ fn git_section<'a>(
             }
         },
     };
-    if header.created.is_some() && new.is_none() || header.deleted.is_some() && old.is_none() {
+    let is_deletion = header.deleted.is_some() || header.any_content;
+    if header.created.is_some() && new.is_none() || is_deletion && old.is_none() {
         return error(number, "the header both creates and deletes the file");
     }
-    if header.created.is_some() || header.deleted.is_some() {
+    if header.created.is_some() || is_deletion {
         if old.is_some() && new.is_some() && old != new {
             return error(number, "the created or deleted file has two names");
         }

@@ -47,7 +47,7 @@ impl<'a> Patch<'a> {
         let patch = Self::read(Lines::new(diff), strip, &mut reader)?;
         match reader {
             Reader::Repairing(repairs) => Ok((patch, repairs.finish()?)),
-            Reader::Strict => Ok((patch, Vec::new())),
+            Reader::Strict | Reader::Wire => Ok((patch, Vec::new())),
         }
     }
 

@@ -361,7 +361,7 @@ const NAMES: &[&str] = &[
     ".git/x", "a b", "",
 ];
 
-fn section() -> impl Strategy<Value = String> {
+pub(crate) fn section() -> impl Strategy<Value = String> {
     let name = || proptest::sample::select(NAMES);
     let prefix = || proptest::sample::select(&["a/", "b/", "", "/", "x/y/"][..]);
     let hunk = || {

@@ -111,6 +111,10 @@ pub enum FileOp {
     Patch {
         strip: u32,
         dry_run: bool,
+        /// The data is not a diff but a patch that the gate has parsed and encoded; `strip` is then
+        /// 0. An agent that does not know this field reads it as the same diff, or refuses it.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        encoded: bool,
     },
     Move {
         from: Base64Bytes,
@@ -327,8 +331,13 @@ mod tests {
                         ..SearchRequest::default()
                     }
                 }),
-            (any::<u32>(), any::<bool>())
-                .prop_map(|(strip, dry_run)| FileOp::Patch { strip, dry_run }),
+            (any::<u32>(), any::<bool>(), any::<bool>()).prop_map(|(strip, dry_run, encoded)| {
+                FileOp::Patch {
+                    strip,
+                    dry_run,
+                    encoded,
+                }
+            }),
             (bytes(), bytes(), any::<bool>()).prop_map(|(from, to, overwrite)| FileOp::Move {
                 from,
                 to,

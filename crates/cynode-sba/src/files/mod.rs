@@ -117,9 +117,21 @@ impl Files {
             },
             FileOp::List { request } => return send_json(&self.list(&request)?, body.peer),
             FileOp::Search { request } => return send_json(&self.search(&request)?, body.peer),
-            FileOp::Patch { strip, dry_run } => {
+            FileOp::Patch {
+                strip,
+                dry_run,
+                encoded: false,
+            } => {
                 let diff = read_to_end(body, file_limits::MAX_PATCH_BYTES)?;
                 return send_json(&self.patch(&diff, strip, dry_run)?, body.peer);
+            }
+            FileOp::Patch {
+                dry_run,
+                encoded: true,
+                ..
+            } => {
+                let patch = read_to_end(body, cynode_patch::MAX_WIRE_BYTES as u64)?;
+                return send_json(&self.encoded_patch(&patch, dry_run)?, body.peer);
             }
             FileOp::Move {
                 from,

@@ -601,6 +601,7 @@ pub(super) async fn patch(
         FileOp::Patch {
             strip: request.strip.unwrap_or(DEFAULT_STRIP),
             dry_run: request.dry_run,
+            encoded: false,
         },
     )
     .await?;

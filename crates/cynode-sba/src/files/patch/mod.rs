@@ -25,9 +25,20 @@ impl Files {
     pub(super) fn patch(&self, diff: &[u8], strip: u32, dry_run: bool) -> Outcome<PatchResult> {
         let patch = Patch::parse(diff, strip)
             .map_err(|error| Failure::invalid(format!("the diff is invalid: {error}")))?;
+        self.apply(&patch, dry_run)
+    }
+
+    /// Applies a patch that the gate has parsed.
+    pub(super) fn encoded_patch(&self, wire: &[u8], dry_run: bool) -> Outcome<PatchResult> {
+        let patch = Patch::from_wire(wire)
+            .map_err(|error| Failure::invalid(format!("the encoded patch is invalid: {error}")))?;
+        self.apply(&patch, dry_run)
+    }
+
+    fn apply(&self, patch: &Patch<'_>, dry_run: bool) -> Outcome<PatchResult> {
         let root = ConfinedRoot::open(&self.root).doing("opening", path::bytes(&self.root))?;
         let plan =
-            cynode_patch::plan(&Disk { root: &root }, &patch).map_err(|error| match error {
+            cynode_patch::plan(&Disk { root: &root }, patch).map_err(|error| match error {
                 PlanError::TooLarge(message) => Failure::new(ErrorCode::TooLarge, message),
                 PlanError::Tree(failure) => failure,
             })?;

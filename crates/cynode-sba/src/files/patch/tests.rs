@@ -644,6 +644,7 @@ fn many_rejects_still_fit_into_one_frame() {
             FileOp::Patch {
                 strip: 1,
                 dry_run: false,
+                encoded: false,
             },
             diff.as_bytes(),
         )
@@ -662,6 +663,7 @@ fn a_diff_over_the_connection_is_answered_with_its_files() {
         FileOp::Patch {
             strip: 1,
             dry_run: false,
+            encoded: false,
         },
         b"--- /dev/null\n+++ b/x\n@@ -0,0 +1 @@\n+hello\n",
     );
@@ -671,10 +673,57 @@ fn a_diff_over_the_connection_is_answered_with_its_files() {
         FileOp::Patch {
             strip: 1,
             dry_run: false,
+            encoded: false,
         },
         &vec![b'x'; 11 * 1024 * 1024],
     );
     assert_eq!(too_large.error().code, ErrorCode::TooLarge);
+}
+
+#[test]
+fn an_encoded_patch_over_the_connection_applies_where_it_fits_once() {
+    let workspace = TestWorkspace::new();
+    workspace.put("file", "a\nb\na\nc\n");
+    workspace.put("gone", "whatever\n");
+    let ask = |text: &str| {
+        let (patch, _) = cynode_patch::Patch::parse_any(text.as_bytes(), 1).expect("parsed");
+        let wire = patch.to_wire().expect("encoded");
+        workspace.ask(
+            FileOp::Patch {
+                strip: 0,
+                dry_run: false,
+                encoded: true,
+            },
+            &wire,
+        )
+    };
+    let answer = ask("*** Begin Patch\n*** Update File: file\n@@\n-a\n+x\n*** End Patch\n");
+    let error = answer.error();
+    assert_eq!(error.code, ErrorCode::PatchRejected);
+    let reject = &error.rejects[0];
+    assert!(reject.reason.contains("fits 2 places"), "{reject:?}");
+    assert_eq!(
+        (reject.expected.as_slice(), reject.found.len()),
+        (&["a".to_owned()][..], 0)
+    );
+    let answer = ask(
+        "*** Begin Patch\n*** Update File: file\n@@\n-b\n-a\n+x\n*** Delete File: gone\n*** End Patch\n",
+    );
+    let result: PatchResult = serde_json::from_slice(answer.body()).expect("a result");
+    assert_eq!(summary(&result), [("file", Modify), ("gone", Delete)]);
+    assert_eq!(workspace.get("file"), b"a\nx\nc\n");
+    let answer = ask("--- a/file\n+++ b/file\n@@ -1,9 +1,9 @@\n-a\n+y\n x\n");
+    assert_eq!(answer.body().first(), Some(&b'{'));
+    assert_eq!(workspace.get("file"), b"y\nx\nc\n");
+    let invalid = workspace.ask(
+        FileOp::Patch {
+            strip: 0,
+            dry_run: false,
+            encoded: true,
+        },
+        b"--- a/file\n+++ b/file\n@@ -1 +1 @@\n-y\n+z\n",
+    );
+    assert_eq!(invalid.error().code, ErrorCode::InvalidRequest);
 }
 
 /// Contents that share pieces, so that git writes deltas; with a NUL byte, so that they are binary.
