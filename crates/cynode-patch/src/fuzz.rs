@@ -135,6 +135,52 @@ impl Tree for Memory {
     }
 }
 
+/// The forms of a patch beside strict diffs.
+#[derive(Clone, Copy, Debug)]
+pub enum PatchForm {
+    BeginPatch,
+    Lenient,
+    Wire,
+}
+
+/// The patch of a text in a form; `None` if it is refused.
+pub fn parse_form(form: PatchForm, text: &[u8], strip: u32) -> Option<Patch<'_>> {
+    match form {
+        PatchForm::BeginPatch => Patch::parse_begin_patch(text).ok(),
+        PatchForm::Lenient => Patch::parse_lenient(text, strip)
+            .ok()
+            .map(|(patch, _)| patch),
+        PatchForm::Wire => Patch::from_wire(text).ok(),
+    }
+}
+
+/// Whatever form a text has, its patch stays within its paths and its declared sizes, survives
+/// encoding, and is what strict parsing reads unless something was repaired.
+pub fn forms(text: &[u8], strip: u32, tree: &Memory) {
+    for form in [PatchForm::BeginPatch, PatchForm::Lenient, PatchForm::Wire] {
+        let Some(patch) = parse_form(form, text, strip) else {
+            continue;
+        };
+        tree.clone().apply(&patch);
+        wire_round_trip(&patch, tree);
+        let mut added = 0;
+        for section in patch.sections() {
+            section.each_added(|bytes| added += bytes.len());
+        }
+        // A delta's insertions are a part of it, and so are the copies that separate them.
+        assert!(
+            added <= text.len() + patch.inflated_bytes(),
+            "more was added than the patch has"
+        );
+    }
+    if let Ok((patch, repairs)) = Patch::parse_lenient(text, strip)
+        && repairs.is_empty()
+    {
+        let strict = Patch::parse(text, strip).expect("nothing was repaired");
+        assert_eq!(patch, strict, "a diff without repairs was read differently");
+    }
+}
+
 /// A patch that was encoded and decoded is the same and has the same effect on a tree. An agent that
 /// knows only diffs reads the same patch or refuses it.
 pub fn wire_round_trip(patch: &Patch<'_>, tree: &Memory) {

@@ -417,6 +417,64 @@ pub(crate) fn section() -> impl Strategy<Value = String> {
     ]
 }
 
+/// Valid patches in all forms.
+const SEEDS: &[&str] = &[
+    "--- a/f\n+++ b/f\n@@ -1 +1,2 @@\n x\n+y\n--- a/g\n+++ /dev/null\n@@ -1 +0,0 @@\n-t\n\\ No newline at end of file\n",
+    "--- a/f\n+++ b/f\n@@ -1,4 +1,7 @@ fn\n-x\n+y\n\n@@ @@\n+z\n-- \n2.47\n",
+    "diff --git a/d/x b/n\nsimilarity index 90%\nrename from d/x\nrename to n\nindex 1..2 100644\n--- a/d/x\n+++ b/n\n@@ -1 +1 @@\n-x\n+y\n",
+    "diff --git a/b b/b\nnew file mode 100644\nindex 0000000000000000000000000000000000000000..5facd2ed9352dbb880d8da77888134021ec8f94f\nGIT binary patch\nliteral 10\nRc${M}G%_|ZH8Z!c1ON#i0p0)r\n\nliteral 0\nHcmV?d00001\n\n",
+    "*** Begin Patch\n*** Update File: f\n*** Move to: n\n@@ x\n+y\n*** End of File\n*** Add File: m\n+a\n*** Delete File: g\n*** End Patch\n",
+    "cynode-patch 1\n--- \"f\"\n+++ \"f\"\n@@ unique -1 +2 end \"w\" @@\n x\n+y\ndiff --git \"g\" \"g\"\ndeleted file any content\n",
+    "cynode-patch 1\ndiff --git \"f\" \"f\"\nindex 587be6b4c3f93f93c489c0111bba5596147a26cb..6e94b48a25b2d007f60512ad1ec38050aefc9fef 100644\nGIT binary patch\ndelta 6\nNc${Nmp1{Od1por$0TTcK\n\n",
+];
+
+/// A seed with parts of others, and with bytes deleted, repeated and replaced.
+fn mutated() -> impl Strategy<Value = Vec<u8>> {
+    let mutation = (0..5_u8, any::<[proptest::sample::Index; 4]>(), any::<u8>());
+    let mutations = proptest::collection::vec(mutation, 0..5);
+    (0..SEEDS.len(), mutations).prop_map(|(seed, mutations)| {
+        let mut text = SEEDS[seed].as_bytes().to_vec();
+        for (kind, [one, other, from, to], byte) in mutations {
+            let (one, other) = (one.index(text.len() + 1), other.index(text.len() + 1));
+            let (start, end) = (one.min(other), one.max(other));
+            match kind {
+                0 if start < text.len() => text[start] = byte,
+                1 => drop(text.drain(start..end)),
+                2 => text.extend_from_within(start..end),
+                3 => {
+                    let donor = from.get(SEEDS).as_bytes();
+                    let cut = to.index(donor.len());
+                    drop(text.splice(start..start, donor[cut..].iter().copied()));
+                }
+                _ => text.insert(start, b'\n'),
+            }
+        }
+        text
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(8_192))]
+    #[test]
+    // invariant: one-reader
+    fn mutated_patches_keep_their_promises(text in mutated(), strip in 0_u32..3) {
+        crate::fuzz::parsed(&text, strip);
+        crate::fuzz::forms(&text, strip, &sample_tree());
+    }
+}
+
+#[test]
+fn the_seeds_of_mutations_are_valid() {
+    for seed in SEEDS {
+        let text = seed.as_bytes();
+        let patch = Patch::from_wire(text)
+            .or_else(|_| Patch::parse_any(text, 1).map(|(patch, _)| patch))
+            .expect(seed);
+        let is_binary = patch.sections()[0].binary.is_some();
+        assert!(!is_binary || sample_tree().apply(&patch), "{seed}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4_096))]
     /// `Memory::patch` asserts that every loaded, changed or reported path is in `Patch::paths`.

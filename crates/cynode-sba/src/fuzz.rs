@@ -15,7 +15,7 @@
 mod codec;
 
 pub use self::codec::{replies, requests};
-pub use crate::files::fuzz::{archives, diffs, patches, paths, searches};
+pub use crate::files::fuzz::{archives, diffs, forms, patches, paths, searches};
 
 /// A fuzz target.
 pub type Target = fn(&[u8]);
@@ -24,6 +24,7 @@ pub type Target = fn(&[u8]);
 pub const TARGETS: &[(&str, Target)] = &[
     ("archives", archives),
     ("diffs", diffs),
+    ("forms", forms),
     ("patches", patches),
     ("paths", paths),
     ("replies", replies),
@@ -111,6 +112,11 @@ mod tests {
     #[test]
     fn diffs_that_fuzzing_found_apply_completely_or_not_at_all() {
         replay("patches");
+    }
+
+    #[test]
+    fn patches_of_other_forms_that_fuzzing_found_apply_completely_or_not_at_all() {
+        replay("forms");
     }
 
     #[test]

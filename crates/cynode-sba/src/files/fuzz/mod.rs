@@ -15,7 +15,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-pub use self::{archives::archives, patches::patches, paths::paths, searches::searches};
+pub use self::{
+    archives::archives,
+    patches::{forms, patches},
+    paths::paths,
+    searches::searches,
+};
 pub use super::patch::fuzz::diffs;
 use super::path::Files;
 

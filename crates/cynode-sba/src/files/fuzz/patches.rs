@@ -7,9 +7,16 @@ use std::{
 };
 
 use cynode_api::PatchResult;
+use cynode_patch::{
+    Patch,
+    fuzz::{Memory, PatchForm},
+};
 
 use super::{
-    super::{digest, error::Failure},
+    super::{
+        digest,
+        error::{Failure, Outcome},
+    },
     FuzzWorkspace, Tree,
 };
 use crate::fuzz::split;
@@ -20,19 +27,47 @@ pub fn patches(input: &[u8]) {
     let (options, diff) = split(input);
     let strip = u32::from(options & 3);
     super::super::patch::fuzz::parsed(diff, strip);
+    let patch = Patch::parse(diff, strip).ok();
+    check(patch.as_ref(), |scratch, dry_run| {
+        scratch.files.patch(diff, strip, dry_run)
+    });
+}
 
+/// The same for the other forms of a patch, which the gate parses and encodes.
+pub fn forms(input: &[u8]) {
+    let (options, text) = split(input);
+    let strip = u32::from(options & 3);
+    cynode_patch::fuzz::forms(text, strip, &Memory::default());
+    let form = match options >> 2 & 3 {
+        0 => PatchForm::BeginPatch,
+        1 => PatchForm::Wire,
+        _ => PatchForm::Lenient,
+    };
+    let Some(patch) = cynode_patch::fuzz::parse_form(form, text, strip) else {
+        return;
+    };
+    let Ok(wire) = patch.to_wire() else {
+        return;
+    };
+    check(Some(&patch), |scratch, dry_run| {
+        scratch.files.encoded_patch(&wire, dry_run)
+    });
+}
+
+/// Checks what applying a patch does to a workspace.
+fn check(patch: Option<&Patch<'_>>, apply: impl Fn(&FuzzWorkspace, bool) -> Outcome<PatchResult>) {
     let scratch = workspace();
     let before = scratch.inside();
-    let dry = scratch.files.patch(diff, strip, true);
+    let dry = apply(&scratch, true);
     assert_eq!(scratch.inside(), before, "a dry run changed files");
-    let real = scratch.files.patch(diff, strip, false);
+    let real = apply(&scratch, false);
     let after = scratch.inside();
     scratch.assert_outside_is_untouched();
     match (dry, real) {
         (Ok(dry), Ok(real)) => {
             assert_eq!(dry, real, "a dry run reported other changes");
             assert_reported(&scratch, &real, &before, &after);
-            assert_named(diff, strip, &real);
+            assert_named(patch.expect("it was applied"), &real);
         }
         (Err(Failure::Refused(dry)), Err(Failure::Refused(real))) => {
             assert_eq!((dry.code, dry.rejects), (real.code, real.rejects));
@@ -47,8 +82,7 @@ pub fn patches(input: &[u8]) {
 }
 
 /// All changes are at paths that the gate would check against rules.
-fn assert_named(diff: &[u8], strip: u32, result: &PatchResult) {
-    let patch = cynode_patch::Patch::parse(diff, strip).expect("it was applied");
+fn assert_named(patch: &Patch<'_>, result: &PatchResult) {
     let named: BTreeSet<_> = patch
         .paths()
         .into_iter()
@@ -64,7 +98,7 @@ fn assert_named(diff: &[u8], strip: u32, result: &PatchResult) {
             "{path} was touched, but the diff does not name it"
         );
     }
-    cynode_patch::fuzz::Memory::default().patch(diff, strip);
+    Memory::default().apply(patch);
 }
 
 /// Files of many kinds under short names, which a mutated diff has a chance to hit.
