@@ -180,8 +180,8 @@ pub struct PatchReject {
     /// The line of the old file where the hunk should apply.
     pub line: Option<u64>,
     pub reason: String,
-    /// The first lines that the hunk expects in the old file, without control characters and
-    /// truncated.
+    /// The first lines that the hunk expects in the old file, with control characters escaped;
+    /// long lines are cut.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub expected: Vec<String>,
     /// The lines of the old file where the hunk should apply, likewise.

@@ -91,7 +91,8 @@ impl<'a> Content<'a> {
     fn quoted(&self, from: usize, count: usize) -> Vec<String> {
         (from..self.len())
             .take(count)
-            .map(|line| quoted(trim(self.range(line, line + 1))))
+            .map(|line| self.range(line, line + 1))
+            .map(|line| quoted(line.strip_suffix(b"\n").unwrap_or(line)))
             .collect()
     }
 
@@ -567,6 +568,7 @@ mod tests {
                 ("x", "\ttext")
             );
         }
+        assert_eq!(failure(2, "dos\r").found[0], "dos\\r");
         let fits = "é".repeat(MAX_QUOTED_BYTES / 2);
         assert_eq!(failure(2, &fits).found[0], fits);
         let cut = failure(2, &(fits + "x")).found.remove(0);

@@ -1,7 +1,9 @@
-//! Unified diffs: parsing, touched paths, and application.
+//! Unified diffs and other patches: parsing, touched paths, and application.
 //!
-//! The gate checks [`Patch::paths`] against rules; the agent applies the same [`Patch`] with
-//! [`plan`]. Nothing else parses diffs, so the two can't disagree about a path.
+//! The gate parses what a caller writes, in any format ([`Patch::parse_any`]), checks
+//! [`Patch::paths`] against rules and sends the patch encoded ([`Patch::to_wire`]); the agent applies
+//! the same [`Patch`] with [`plan`]. Nothing else parses patches, so the two can't disagree about a
+//! path.
 //!
 //! Invariants: a plan touches only paths in `Patch::paths`; ambiguous input is an error, never a
 //! guess; parsing takes time and memory linear in the diff; nothing here does I/O ([`Tree`] does).
