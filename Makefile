@@ -65,7 +65,7 @@ fmt: ## format the code
 lint: ## check formatting, lints, shell scripts and unused dependencies
 	cargo fmt --all --check
 	shellcheck -x scripts/setup scripts/up scripts/down scripts/test scripts/fuzz tests/suite/src/cleanup.sh \
-		images/build images/rootfs images/fixture images/check images/lib.sh .ci/run
+		images/build images/rootfs images/fetch images/fixture images/check images/lib.sh .ci/run
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	@[[ -x target/tools/bin/cargo-machete ]] || cargo install cargo-machete --version 0.9.2 --locked --root target/tools
 	target/tools/bin/cargo-machete

@@ -59,7 +59,9 @@ use cynode_api::{ExecRequest, JobId, JobRun, SessionCreate, SessionId, TaskId};
 pub const IMAGE: &str = "localhost/cynode/test-busybox:latest";
 pub const UNLABELLED: &str = "localhost/cynode/test-unlabelled:latest";
 pub const HOSTILE: &str = "localhost/cynode/test-hostile:latest";
+/// The default image, and the smaller one that it is a layer on.
 pub const RUNNER: &str = "localhost/cynode/sba-runner:latest";
+pub const BASE: &str = "localhost/cynode/base:latest";
 
 /// Scripts that exhaust a resource; none of them ends.
 pub const BOMBS: [&str; 10] = [

@@ -13,7 +13,7 @@ use cynode_sba_proto::{
     Decoder, ExecStart, FileOp, Frame, MAX_AGENT_FRAME, MAX_WORKER_FRAME, Reply, Request, Role,
     encode, encode_message,
 };
-use cynode_tests::{Options, RUNNER, World, eventually, exec, repository, session, sh};
+use cynode_tests::{BASE, Options, World, eventually, exec, repository, session, sh};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{UnixListener, UnixStream},
@@ -415,7 +415,7 @@ async fn only_process_one_may_speak_for_the_sandbox() -> Result<()> {
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let mut request = session();
-    request.image_ref = RUNNER.to_owned();
+    request.image_ref = BASE.to_owned();
     let id = client.create_session(&request).await?.session_id;
     let result = client
         .exec(id, &exec(["python3", "-c", STRANGER, "500"]))

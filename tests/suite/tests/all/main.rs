@@ -11,6 +11,7 @@ mod by_runtime;
 mod cli;
 mod contract;
 mod crash;
+mod default_image;
 mod docker;
 mod escape;
 mod every_runtime;

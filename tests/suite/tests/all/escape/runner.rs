@@ -1,9 +1,9 @@
-//! The runner image in normal use: the seccomp profile must not break tools, and git must reach no
+//! The base image in normal use: the seccomp profile must not break tools, and git must reach no
 //! remote.
 
 use anyhow::{Result, ensure};
 use cynode_api::SessionCreate;
-use cynode_tests::{RUNNER, World, exec, on_every_runtime, session, sh};
+use cynode_tests::{BASE, World, exec, on_every_runtime, session, sh};
 
 use super::arena::Arena;
 
@@ -14,7 +14,7 @@ on_every_runtime!(tools_work_in_a_sandbox_and_git_reaches_no_remote);
 // invariant: no-way-out
 async fn tools_work_in_a_sandbox_and_git_reaches_no_remote(world: World) -> Result<()> {
     let request = SessionCreate {
-        image_ref: RUNNER.to_owned(),
+        image_ref: BASE.to_owned(),
         ..session()
     };
     let mut arena = Arena::with(world, "git", request, &[]).await?;

@@ -1,7 +1,7 @@
 //! The workspace's changes as a git diff, on the image that has git.
 
 use anyhow::Result;
-use cynode_tests::{RUNNER, session};
+use cynode_tests::{BASE, session};
 use serde_json::json;
 
 use super::Sandbox;
@@ -9,7 +9,7 @@ use super::Sandbox;
 #[tokio::test]
 async fn the_changes_of_a_repository_are_exported_with_untracked_files() -> Result<()> {
     let mut request = session();
-    request.image_ref = RUNNER.to_owned();
+    request.image_ref = BASE.to_owned();
     let sandbox = Sandbox::with(&request).await?;
     let export = async |base: Option<&str>| {
         sandbox

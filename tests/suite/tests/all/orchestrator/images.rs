@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_tests::{RUNNER, World, repository};
+use cynode_tests::{BASE, World, repository};
 use serde_json::Value;
 
 use super::stack::Stack;
@@ -76,7 +76,7 @@ impl Shell {
 
     /// The Containerfile of the next build, with a value for the agent label.
     fn recipe(&self, label: &str) -> Result<()> {
-        let text = format!("FROM {RUNNER}\nLABEL io.cynodeai.sandbox.agent-compatible={label}\n");
+        let text = format!("FROM {BASE}\nLABEL io.cynodeai.sandbox.agent-compatible={label}\n");
         Ok(fs_err::write(
             self.stack.world.directory().join("mine/Containerfile"),
             text,
