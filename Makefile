@@ -15,8 +15,7 @@ help: ## list the targets
 
 up: ## install dependencies, build, start in the background, run a smoke test (FOREGROUND=1 stays in front)
 	@scripts/setup
-	cargo build --release --locked -p cynode
-	@images/build --sba "$$(cargo xtask sba | tail -n 1)"
+	@scripts/build
 	@scripts/up
 
 down: ## stop CyNode and all its containers
@@ -64,7 +63,7 @@ fmt: ## format the code
 
 lint: ## check formatting, lints, shell scripts and unused dependencies
 	cargo fmt --all --check
-	shellcheck -x scripts/setup scripts/up scripts/down scripts/test scripts/fuzz tests/suite/src/cleanup.sh \
+	shellcheck -x scripts/setup scripts/build scripts/up scripts/down scripts/test scripts/fuzz tests/suite/src/cleanup.sh \
 		images/build images/rootfs images/fetch images/fixture images/check images/lib.sh .ci/run
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	@[[ -x target/tools/bin/cargo-machete ]] || cargo install cargo-machete --version 0.9.2 --locked --root target/tools
