@@ -13,7 +13,7 @@ use cynode_service::{
 };
 use serde::Deserialize;
 
-use crate::{capacity, control, rootless};
+use crate::{capacity, control, rootless, runtime::IdSpace};
 
 /// The image that `make up` builds and loads.
 pub const DEFAULT_IMAGE: &str = "localhost/cynode/sba-runner:latest";
@@ -59,8 +59,9 @@ pub struct Config {
     /// Limits that may go unenforced on this host. A sandbox whose other limits can't be enforced
     /// is rejected.
     pub allow_unenforced: BTreeSet<Unenforced>,
-    /// Number of warm sandboxes with the default image and limits.
-    pub pool_size: usize,
+    /// Number of warm sandboxes with the default image and limits. Default: 10, or 2 for an
+    /// ordinary user, because Podman then copies the image for each.
+    pub pool_size: Option<usize>,
     /// New work is rejected while the file system of the state directory has less free space.
     pub min_free_bytes: u64,
     /// The orchestrator of this node (`http://127.0.0.1:12082`). Default: none, a standalone
@@ -117,7 +118,7 @@ impl Default for Config {
             runtime_timeout_seconds: 30,
             oci_runtime: None,
             allow_unenforced: BTreeSet::new(),
-            pool_size: 10,
+            pool_size: None,
             min_free_bytes: 1 << 30,
             orchestrator_url: None,
             registration_key_file: None,
@@ -223,6 +224,14 @@ impl Config {
             );
         }
         Ok(())
+    }
+
+    /// The number of warm sandboxes, before the limit of the id blocks.
+    pub(crate) fn wanted_pool_size(&self, ids: IdSpace) -> usize {
+        self.pool_size.unwrap_or(match ids {
+            IdSpace::Within(_) => 2,
+            IdSpace::Own | IdSpace::Shared(_) | IdSpace::Host => 10,
+        })
     }
 
     /// The worker's directory in the state directory.

@@ -185,6 +185,10 @@ impl IdBlocks {
         matches!(self.space, IdSpace::Own).then(|| first..first.saturating_add(count))
     }
 
+    pub(crate) const fn space(&self) -> IdSpace {
+        self.space
+    }
+
     /// The separations that these blocks don't provide.
     pub(crate) const fn unenforced(&self) -> &'static [Unenforced] {
         self.space.unenforced()

@@ -167,8 +167,18 @@ async fn with_podman(
     checks.extend([runtime, checks::cgroup_manager()]);
     checks.extend((!rootless).then(checks::id_ranges));
     checks.extend(podman::store(&engine));
-    checks.push(podman::default_image(config, engine.version.is_some()).await);
+    let image = podman::inspect_default_image(config).await;
+    checks.push(podman::default_image(
+        config,
+        engine.version.is_some(),
+        &image,
+    ));
     let ids = engine.ids();
+    checks.extend(podman::image_copies(
+        config,
+        ids,
+        &image.unwrap_or_default(),
+    ));
     (
         checks,
         name.map(|oci_runtime| TrialSetup {

@@ -356,25 +356,86 @@ pub(super) fn store(engine: &PodmanEngine) -> Vec<Check> {
     vec![storage, seccomp]
 }
 
-pub(super) async fn default_image(config: &Config, have_podman: bool) -> Check {
-    const NAME: &str = "default image";
-    const FIX: &str = "Run 'make images', or set worker.default_image to an image on this node.";
-    if !have_podman {
-        return Check::problem(NAME, "can't be checked without Podman", INSTALL);
-    }
+/// Inspects the default image in Podman's store.
+pub(super) async fn inspect_default_image(config: &Config) -> Result<Value, String> {
     let command = config.podman_command();
     let arguments: Vec<&str> = command[1..]
         .iter()
         .map(String::as_str)
         .chain(["image", "inspect", &config.default_image])
         .collect();
-    let labels = run(&command[0], &arguments).await.map(|text| {
-        let images: Value = serde_json::from_str(&text).unwrap_or(Value::Null);
-        let labels = images[0]["Labels"].as_object().cloned().unwrap_or_default();
+    let text = run(&command[0], &arguments).await?;
+    let mut images: Value = serde_json::from_str(&text).unwrap_or(Value::Null);
+    Ok(images[0].take())
+}
+
+pub(super) fn default_image(
+    config: &Config,
+    have_podman: bool,
+    image: &Result<Value, String>,
+) -> Check {
+    const NAME: &str = "default image";
+    const FIX: &str = "Run 'make images', or set worker.default_image to an image on this node.";
+    if !have_podman {
+        return Check::problem(NAME, "can't be checked without Podman", INSTALL);
+    }
+    let labels = image.clone().map(|image| {
+        let labels = image["Labels"].as_object().cloned().unwrap_or_default();
         labels
             .into_iter()
             .filter_map(|(name, value)| Some((name, value.as_str()?.to_owned())))
             .collect()
     });
     super::default_image(config, labels, FIX)
+}
+
+/// Reports what an image costs an ordinary user: native overlay can't shift ids without root, so
+/// Podman copies an image for each id block that runs it.
+pub(super) fn image_copies(config: &Config, ids: IdSpace, image: &Value) -> Option<Check> {
+    let IdSpace::Within(map) = ids else {
+        return None;
+    };
+    let bytes = image["Size"].as_u64()?;
+    let blocks = u64::from(idrange::sandboxes_within(map.count)).min(config.max_sandboxes as u64);
+    let text = |bytes: u64| match bytes / 1_000_000 {
+        megabytes @ ..10_000 => format!("{megabytes} MB"),
+        megabytes => format!("{} GB", megabytes / 1_000),
+    };
+    Some(Check::adapted(
+        "image copies",
+        format!(
+            "each of the {blocks} id blocks keeps its own copy of an image that it has run: {} of \
+             disk for the default image, {} for the {} warm sandboxes, at most {}",
+            text(bytes),
+            text(bytes * config.wanted_pool_size(ids) as u64),
+            config.wanted_pool_size(ids),
+            text(bytes * blocks)
+        ),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::runtime::IdMap;
+
+    #[test]
+    fn copies_of_images_are_reported_to_ordinary_users_only() {
+        let config = Config::default();
+        let image = json!({ "Size": 635_000_000 });
+        let ordinary = IdSpace::Within(IdMap {
+            first: 1,
+            count: 65_536,
+        });
+        let check = image_copies(&config, ordinary, &image).expect("a check");
+        assert_eq!(
+            check.detail,
+            "each of the 32 id blocks keeps its own copy of an image that it has run: 635 MB of \
+             disk for the default image, 1270 MB for the 2 warm sandboxes, at most 20 GB"
+        );
+        assert!(image_copies(&config, IdSpace::Own, &image).is_none());
+        assert!(image_copies(&config, ordinary, &Value::Null).is_none());
+    }
 }

@@ -93,7 +93,11 @@ impl Pool {
 impl Sessions {
     /// The effective size of the pool.
     fn pool_size(&self) -> usize {
-        effective_size(self.config.pool_size, self.ids.count())
+        effective_size(self.wanted_pool_size(), self.ids.count())
+    }
+
+    fn wanted_pool_size(&self) -> usize {
+        self.config.wanted_pool_size(self.ids.space())
     }
 
     /// Sum of the memory limits of the spares and of `more` further ones.
@@ -286,7 +290,7 @@ impl Sessions {
         if self.pool_size() == 0 || self.config.exec_via != ExecVia::Agent {
             return;
         }
-        if self.pool_size() < self.config.pool_size {
+        if self.pool_size() < self.wanted_pool_size() {
             tracing::warn!(
                 pool_size = self.pool_size(),
                 "Too few ids for worker.pool_size; the pool is smaller."
@@ -479,6 +483,10 @@ async fn check_spare(started: &StartedSandbox) -> Result<(), ApiError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{
+        config::Config,
+        runtime::{IdMap, IdSpace},
+    };
 
     #[test]
     fn a_pool_leaves_most_of_the_ids_to_sessions() {
@@ -493,5 +501,18 @@ mod tests {
             ],
             [8, 10, 10, 0]
         );
+    }
+
+    #[test]
+    fn the_pool_of_an_ordinary_user_is_small_unless_configured() {
+        let within = IdSpace::Within(IdMap {
+            first: 1,
+            count: 65_536,
+        });
+        let mut config = Config::default();
+        assert_eq!(config.wanted_pool_size(within), 2);
+        assert_eq!(config.wanted_pool_size(IdSpace::Own), 10);
+        config.pool_size = Some(5);
+        assert_eq!(config.wanted_pool_size(within), 5);
     }
 }

@@ -120,7 +120,7 @@ async fn each_limit_that_nobody_enforces_is_refused_by_name() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_ordinary_user_has_a_pool_of_the_default_size() -> Result<()> {
+async fn an_ordinary_user_can_have_a_larger_pool() -> Result<()> {
     let world = World::on(Engine::Rootless).await?;
     let mut worker = world
         .worker(&Options::default().set("pool_size", "10"))
