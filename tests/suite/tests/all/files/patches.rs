@@ -227,9 +227,10 @@ async fn a_diff_that_does_not_apply_names_every_place_and_changes_nothing() -> R
             "below 'l', a symbolic link",
         ),
         (
-            "diff --git a/b b/b\nnew file mode 100644\nGIT binary patch\nliteral \
-             0\nHcmV?d00001\n\n",
-            "binary",
+            "diff --git a/changed b/changed\n\
+             index 8352675d67aed6625ece79af41c27fdb4ee2e867..eaf36c1daccfdf325514461cd1a2ffbc139b5464 100644\n\
+             GIT binary patch\nliteral 4\nLcmZQzWMT#Y01f~L\n\nliteral 3\nKcmZQzWC8#H2LJ>B\n\n",
+            "differs from the one the diff was made for",
         ),
     ] {
         let rejects = sandbox.rejects(json!({"diff": diff})).await?;
@@ -239,6 +240,22 @@ async fn a_diff_that_does_not_apply_names_every_place_and_changes_nothing() -> R
         );
     }
     assert_eq!(sandbox.snapshot("/workspace").await?, untouched[1]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_binary_patch_of_git_creates_and_changes_a_file() -> Result<()> {
+    let sandbox = sandbox_before_patch().await?;
+    let create = "diff --git a/b b/b\nnew file mode 100644\n\
+        index 0000000000000000000000000000000000000000..8352675d67aed6625ece79af41c27fdb4ee2e867\n\
+        GIT binary patch\nliteral 3\nKcmZQzWC8#H2LJ>B\n\nliteral 0\nHcmV?d00001\n\n";
+    let change = "diff --git a/b b/b\n\
+        index 8352675d67aed6625ece79af41c27fdb4ee2e867..eaf36c1daccfdf325514461cd1a2ffbc139b5464 100644\n\
+        GIT binary patch\nliteral 4\nLcmZQzWMT#Y01f~L\n\nliteral 3\nKcmZQzWC8#H2LJ>B\n\n";
+    for (diff, bytes) in [(create, "000102"), (change, "00010203")] {
+        sandbox.patch(json!({"diff": diff})).await?;
+        assert_eq!(sandbox.sh("od -An -tx1 b | tr -d ' \\n'").await?, bytes);
+    }
     Ok(())
 }
 
