@@ -29,7 +29,7 @@ pub use self::{
     binary::{Binary, BinaryHunk},
     hunk::{Hunk, Line, Place, Side},
     lines::Error,
-    name::Location,
+    name::{Location, spells_git},
     parse::{Change, MAX_HEADER_BYTES, Patch, Section},
     plan::{
         Entry, File, FileEffect, Kind, MAX_FILE_BYTES, Operation, Plan, PlanError, PriorState,

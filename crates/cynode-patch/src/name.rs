@@ -31,7 +31,7 @@ impl Location {
             match part {
                 b"" | b"." => {}
                 b".." => return Err("the path contains '..'"),
-                part if part.eq_ignore_ascii_case(b".git") => {
+                part if spells_git(part) => {
                     return Err("the path is in a .git directory");
                 }
                 part => {
@@ -71,6 +71,29 @@ impl Location {
     pub(crate) fn rebased(&self, above: &Self, to: &Self) -> Self {
         Self([to.as_bytes(), &self.0[above.0.len()..]].concat())
     }
+}
+
+/// Whether a file system could take a name for `.git`: in any case, with characters that HFS+
+/// ignores, as the short name or with the endings and streams that NTFS ignores.
+pub fn spells_git(part: &[u8]) -> bool {
+    let Ok(text) = std::str::from_utf8(part) else {
+        return part.eq_ignore_ascii_case(b".git");
+    };
+    let visible: String = text
+        .chars()
+        .filter(|character| {
+            !matches!(
+                character,
+                '\u{200c}'..='\u{200f}'
+                    | '\u{202a}'..='\u{202e}'
+                    | '\u{206a}'..='\u{206f}'
+                    | '\u{feff}'
+            )
+        })
+        .collect();
+    let name = visible.split(':').next().unwrap_or_default();
+    let name = name.trim_end_matches(['.', ' ']);
+    name.eq_ignore_ascii_case(".git") || name.eq_ignore_ascii_case("git~1")
 }
 
 impl Ord for Location {

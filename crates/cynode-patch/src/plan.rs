@@ -138,7 +138,8 @@ pub struct Reject {
 }
 
 impl Reject {
-    fn of_file(path: Vec<u8>, reason: String) -> Self {
+    /// Rejects a whole file.
+    pub fn of_file(path: Vec<u8>, reason: String) -> Self {
         Self {
             path,
             hunk: None,
