@@ -10,6 +10,10 @@ use crate::{Base64Bytes, Flags};
 pub mod file_limits {
     pub const MAX_PUT_BYTES: u64 = 100 * 1024 * 1024;
     pub const MAX_PATCH_BYTES: u64 = 10 * 1024 * 1024;
+    /// A file that is edited, before and after.
+    pub const MAX_EDITED_FILE_BYTES: u64 = 32 * 1024 * 1024;
+    /// Lines that a rejected edit names.
+    pub const MAX_EDIT_LINES: usize = 10;
     /// Leading path components that a patch strips.
     pub const DEFAULT_STRIP: u32 = 1;
     pub const MAX_STRIP: u32 = 32;
@@ -26,6 +30,12 @@ pub mod file_limits {
     pub const MAX_ANSWER_BYTES: usize = 4 * 1024 * 1024;
     /// Longer matching and context lines are truncated.
     pub const MAX_LINE_BYTES: usize = 2_048;
+    /// Directories that one watch covers.
+    pub const MAX_WATCHED_DIRECTORIES: usize = 1_000;
+    /// Watches of a session at once.
+    pub const MAX_WATCHES: usize = 4;
+    /// Changes of files that wait to be sent; beyond it they are only counted as an overflow.
+    pub const MAX_PENDING_CHANGES: usize = 1_000;
     /// Larger files are not searched.
     pub const MAX_SEARCHED_FILE_BYTES: u64 = 64 * 1024 * 1024;
 }
@@ -191,6 +201,60 @@ pub struct PatchReject {
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
+pub struct EditRequest {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    pub path: String,
+    /// The exact text to replace. Unless `all` is set, it must occur exactly once.
+    pub old: String,
+    pub new: String,
+    /// Replace every occurrence.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub all: bool,
+    /// The SHA-256 that the file must have, in hex.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub if_match: Option<String>,
+}
+
+/// The result of an edit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FileEdited {
+    pub sha256: String,
+    pub size: u64,
+    /// The number of replaced occurrences.
+    pub replaced: u64,
+    /// Hash of the previous content.
+    pub sha256_before: Option<String>,
+    #[serde(flatten)]
+    pub flags: Flags,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum FileEventKind {
+    Created,
+    Modified,
+    Deleted,
+    Moved,
+    /// Changes were left out: list the directory to see the current state.
+    Overflow,
+}
+
+/// A change below a watched path.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FileEvent {
+    /// Has replacement characters if the name is not UTF-8; `path_b64` then holds the bytes.
+    pub path: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path_b64: Option<Base64Bytes>,
+    pub kind: FileEventKind,
+    /// The former path of what was moved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
 pub struct MoveRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
@@ -236,7 +300,8 @@ pub struct ExportRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
     pub format: ExportFormat,
-    /// The base of the patch; `HEAD` by default.
+    /// The base of the patch: a commit, `HEAD` by default, or `brought` for what the session began
+    /// with (an artifact as its workspace, or a repository).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<String>,
     /// The directory to archive; `/workspace` by default.

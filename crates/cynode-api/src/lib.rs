@@ -41,9 +41,10 @@ pub use exec::{
     exec_limits,
 };
 pub use files::{
-    ExportFormat, ExportRequest, FileEntry, FileType, FileWritten, ListRequest, ListResult,
-    MkdirRequest, MoveRequest, PatchOperation, PatchReject, PatchRequest, PatchResult, PatchedFile,
-    SearchMatch, SearchRequest, SearchResult, file_limits, json_text_bytes,
+    EditRequest, ExportFormat, ExportRequest, FileEdited, FileEntry, FileEvent, FileEventKind,
+    FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchOperation,
+    PatchReject, PatchRequest, PatchResult, PatchedFile, SearchMatch, SearchRequest, SearchResult,
+    file_limits, json_text_bytes,
 };
 pub use flagged::{FlaggedFile, Flags, ImportResult, flagged_limits};
 pub use identity::{

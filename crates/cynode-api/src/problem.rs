@@ -93,6 +93,9 @@ codes! {
     SessionIdInUse = "session_id_in_use", 409,
         "Another request uses this session id",
         "Use a new session_id, or repeat the first request unchanged.";
+    NameInUse = "name_in_use", 409,
+        "Another live session of the owner has this name",
+        "Choose another name, or end that session.";
     JobIdInUse = "job_id_in_use", 409,
         "Another request uses this job id",
         "Use a new job_id, or repeat the first request unchanged.";
@@ -111,6 +114,9 @@ codes! {
     ImageDigestMismatch = "image_digest_mismatch", 409,
         "The image on the node is not the pinned one",
         "Load the pinned image on the node, or pin the one that is there ('cynode image add').";
+    ImageInUse = "image_in_use", 409,
+        "The image is in use",
+        "End the sessions and jobs that use it, or deny it ('cynode image deny').";
     NotResumable = "not_resumable", 409,
         "The session can't be resumed",
         "Create a new session.";
@@ -135,6 +141,10 @@ codes! {
     PatchRejected = "patch_rejected", 409,
         "The patch does not apply; nothing was changed",
         "Regenerate the diff against the current files; 'rejects' lists each failed hunk.";
+    EditRejected = "edit_rejected", 409,
+        "The text to replace is missing or ambiguous; nothing was changed",
+        "Read the file again and copy the text exactly, with enough lines around it to occur \
+         once.";
     NotARepository = "not_a_repository", 409,
         "The workspace is not a git repository",
         "Run 'git init' in the workspace, or export as tar.";

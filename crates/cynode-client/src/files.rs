@@ -4,8 +4,9 @@ use std::{os::unix::ffi::OsStrExt, path::Path};
 
 use bytes::Bytes;
 use cynode_api::{
-    Base64Bytes, ExportRequest, FileType, ImportResult, ListRequest, ListResult, MkdirRequest,
-    MoveRequest, PatchRequest, PatchResult, SearchRequest, SearchResult, SessionId,
+    Base64Bytes, EditRequest, ExportRequest, FileEdited, FileType, ImportResult, ListRequest,
+    ListResult, MkdirRequest, MoveRequest, PatchRequest, PatchResult, SearchRequest, SearchResult,
+    SessionId,
 };
 use http::{HeaderMap, Method, StatusCode, header};
 use reqwest::{Body, Response};
@@ -203,6 +204,11 @@ impl SessionClient {
             request,
         )
         .await
+    }
+
+    pub async fn edit_file(&self, session: SessionId, request: &EditRequest) -> Result<FileEdited> {
+        self.call(Method::POST, &self.session(session, "/files:edit"), request)
+            .await
     }
 
     pub async fn move_file(&self, session: SessionId, request: &MoveRequest) -> Result<()> {

@@ -42,3 +42,5 @@ pub const CONTROL_SOCKET: &str = "/run/cynode/control.sock";
 pub const AGENT_BINARY: &str = "/run/cynode/cynode-sba";
 pub const WORKSPACE: &str = "/workspace";
 pub const HOME: &str = "/home/agent";
+/// The base of an export that stands for what the session began with.
+pub const BROUGHT: &str = "brought";

@@ -129,13 +129,22 @@ pub enum FileOp {
     ExportTar {
         path: Base64Bytes,
     },
-    /// → `Body`, then git's diff of the workspace, including untracked files.
+    /// → `Body`, then git's diff of the workspace, including untracked files, against a commit, or
+    /// against the snapshot if `base` is [`BROUGHT`].
     ExportPatch {
         base: Option<String>,
     },
+    /// Takes a snapshot of the workspace for later exports → `Ok`. Older agents reply with an
+    /// error.
+    Snapshot,
     /// Then a tar archive as `Data`…, `End` from the worker → `Ok`. Like all operations that change
     /// files, it reports its changes.
     Import {
+        path: Base64Bytes,
+    },
+    /// → `Body`, then one list of `FileEvent` as JSON in each `Data`, until the worker disconnects.
+    /// Older agents reject it as `InvalidRequest`.
+    Watch {
         path: Base64Bytes,
     },
 }
@@ -346,6 +355,7 @@ mod tests {
             (bytes(), any::<bool>()).prop_map(|(path, parents)| FileOp::Mkdir { path, parents }),
             bytes().prop_map(|path| FileOp::ExportTar { path }),
             any::<Option<String>>().prop_map(|base| FileOp::ExportPatch { base }),
+            Just(FileOp::Snapshot),
             bytes().prop_map(|path| FileOp::Import { path }),
         ]
     }

@@ -12,6 +12,7 @@ mod capacity;
 mod config;
 mod control;
 mod disk;
+pub mod edit;
 mod execs;
 pub mod host;
 mod idrange;

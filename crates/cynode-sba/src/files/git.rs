@@ -1,4 +1,7 @@
-//! Exports the workspace's changes as a git diff.
+//! Exports the workspace's changes as a git diff, against a commit or against a snapshot.
+//!
+//! The snapshot is a git repository outside the workspace that holds everything the session began
+//! with, so that changes can be exported whether or not the workspace is a repository.
 //!
 //! git runs inside the sandbox with its rights, so the repository's configuration adds no danger
 //! beyond that of the sandbox's code; it must not corrupt the result, though. Invariants: the
@@ -7,14 +10,14 @@
 
 use std::{
     fs::File,
-    io::{self, Read as _},
+    io::{self, Read as _, Write as _},
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
 };
 
 use cynode_api::ErrorCode;
-use cynode_sba_proto::{AgentError, MAX_DATA, Reply};
+use cynode_sba_proto::{AgentError, BROUGHT, MAX_DATA, Reply};
 use rustix::fs::{CWD, Mode, OFlags, mkdirat, openat};
 
 use super::{
@@ -52,6 +55,10 @@ const DIFF: &[&str] = &[
 /// The part of git's error output that is reported.
 const MAX_STDERR_BYTES: usize = 2_048;
 const MAX_BASE_BYTES: usize = 1_024;
+/// The tree of the snapshot, in its own repository.
+const SNAPSHOT_REF: &str = "refs/cynode/brought";
+/// Take precedence over the attributes of the workspace.
+const SNAPSHOT_ATTRIBUTES: &[u8] = b"* -text -filter -ident !working-tree-encoding\n";
 
 impl Files {
     pub(super) fn export_patch(&self, base: Option<&str>, peer: &mut Peer) -> Outcome<()> {
@@ -66,10 +73,10 @@ impl Files {
                 escaped(base.as_bytes())
             )));
         }
-        let git = Git {
-            root: &self.root,
-            scratch: ScratchDirectory::new()?,
-        };
+        if base == Some(BROUGHT) {
+            return self.export_since_snapshot(peer);
+        }
+        let git = Git::new(&self.root, None)?;
         if git
             .line(&["rev-parse", "--is-inside-work-tree"])?
             .is_none_or(|line| line != "true")
@@ -88,14 +95,95 @@ impl Files {
         git.add_untracked()?;
         git.diff(&base, peer)
     }
+
+    fn export_since_snapshot(&self, peer: &mut Peer) -> Outcome<()> {
+        let git = self.snapshot_git()?;
+        let Some(base) = git.line(&["rev-parse", "--verify", "--quiet", SNAPSHOT_REF])? else {
+            return Err(Failure::new(
+                ErrorCode::NotARepository,
+                format!(
+                    "{} has no snapshot: the session began with an empty workspace, or its image \
+                     has no git",
+                    self.root.display()
+                ),
+            ));
+        };
+        git.copy_index()?;
+        git.add_untracked()?;
+        git.diff(&base, peer)
+    }
+
+    /// Stores the workspace as it is now. Replaces an earlier snapshot.
+    pub(super) fn take_snapshot(&self) -> Outcome<()> {
+        let mut git = self.snapshot_git()?;
+        // Later exports start from this index, which knows the files by their stat data.
+        git.index = self.snapshot.join("index");
+        self.remove_snapshot();
+        let taken = self.store_snapshot(&git);
+        if taken.is_err() {
+            // Half a snapshot would only take space.
+            self.remove_snapshot();
+        }
+        taken
+    }
+
+    fn store_snapshot(&self, git: &Git<'_>) -> Outcome<()> {
+        if let Some(parent) = self.snapshot.parent() {
+            path::make_directories(parent)?;
+        }
+        git.run(&["init", "--quiet", "--template="])?;
+        let info = self.snapshot.join("info");
+        path::make_directories(&info)?;
+        // Attributes of the workspace must not convert contents.
+        let attributes = info.join("attributes");
+        create(&attributes)?
+            .write_all(SNAPSHOT_ATTRIBUTES)
+            .doing("writing", path::bytes(&attributes))?;
+        // The low threshold makes git write one pack instead of a file for each object.
+        git.run(&[
+            "-c",
+            "core.bigFileThreshold=1",
+            "add",
+            "--all",
+            "--force",
+            "--",
+            ".",
+        ])?;
+        let tree = git
+            .line(&["write-tree"])?
+            .ok_or_else(|| Failure::new(ErrorCode::Internal, "git write-tree failed"))?;
+        git.run(&["update-ref", SNAPSHOT_REF, &tree])
+    }
+
+    fn snapshot_git(&self) -> Outcome<Git<'_>> {
+        Git::new(&self.root, Some(&self.snapshot))
+    }
+
+    fn remove_snapshot(&self) {
+        remove_directory(&self.snapshot);
+    }
 }
 
 struct Git<'a> {
     root: &'a Path,
+    /// The repository's directory, if it is not the one that `root` belongs to.
+    repository: Option<&'a Path>,
+    /// A private copy in the scratch directory, unless the repository is ours.
+    index: PathBuf,
     scratch: ScratchDirectory,
 }
 
-impl Git<'_> {
+impl<'a> Git<'a> {
+    fn new(root: &'a Path, repository: Option<&'a Path>) -> Outcome<Self> {
+        let scratch = ScratchDirectory::new()?;
+        Ok(Self {
+            root,
+            repository,
+            index: scratch.path.join("index"),
+            scratch,
+        })
+    }
+
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new("git");
         command
@@ -121,9 +209,14 @@ impl Git<'_> {
             .env("GIT_OPTIONAL_LOCKS", "0")
             .env("GIT_ATTR_NOSYSTEM", "1")
             .env("GIT_NO_LAZY_FETCH", "1")
-            .env("GIT_INDEX_FILE", self.scratch.path.join("index"));
+            .env("GIT_INDEX_FILE", &self.index);
         if let Some(parent_directory) = self.root.parent() {
             command.env("GIT_CEILING_DIRECTORIES", parent_directory);
+        }
+        if let Some(repository) = self.repository {
+            command
+                .env("GIT_DIR", repository)
+                .env("GIT_WORK_TREE", self.root);
         }
         for setting in SETTINGS {
             command.args(["-c", setting]);
@@ -182,6 +275,17 @@ impl Git<'_> {
         Ok(status
             .success()
             .then(|| String::from_utf8_lossy(&output).trim_end().to_owned()))
+    }
+
+    /// Runs a command without output.
+    fn run(&self, arguments: &[&str]) -> Outcome<()> {
+        let mut child = self.start(self.command(arguments).stdout(Stdio::null()))?;
+        let status = child.wait().doing("waiting for", b"git")?;
+        if status.success() {
+            Ok(())
+        } else {
+            Err(self.git_failure(&arguments.join(" "), status))
+        }
     }
 
     /// Adds the names of untracked files to the private index.
@@ -307,12 +411,7 @@ impl ScratchDirectory {
     }
 
     fn create(&self, name: &str) -> Outcome<File> {
-        let flags =
-            OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let path = self.path.join(name);
-        Ok(openat(CWD, &path, flags, Mode::RUSR | Mode::WUSR)
-            .doing("creating", path::bytes(&path))?
-            .into())
+        create(&self.path.join(name))
     }
 
     fn open(&self, name: &str) -> Outcome<File> {
@@ -320,20 +419,32 @@ impl ScratchDirectory {
     }
 }
 
+/// Creates or empties a file of ours.
+fn create(path: &Path) -> Outcome<File> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(openat(CWD, path, flags, Mode::RUSR | Mode::WUSR)
+        .doing("creating", path::bytes(path))?
+        .into())
+}
+
 impl Drop for ScratchDirectory {
     fn drop(&mut self) {
-        let Ok((parent, name)) = path::split(&self.path) else {
-            return;
-        };
-        if let Ok(parent) = openat(
-            CWD,
-            parent,
-            OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
-            Mode::empty(),
-        ) {
-            // A leftover temporary file is harmless.
-            let _gone = remove_tree(parent, name, &self.path);
-        }
+        remove_directory(&self.path);
+    }
+}
+
+/// Removes a directory of ours. What is left behind is harmless.
+fn remove_directory(directory: &Path) {
+    let Ok((parent, name)) = path::split(directory) else {
+        return;
+    };
+    if let Ok(parent) = openat(
+        CWD,
+        parent,
+        OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    ) {
+        let _gone = remove_tree(parent, name, directory);
     }
 }
 
@@ -504,6 +615,78 @@ mod tests {
                 "{base:?}"
             );
         }
+    }
+
+    fn snapshot(workspace: &TestWorkspace) {
+        let answer = workspace.ask(FileOp::Snapshot, b"");
+        assert_eq!(answer.first(), &Reply::Ok { changed: None });
+    }
+
+    #[test]
+    fn changes_since_a_snapshot_are_exported_without_a_repository() {
+        let (workspace, copy) = (TestWorkspace::new(), TestWorkspace::new());
+        for place in [&workspace, &copy] {
+            place.put("kept", "same\n");
+            place.put("crlf.txt", "one\r\ntwo\r\n");
+            place.put(".gitattributes", "* text=auto\n*.txt filter=lfs\n");
+            place.put(".gitignore", "build/\nignored\n");
+            place.put("ignored", "but brought\n");
+            place.put("binary", b"\0\x01\x02");
+            place.put("deleted", "gone\n");
+        }
+        snapshot(&workspace);
+        assert_eq!(exported(&workspace, Some("brought")), "");
+        workspace.put("crlf.txt", "one\r\nthree\r\n");
+        workspace.put("ignored", "changed\n");
+        workspace.put("binary", b"\0\x01\x02\x03");
+        workspace.put("new/file", "new\n");
+        workspace.put("build/output", "not exported\n");
+        std::fs::remove_file(workspace.path("deleted")).expect("removed");
+        let diff = exported(&workspace, Some("brought"));
+        for part in ["b/crlf.txt", "b/ignored", "b/binary", "b/new/file", "a/deleted"] {
+            assert!(diff.contains(part), "{part} is missing:\n{diff}");
+        }
+        assert!(!diff.contains("not exported"), "{diff}");
+        assert!(!diff.contains("b/kept"), "{diff}");
+        assert!(diff.contains("-two\r\n+three\r\n"), "{diff}");
+        // A second export gives the same: the snapshot is not changed by the first.
+        assert_eq!(exported(&workspace, Some("brought")), diff);
+    }
+
+    #[test]
+    fn the_snapshot_of_a_repository_holds_its_uncommitted_changes() {
+        let workspace = repository();
+        workspace.put("modified", "before the session\n");
+        snapshot(&workspace);
+        assert_eq!(exported(&workspace, Some("brought")), "");
+        workspace.put("modified", "in the session\n");
+        git(&workspace, &["add", "."]);
+        git(&workspace, &["commit", "--quiet", "-m", "second"]);
+        let diff = exported(&workspace, Some("brought"));
+        assert!(
+            diff.contains("-before the session\n+in the session\n"),
+            "{diff}"
+        );
+        assert_eq!(diff.matches("diff --git").count(), 1, "{diff}");
+    }
+
+    #[test]
+    fn without_a_snapshot_the_base_is_refused() {
+        let workspace = repository();
+        assert_eq!(
+            ask(&workspace, Some("brought")).error().code,
+            ErrorCode::NotARepository
+        );
+    }
+
+    #[test]
+    fn a_later_snapshot_replaces_the_first() {
+        let workspace = TestWorkspace::new();
+        workspace.put("file", "one\n");
+        snapshot(&workspace);
+        workspace.put("file", "two\n");
+        snapshot(&workspace);
+        assert_eq!(exported(&workspace, Some("brought")), "");
     }
 
     #[test]

@@ -25,6 +25,7 @@ mod search;
 mod staged;
 mod tree;
 mod walk;
+mod watch;
 mod write;
 
 use std::io;
@@ -147,6 +148,11 @@ impl Files {
             FileOp::ExportPatch { base } => {
                 return self.export_patch(base.as_deref(), body.peer);
             }
+            FileOp::Snapshot => {
+                self.take_snapshot()?;
+                Reply::Ok { changed: None }
+            }
+            FileOp::Watch { path } => return self.watch(&path.0, body.peer),
             FileOp::Import { path } => Reply::Ok {
                 changed: Some(self.import(&path.0, &mut || body.next())?),
             },

@@ -18,24 +18,31 @@ use rustix::{
 
 use super::error::{Failure, FailureContext, Outcome, shown};
 
-/// The base of relative paths, which patches may not leave.
 #[derive(Clone, Debug)]
 pub(crate) struct Files {
+    /// The base of relative paths, which patches may not leave.
     pub(super) root: PathBuf,
+    /// The git directory of the snapshot that exports compare with.
+    pub(super) snapshot: PathBuf,
 }
 
 impl Default for Files {
     fn default() -> Self {
         Self {
             root: PathBuf::from(cynode_sba_proto::WORKSPACE),
+            snapshot: Path::new(cynode_sba_proto::HOME).join(".cynode/brought.git"),
         }
     }
 }
 
 impl Files {
-    #[cfg(test)]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn new(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into() }
+        let root: PathBuf = root.into();
+        Self {
+            snapshot: root.with_extension("brought.git"),
+            root,
+        }
     }
 
     /// The absolute form of a caller's path.

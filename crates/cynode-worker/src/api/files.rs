@@ -38,7 +38,7 @@ use crate::{
 };
 
 /// How long the agent may take to hash or pack before it sends the first byte.
-const FILE_TIMEOUT: Duration = Duration::from_secs(300);
+pub(super) const FILE_TIMEOUT: Duration = Duration::from_secs(300);
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -71,7 +71,7 @@ impl FileQuery {
     }
 }
 
-fn check_path(path: Vec<u8>, field: &str) -> Result<Base64Bytes, ApiError> {
+pub(super) fn check_path(path: Vec<u8>, field: &str) -> Result<Base64Bytes, ApiError> {
     if path.is_empty() || path.len() > MAX_PATH_BYTES || path.contains(&0) {
         return Err(ApiError::invalid(format!(
             "{field}: must have 1 to {MAX_PATH_BYTES} bytes and no NUL"
@@ -80,7 +80,7 @@ fn check_path(path: Vec<u8>, field: &str) -> Result<Base64Bytes, ApiError> {
     Ok(Base64Bytes(path))
 }
 
-fn check_text_path(path: &str, field: &str) -> Result<Base64Bytes, ApiError> {
+pub(super) fn check_text_path(path: &str, field: &str) -> Result<Base64Bytes, ApiError> {
     check_path(path.as_bytes().to_vec(), field)
 }
 
@@ -100,7 +100,11 @@ fn check_range(
 }
 
 /// Starts an operation on a session. The session counts as active while the guard lives.
-async fn open(api: &Api, id: SessionId, op: FileOp) -> Result<(Channel, Activity), ApiError> {
+pub(super) async fn open(
+    api: &Api,
+    id: SessionId,
+    op: FileOp,
+) -> Result<(Channel, Activity), ApiError> {
     let (_, live) = api.sessions.live(id)?;
     if matches!(
         op,
@@ -129,7 +133,7 @@ async fn change(api: &Api, id: SessionId, op: FileOp) -> Result<Response, ApiErr
     }
 }
 
-async fn stat_of(
+pub(super) async fn stat_of(
     api: &Api,
     id: SessionId,
     op: FileOp,

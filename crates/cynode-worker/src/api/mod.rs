@@ -1,6 +1,7 @@
 //! The Worker API.
 
 mod calls;
+mod edit;
 mod execs;
 mod files;
 mod images;
@@ -8,6 +9,7 @@ mod jobs;
 mod output;
 mod pty;
 mod sessions;
+mod watch;
 
 use std::sync::Arc;
 
@@ -77,6 +79,8 @@ fn documented() -> OpenApiRouter<Api> {
         .routes(routes!(files::list))
         .routes(routes!(files::search))
         .routes(routes!(files::patch))
+        .routes(routes!(edit::edit))
+        .routes(routes!(watch::watch))
         .routes(routes!(files::rename))
         .routes(routes!(files::mkdir))
         .routes(routes!(files::export))

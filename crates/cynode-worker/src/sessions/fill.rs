@@ -14,6 +14,8 @@ use crate::sandbox::unavailable;
 
 /// Timeout for downloading an artifact.
 const ARTIFACT_TIMEOUT: Duration = Duration::from_mins(10);
+/// Timeout for the snapshot of what was unpacked.
+const SNAPSHOT_TIMEOUT: Duration = Duration::from_mins(5);
 
 /// The orchestrator that this node belongs to.
 #[derive(Clone)]
@@ -96,7 +98,23 @@ impl Sessions {
                     .bytes_stream()
                     .map_err(|error| unreached(error.without_url().to_string())),
             )
-            .await
-            .map(drop)
+            .await?;
+        self.take_snapshot(live).await;
+        Ok(())
+    }
+
+    /// Stores what the session begins with, so that its changes can be exported. A session without
+    /// a snapshot works otherwise: its image may have no git, or its agent may be older.
+    async fn take_snapshot(&self, live: &Live) {
+        let request = Request::File {
+            op: FileOp::Snapshot,
+        };
+        let taken = async {
+            let mut channel = live.link()?.open(&request).await.map_err(unavailable)?;
+            channel.reply(SNAPSHOT_TIMEOUT).await
+        };
+        if let Err(error) = taken.await {
+            tracing::info!(%error, "A session begins without a snapshot of its workspace.");
+        }
     }
 }

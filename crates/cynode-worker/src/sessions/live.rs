@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cynode_api::ErrorCode;
+use cynode_api::{ErrorCode, file_limits::MAX_WATCHES};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 use time::OffsetDateTime;
@@ -23,6 +23,16 @@ use crate::{
 
 /// How often a blocked task checks that the sandbox still exists.
 const ALIVE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// A watch of files; counts until it is dropped.
+#[derive(Debug)]
+pub(crate) struct OpenWatch(Arc<Live>);
+
+impl Drop for OpenWatch {
+    fn drop(&mut self) {
+        self.0.watches.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 #[derive(Debug)]
 pub(crate) struct Live {
@@ -43,6 +53,11 @@ pub(crate) struct Live {
     initial_usage: Option<DiskUsage>,
     /// Set while the node's disk is so full that output must wait.
     output_blocked: watch::Sender<bool>,
+    /// Held by the edit in progress: the agent checks a precondition and replaces the file in two
+    /// steps.
+    pub(crate) edits: tokio::sync::Mutex<()>,
+    /// Watches of files that are open.
+    watches: AtomicUsize,
 }
 
 impl Live {
@@ -66,7 +81,18 @@ impl Live {
             stopped: Mutex::new(None),
             stopping: AtomicUsize::new(0),
             output_blocked: watch::Sender::new(false),
+            edits: tokio::sync::Mutex::new(()),
+            watches: AtomicUsize::new(0),
         })
+    }
+
+    /// Opens another watch of files, if the session may have one more.
+    pub(crate) fn open_watch(self: &Arc<Self>) -> Option<OpenWatch> {
+        let more = |open: usize| (open < MAX_WATCHES).then_some(open + 1);
+        let opened = self
+            .watches
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        opened.ok().map(|_| OpenWatch(Arc::clone(self)))
     }
 
     pub(crate) fn link(&self) -> Result<&AgentLink, ApiError> {

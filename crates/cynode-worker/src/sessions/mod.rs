@@ -55,7 +55,7 @@ pub(crate) use end::EndRequest;
 pub(crate) use environment::exec_environment;
 pub(crate) use fill::Upstream;
 pub(crate) use job::Admission;
-pub(crate) use live::{Activity, Live};
+pub(crate) use live::{Activity, Live, OpenWatch};
 pub(crate) use validate::check_version;
 
 /// How long a caller waits while the worker still recovers earlier sessions.

@@ -7,11 +7,13 @@ use axum::{
     body::Bytes,
     extract::{Path, State},
     response::{IntoResponse as _, Response},
-    routing::get,
+    routing::{get, post},
 };
-use cynode_api::{ErrorCode, FileChange, FileChanges, FileType, FileWritten, Flags};
-use cynode_service::{ApiError, QueryParams};
-use cynode_worker::calls::with_result;
+use cynode_api::{
+    EditRequest, ErrorCode, FileChange, FileChanges, FileEdited, FileType, FileWritten, Flags,
+};
+use cynode_service::{ApiError, JsonBody, QueryParams};
+use cynode_worker::{calls::with_result, edit::Edit};
 use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
@@ -19,10 +21,12 @@ use sha2::{Digest as _, Sha256};
 use super::{Shared, run::absolute, sessions::ApiResult};
 
 pub(super) fn routes() -> Router<Arc<Shared>> {
-    Router::new().route(
-        "/v1/worker/sessions/{id}/files",
-        get(read).head(read).put(write).delete(delete),
-    )
+    Router::new()
+        .route(
+            "/v1/worker/sessions/{id}/files",
+            get(read).head(read).put(write).delete(delete),
+        )
+        .route("/v1/worker/sessions/{id}/files:edit", post(edit))
 }
 
 #[derive(Debug, Deserialize)]
@@ -128,6 +132,42 @@ async fn write(
         &FileChanges::from_iter([change]),
         (status, [("etag", tag)], Json(written)),
     ))
+}
+
+async fn edit(
+    State(shared): State<Arc<Shared>>,
+    Path(text): Path<String>,
+    JsonBody(request): JsonBody<EditRequest>,
+) -> ApiResult<Response> {
+    let (_, files) = shared.state().live(&text)?;
+    let (path, mut files) = (absolute(&request.path), files.lock().expect("not poisoned"));
+    let missing = || ApiError::new(ErrorCode::NotFound, format!("{path} is not there"));
+    let (bytes, _) = files.get_mut(&path).ok_or_else(missing)?;
+    let sha256_before = sha256(bytes);
+    if request
+        .if_match
+        .is_some_and(|expected| expected != sha256_before)
+    {
+        return Err(ApiError::new(
+            ErrorCode::PreconditionFailed,
+            format!("{path} is not what was expected"),
+        ));
+    }
+    let edit = Edit::plan(bytes, &request.old, &request.new, request.all)?;
+    let (replaced, edited) = (edit.replaced, edit.pieces().collect::<Vec<_>>().concat());
+    *bytes = edited;
+    let sha256 = sha256(bytes);
+    let change = FileChange::new(request.path.as_bytes())
+        .before(Some(sha256_before.clone()))
+        .after(Some(sha256.clone()));
+    let edited = FileEdited {
+        sha256,
+        size: bytes.len() as u64,
+        replaced,
+        sha256_before: Some(sha256_before),
+        flags: Flags::default(),
+    };
+    Ok(with_result(&FileChanges::from_iter([change]), Json(edited)))
 }
 
 async fn delete(

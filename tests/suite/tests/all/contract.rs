@@ -7,9 +7,9 @@ use std::{path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{
-    ErrorCode, Exec, ExecId, ExecState, Job, JobId, JobRun, JobState, OutputPage, Session,
-    SessionCreate, SessionEnd, SessionId, SessionPatch, SessionState, SignalName, SignalScope,
-    Stream, TaskId, WorkspaceDisposal, WorkspaceRef,
+    EditRequest, ErrorCode, Exec, ExecId, ExecState, Job, JobId, JobRun, JobState, OutputPage,
+    Session, SessionCreate, SessionEnd, SessionId, SessionPatch, SessionState, SignalName,
+    SignalScope, Stream, TaskId, WorkspaceDisposal, WorkspaceRef,
 };
 use cynode_client::{
     ExecEvent, ExecEvents, JobFilter, OutputQuery, PutOptions, SessionClient, SessionFilter,
@@ -923,6 +923,60 @@ async fn files_are_written_whole_and_by_condition(client: &SessionClient) -> Res
     Ok(())
 }
 
+async fn a_text_is_replaced_in_a_file_exactly(client: &SessionClient) -> Result<()> {
+    let id = client.create_session(&session()).await?.session_id;
+    let path = Path::new("edited");
+    client
+        .put_file(id, path, "one two two\n", &PutOptions::default())
+        .await?;
+    let edit = |old: &str, new: &str| EditRequest {
+        path: "edited".to_owned(),
+        old: old.to_owned(),
+        new: new.to_owned(),
+        ..EditRequest::default()
+    };
+    let first = client.edit_file(id, &edit("one", "1")).await?;
+    assert_eq!((first.replaced, first.size), (1, 10));
+    assert_eq!(
+        client.head_file(id, path).await?.sha256,
+        Some(first.sha256.clone())
+    );
+    for (request, expected) in [
+        (edit("two", "2"), ErrorCode::EditRejected),
+        (edit("one", "1"), ErrorCode::EditRejected),
+        (edit("", "1"), ErrorCode::InvalidRequest),
+        (
+            EditRequest {
+                if_match: first.sha256_before.clone(),
+                ..edit("1", "one")
+            },
+            ErrorCode::PreconditionFailed,
+        ),
+        (
+            EditRequest {
+                path: "none".to_owned(),
+                ..edit("1", "one")
+            },
+            ErrorCode::NotFound,
+        ),
+    ] {
+        assert_eq!(
+            code(client.edit_file(id, &request).await),
+            Some(expected),
+            "{request:?}"
+        );
+    }
+    let all = EditRequest {
+        all: true,
+        if_match: Some(first.sha256),
+        ..edit("two", "2")
+    };
+    assert_eq!(client.edit_file(id, &all).await?.replaced, 2);
+    assert_eq!(client.exec(id, &sh("cat edited")).await?.stdout, "1 2 2\n");
+    client.end_session(id, &SessionEnd::default()).await?;
+    Ok(())
+}
+
 async fn a_job_runs_once_and_its_result_waits_to_be_acknowledged(
     client: &SessionClient,
 ) -> Result<()> {
@@ -1293,6 +1347,7 @@ async fn check_contract(client: &SessionClient) -> Result<()> {
         a_command_in_the_background_is_followed_and_ended,
         output_streams_and_is_read_again_from_any_place,
         files_are_written_whole_and_by_condition,
+        a_text_is_replaced_in_a_file_exactly,
         a_job_runs_once_and_its_result_waits_to_be_acknowledged,
         a_job_is_handed_over_and_stopped,
         a_job_that_is_stopped_before_its_request_comes_never_runs,

@@ -1,11 +1,13 @@
 //! Files in a sandbox, end to end: contents, trees, patches, archives.
 
 mod archives;
+mod edits;
 mod export_patch;
 mod limits;
 mod patches;
 mod search;
 mod trees;
+mod watches;
 
 use std::time::Duration;
 

@@ -44,7 +44,7 @@ impl FuzzWorkspace {
         fs::create_dir(&root).expect("made");
         Self {
             directory,
-            files: Files { root },
+            files: Files::new(root),
         }
     }
 

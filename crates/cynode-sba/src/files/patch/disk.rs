@@ -65,7 +65,7 @@ impl Tree for Disk<'_> {
                 .root
                 .real_parts(&directory)
                 .unwrap_or_else(|| parts[..depth].iter().map(|part| part.to_vec()).collect());
-            if real.iter().any(|part| part.eq_ignore_ascii_case(b".git")) {
+            if real.iter().any(|part| cynode_patch::spells_git(part)) {
                 return reject("the path is in a .git directory");
             }
             return Ok(Location::from_parts(
