@@ -158,6 +158,10 @@ pub struct Job {
     pub late_result: Option<serde_json::Value>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created_by: Option<String>,
+    /// The command and its arguments. A list holds at most the first 16 of them, each cut to 200
+    /// characters. Absent on a worker.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub command: Option<Vec<String>>,
     /// The result was acknowledged, and the node has dropped the output.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub acknowledged: bool,
@@ -217,6 +221,10 @@ pub mod job_limits {
     pub const OBJECT_BYTES: u64 = 262_144;
     /// How long a node remembers the id of an acknowledged job.
     pub const REMEMBER_SECONDS: u64 = 86_400;
+    /// Words of a command in a list.
+    pub const LISTED_WORDS: u32 = 16;
+    /// Characters of each.
+    pub const LISTED_WORD_CHARACTERS: i32 = 200;
     /// Unacknowledged jobs at which a node accepts no more.
     pub const MAX_UNACKNOWLEDGED: usize = 5_000;
 }

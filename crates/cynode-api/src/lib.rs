@@ -68,7 +68,8 @@ pub use policy::{Policy, PolicyPut, PolicyRule, PolicyTest, PolicyVerdict};
 pub use problem::{ErrorCode, Problem};
 pub use session::{
     Limits, LimitsRequest, NetworkPolicy, Page, Session, SessionCreate, SessionEnd, SessionPatch,
-    SessionState, Unenforced, UserSessionCreate, WorkspaceDisposal, WorkspaceRef, session_limits,
+    SessionState, Unenforced, UserSessionCreate, WorkspaceDisposal, WorkspaceRef, is_session_name,
+    session_limits,
 };
 pub use setting::{
     ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope,

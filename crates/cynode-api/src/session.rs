@@ -25,6 +25,23 @@ pub mod session_limits {
     pub const MIN_PIDS: u32 = 8;
     pub const MIN_NOFILE: u64 = 64;
     pub const MIN_DISK_BYTES: u64 = 16 * 1024 * 1024;
+    pub const MIN_NAME: usize = 3;
+    pub const MAX_NAME: usize = 63;
+}
+
+/// Whether a text can name a session: a-z, 0-9 and '-', with a hyphen that is neither first nor
+/// last. A name of hex digits and hyphens only would look like a part of an id, so none is one.
+#[must_use]
+pub fn is_session_name(text: &str) -> bool {
+    use session_limits::{MAX_NAME, MIN_NAME};
+    (MIN_NAME..=MAX_NAME).contains(&text.len())
+        && text
+            .bytes()
+            .all(|byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-'))
+        && text.contains('-')
+        && !text.starts_with('-')
+        && !text.ends_with('-')
+        && text.bytes().any(|byte| matches!(byte, b'g'..=b'z'))
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -90,6 +107,11 @@ impl SessionCreate {
 pub struct UserSessionCreate {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
+    /// 3 to 63 of a-z, 0-9 and '-', with a hyphen inside, and not of hex digits only. Unique among
+    /// the owner's live sessions. Generated if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(example = "brave-otter")]
+    pub name: Option<String>,
     /// A new task is created if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub task_id: Option<TaskId>,
@@ -346,6 +368,9 @@ impl std::str::FromStr for SessionState {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Session {
     pub session_id: SessionId,
+    /// Orchestrators name sessions; a worker alone does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
     pub task_id: TaskId,
     pub state: SessionState,
     pub end_reason: Option<String>,
@@ -436,6 +461,34 @@ mod tests {
         );
         assert!("workspace:nonsense".parse::<WorkspaceRef>().is_err());
         assert!("/etc".parse::<WorkspaceRef>().is_err());
+    }
+
+    #[test]
+    fn a_name_has_a_hyphen_and_can_not_be_a_part_of_an_id() {
+        let longest = format!("a-{}", "z".repeat(session_limits::MAX_NAME - 2));
+        for name in ["brave-otter", "g-1", "a-z", "x--y", &longest] {
+            assert!(is_session_name(name), "{name}");
+        }
+        let too_long = format!("{longest}z");
+        for text in [
+            "",
+            "ab",
+            "a-",
+            "-z",
+            "otter",
+            "a-b",
+            "dead-beef",
+            "01890000-0000",
+            "Brave-otter",
+            "brave_otter",
+            "brave otter",
+            "brave-\u{f6}tter",
+            "-brave-otter",
+            "brave-otter-",
+            &too_long,
+        ] {
+            assert!(!is_session_name(text), "{text}");
+        }
     }
 
     #[test]

@@ -12,8 +12,8 @@ use http::{Method, header};
 use reqwest::{Body, RequestBuilder};
 
 use crate::{
-    ExecEvents, Result, SessionClient,
-    client::{CALL_TIMEOUT, accept, json, send},
+    Error, ExecEvents, Result, SessionClient,
+    client::{CALL_TIMEOUT, MAX_PAGES, accept, json, send},
 };
 
 pub(crate) const EVENT_STREAM: &str = "text/event-stream";
@@ -98,7 +98,31 @@ impl SessionClient {
             .body(Body::wrap_stream(ends(head).chain(input).chain(ends(tail))))
     }
 
-    /// Running and recent execs: the newest page only.
+    /// The newest exec.
+    pub async fn newest_exec(&self, session: SessionId) -> Result<Option<Exec>> {
+        Ok(self.all_execs(session).await?.pop())
+    }
+
+    /// Running and recent execs, oldest first.
+    pub async fn all_execs(&self, session: SessionId) -> Result<Vec<Exec>> {
+        let path = self.session(session, "/execs");
+        let mut execs = Vec::new();
+        let mut query = Vec::new();
+        for _ in 0..MAX_PAGES {
+            let page: Page<Exec> = self.get(&path, &query).await?;
+            execs.extend(page.items);
+            let Some(cursor) = page.next_cursor else {
+                return Ok(execs);
+            };
+            query = vec![("cursor", cursor)];
+        }
+        Err(Error::answer(
+            self.base(),
+            format!("the list has more than {MAX_PAGES} pages"),
+        ))
+    }
+
+    /// Running and recent execs: the first page only.
     pub async fn list_execs(&self, session: SessionId) -> Result<Page<Exec>> {
         self.get(&self.session(session, "/execs"), &()).await
     }

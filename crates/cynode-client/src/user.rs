@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use cynode_api::{
-    API_VERSION, Artifact, ArtifactId, EventPage, Image, ImageCreate, ImageId, ImagePatch, Job,
-    JobCreate, JobId, JobState, Node, NodeDrain, NodeId, NodeKeyCreate, NodeKeyCreated, OutputPage,
-    OutputQuery, Page, Preference, PreferenceScope, ProjectId, Setting, Task, TaskCreate, TaskId,
-    Token, TokenCreate, TokenCreated, TokenId, ValuePut, event_limits,
+    API_VERSION, Artifact, ArtifactId, EventPage, Group, GroupCreate, GroupId, Image, ImageCreate,
+    ImageId, ImagePatch, Job, JobCreate, JobId, JobState, Node, NodeDrain, NodeId, NodeKeyCreate,
+    NodeKeyCreated, OutputPage, OutputQuery, Page, Preference, PreferenceScope, Project,
+    ProjectCreate, ProjectId, ProjectPatch, Setting, Task, TaskCreate, TaskId, Token, TokenCreate,
+    TokenCreated, TokenId, User, UserCreate, UserId, ValuePut, event_limits,
 };
 use http::{Method, header};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
@@ -150,6 +151,35 @@ impl UserClient {
         self.0.call(method, path, body).await
     }
 
+    pub async fn create_project(&self, request: &ProjectCreate) -> Result<Project> {
+        self.send(Method::POST, "/v1/projects", request).await
+    }
+
+    pub async fn project(&self, id: ProjectId) -> Result<Project> {
+        self.0.get(&format!("/v1/projects/{id}"), &()).await
+    }
+
+    pub async fn patch_project(&self, id: ProjectId, patch: &ProjectPatch) -> Result<Project> {
+        self.send(Method::PATCH, &format!("/v1/projects/{id}"), patch)
+            .await
+    }
+
+    pub async fn create_user(&self, request: &UserCreate) -> Result<User> {
+        self.send(Method::POST, "/v1/users", request).await
+    }
+
+    pub async fn user(&self, id: UserId) -> Result<User> {
+        self.0.get(&format!("/v1/users/{id}"), &()).await
+    }
+
+    pub async fn create_group(&self, request: &GroupCreate) -> Result<Group> {
+        self.send(Method::POST, "/v1/groups", request).await
+    }
+
+    pub async fn group(&self, id: GroupId) -> Result<Group> {
+        self.0.get(&format!("/v1/groups/{id}"), &()).await
+    }
+
     pub async fn create_task(&self, request: &TaskCreate) -> Result<Task> {
         self.send(Method::POST, "/v1/tasks", request).await
     }
@@ -213,6 +243,20 @@ impl UserClient {
             .await
     }
 
+    pub async fn image(&self, id: ImageId) -> Result<Image> {
+        self.0.get(&format!("/v1/images/{id}"), &()).await
+    }
+
+    /// Removes an image, or one version of it.
+    pub async fn remove_image(&self, id: ImageId, version: Option<&str>) -> Result<()> {
+        let query = query([("image_version", version.map(ToOwned::to_owned))]);
+        self.delete(&format!("/v1/images/{id}"), &query).await
+    }
+
+    pub async fn node(&self, id: NodeId) -> Result<Node> {
+        self.0.get(&format!("/v1/nodes/{id}"), &()).await
+    }
+
     pub async fn nodes(&self) -> Result<Vec<Node>> {
         self.all("/v1/nodes", Vec::new()).await
     }
@@ -242,16 +286,16 @@ impl UserClient {
     }
 
     pub async fn revoke_token(&self, id: TokenId) -> Result<()> {
-        accept(
-            send(
-                self.0
-                    .request(Method::DELETE, &format!("/v1/tokens/{id}"))
-                    .timeout(CALL_TIMEOUT),
-            )
-            .await?,
-        )
-        .await
-        .map(drop)
+        self.delete(&format!("/v1/tokens/{id}"), &[]).await
+    }
+
+    async fn delete(&self, path: &str, query: &[(&'static str, String)]) -> Result<()> {
+        let request = self
+            .0
+            .request(Method::DELETE, path)
+            .query(query)
+            .timeout(CALL_TIMEOUT);
+        accept(send(request).await?).await.map(drop)
     }
 
     pub async fn settings(&self) -> Result<Vec<Setting>> {

@@ -113,6 +113,7 @@ impl Orchestrator {
             error: None,
             reported_by: Reporter::Orchestrator,
             late_result: None,
+            command: None,
             created_by: None,
         };
         let new = NewJob {

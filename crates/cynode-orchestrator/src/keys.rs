@@ -7,7 +7,7 @@ use std::{io, path::Path, sync::Arc};
 
 use aws_lc_rs::{hmac, rand};
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
-use cynode_api::{NodeId, TOKEN_PREFIX};
+use cynode_api::{NodeId, SessionId, TOKEN_PREFIX, TokenId};
 
 /// The orchestrators' key, shared by all orchestrators of a database.
 #[derive(Clone)]
@@ -54,6 +54,16 @@ impl Keys {
         self.seed(b"held secrets")
     }
 
+    /// The id of the session that a token's calls use when they name none. All orchestrators
+    /// compute the same id, and nobody else can predict it.
+    pub(crate) fn own_session(&self, token: TokenId, generation: i64) -> SessionId {
+        let text = format!("own session\0{token}\0{generation}");
+        let tag = hmac::sign(&self.0, text.as_bytes());
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&tag.as_ref()[..16]);
+        SessionId::from_uuid(uuid::Builder::from_custom_bytes(bytes).into_uuid())
+    }
+
     fn seed(&self, purpose: &[u8]) -> [u8; 32] {
         let tag = hmac::sign(&self.0, purpose);
         tag.as_ref().try_into().expect("a tag of 32 bytes")
@@ -75,6 +85,28 @@ pub(crate) fn random_token() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn own_sessions_are_stable_and_differ_by_key_token_and_generation() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let open = |name: &str| Keys::open(&directory.path().join(name)).expect("made");
+        let (keys, other_keys) = (open("key"), open("other"));
+        let (one, other) = (TokenId::generate(), TokenId::generate());
+        let ids = [
+            keys.own_session(one, 1),
+            keys.own_session(one, 2),
+            keys.own_session(other, 1),
+            other_keys.own_session(one, 1),
+        ];
+        for (index, id) in ids.iter().enumerate() {
+            assert_eq!(
+                (id.as_uuid().get_version_num(), id.as_uuid().get_variant()),
+                (8, uuid::Variant::RFC4122)
+            );
+            assert!(!ids[index + 1..].contains(id));
+        }
+        assert_eq!(open("key").own_session(one, 1), ids[0]);
+    }
 
     #[test]
     fn derived_tokens_are_stable_and_differ_by_use_node_and_epoch() {

@@ -23,6 +23,7 @@ mod identity;
 mod jobs;
 mod keys;
 mod mcp;
+mod names;
 mod output;
 mod placement;
 mod policies;

@@ -6,8 +6,7 @@
 use std::{sync::Arc, time::Duration};
 
 use cynode_api::{
-    ErrorCode, NodeId, Session, SessionCreate, SessionEnd, SessionId, SessionState,
-    UserSessionCreate,
+    ErrorCode, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, UserSessionCreate,
 };
 use time::OffsetDateTime;
 use tokio::sync::Notify;
@@ -17,6 +16,7 @@ use crate::{
     caller::Caller,
     db::{self, Db, NewSession, SessionRow, is_visible, to_json},
     fleet::{self, CallError, Fleet, is_transient_refusal, response_for},
+    names,
     placement::{self, NodeRequirements, Work},
     reconcile::ExecReconciler,
     signal::EventSignal,
@@ -49,6 +49,8 @@ pub(crate) enum Error {
     },
     #[error("session {0} was made by another request")]
     IdInUse(SessionId),
+    #[error("another live session is named '{0}'")]
+    NameInUse(String),
     #[error("the session is gone")]
     Gone,
     #[error("creating the session was interrupted")]
@@ -62,7 +64,11 @@ impl Error {
             Self::Db(error) => error.is_transient(),
             Self::Fleet(error) => error.is_transient(),
             Self::Call(call) | Self::CreationPending { call, .. } => call.is_transient(),
-            Self::Placement(_) | Self::IdInUse(_) | Self::Gone | Self::Interrupted => false,
+            Self::Placement(_)
+            | Self::IdInUse(_)
+            | Self::NameInUse(_)
+            | Self::Gone
+            | Self::Interrupted => false,
         }
     }
 }
@@ -137,14 +143,14 @@ impl Orchestrator {
         };
         let new = NewSession {
             body: &body,
+            name: None,
             request: &request,
             node_id,
             image_version_id: image.version_id,
             created_by: &caller.user_name,
         };
         let Some(row) = self
-            .db
-            .insert_session(&new, is_new.then_some(&task), &caller.scope)
+            .insert_named(caller, &new, is_new.then_some(&task))
             .await?
         else {
             let existing = self
@@ -160,6 +166,40 @@ impl Orchestrator {
             .await
             .map_err(|_| Error::Interrupted)??;
         Ok((session, true))
+    }
+
+    /// Inserts a session under the requested name, or under one that is free. `None` when the id
+    /// is taken.
+    async fn insert_named(
+        &self,
+        caller: &Caller,
+        new: &NewSession<'_>,
+        task: Option<&Task>,
+    ) -> Result<Option<SessionRow>, Error> {
+        let mut attempt = 0;
+        loop {
+            let name = match &new.body.name {
+                Some(name) => Some(name.clone()),
+                None => names::generate(attempt),
+            };
+            let named = NewSession {
+                name: name.as_deref(),
+                ..new.clone()
+            };
+            match self.db.insert_session(&named, task, &caller.scope).await {
+                Err(db::Error::NameTaken) => {}
+                inserted => return Ok(inserted?),
+            }
+            // The same request may have arrived twice, and the first one has the name.
+            if self.db.any_session(new.request.session_id).await?.is_some() {
+                return Ok(None);
+            }
+            if let Some(name) = &new.body.name {
+                return Err(Error::NameInUse(name.clone()));
+            }
+            // The last attempt has no name, so it can't collide.
+            attempt += 1;
+        }
     }
 
     /// A repeated request returns the same session.
@@ -207,7 +247,7 @@ impl Sessions {
                 .await,
         ) {
             Ok(session) => {
-                let session = self.store_report(row.node_id, session, row.read_at).await?;
+                let session = self.store_report(row, session, row.read_at).await?;
                 if session.state == SessionState::Creating {
                     self.db.release_session(row.session_id, RETRY_DELAY).await?;
                 }
@@ -243,24 +283,25 @@ impl Sessions {
     /// next call sees what this response says.
     pub(crate) async fn store_report(
         &self,
-        node_id: NodeId,
+        row: &SessionRow,
         mut session: Session,
         mut requested_at: OffsetDateTime,
     ) -> Result<Session, Error> {
         let id = session.session_id;
+        let node_id = row.node_id;
         for _ in 0..5 {
             if self.db.observe_session(&session, requested_at).await? {
                 break;
             }
-            let Some(row) = self.db.any_session(id).await? else {
+            let Some(current) = self.db.any_session(id).await? else {
                 break;
             };
             // The session ended while it was creating; the reconciler ends it on the node.
-            if matches!(row.state, SessionState::Ended | SessionState::Failed) {
+            if matches!(current.state, SessionState::Ended | SessionState::Failed) {
                 self.due.notify_one();
-                return Ok(row.object);
+                return Ok(current.object);
             }
-            requested_at = row.read_at;
+            requested_at = current.read_at;
             let client = self.fleet.client(&self.db, node_id).await?;
             match response_for(
                 id,
@@ -274,13 +315,18 @@ impl Sessions {
             }
         }
         self.readers.notify();
-        Ok(session)
+        Ok(row.named(session))
     }
 
     /// Gives a session in a final state a new container. The request is stored first: nothing else
     /// may restart an ended session.
     pub(crate) async fn resume(&self, row: SessionRow) -> Result<Session, Error> {
-        let was = self.db.request_resume(row.session_id).await?;
+        let was = match self.db.request_resume(row.session_id).await {
+            Err(db::Error::NameTaken) => {
+                return Err(Error::NameInUse(row.object.name.unwrap_or_default()));
+            }
+            was => was?,
+        };
         let requested_at = self
             .db
             .any_session(row.session_id)
@@ -297,7 +343,7 @@ impl Sessions {
                 )
                 .await,
         ) {
-            Ok(session) => self.store_report(row.node_id, session, requested_at).await,
+            Ok(session) => self.store_report(&row, session, requested_at).await,
             Err(call) if !call.is_transient() => {
                 if let Some(was) = was {
                     let reason = row.object.end_reason.clone().unwrap_or_default();
@@ -399,7 +445,7 @@ impl Sessions {
             )
             .await?;
         self.readers.notify();
-        Ok(session)
+        Ok(row.named(session))
     }
 
     /// The current state if the node answers, else the last reported one.
@@ -426,9 +472,10 @@ impl Sessions {
                 self.db.observe_session(&session, row.read_at).await?;
                 self.readers.notify();
             }
+            let state = row.effective_state(&session);
             return Ok(Session {
-                state: row.effective_state(&session),
-                ..session
+                state,
+                ..row.named(session)
             });
         }
         Ok(row.object)

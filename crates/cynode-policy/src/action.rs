@@ -82,6 +82,7 @@ actions! {
     ImageList = "image.list" in "read";
     ImageShow = "image.show" in "read";
     ImageUpdate = "image.update" in "write" "administer";
+    ImageRemove = "image.remove" in "write" "administer";
     ImageUse = "image.use" in "write";
     NodeList = "node.list" in "read";
     NodeShow = "node.show" in "read";

@@ -128,6 +128,17 @@ const SESSION: &[(&str, &[ErrorCode])] = &[
         "POST /{id}/files:patch",
         &[ErrorCode::PatchRejected, ErrorCode::NoSpace],
     ),
+    ("POST /{id}/files:edit", FILES),
+    (
+        "POST /{id}/files:edit",
+        &[
+            ErrorCode::EditRejected,
+            ErrorCode::PreconditionFailed,
+            ErrorCode::NoSpace,
+        ],
+    ),
+    ("GET /{id}/files:watch", FILES),
+    ("GET /{id}/files:watch", &[ErrorCode::TooManyRequests]),
     ("POST /{id}/files:move", FILES),
     ("POST /{id}/files:move", CHANGED),
     ("POST /{id}/files:mkdir", FILES),

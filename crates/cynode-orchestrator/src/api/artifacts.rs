@@ -13,8 +13,13 @@ use http::{HeaderMap, StatusCode, header};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-use super::{Id, Path, after, limit};
-use crate::{Orchestrator, budget, caller::Person, db::NewArtifact, gate::SeedScan};
+use super::{Id, Path, page_request};
+use crate::{
+    Orchestrator, budget,
+    caller::Person,
+    db::{NewArtifact, Order},
+    gate::SeedScan,
+};
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -24,9 +29,14 @@ pub(super) struct ArtifactQuery {
     /// 1 to 1000; 100 by default.
     limit: Option<u32>,
     cursor: Option<String>,
+    /// `oldest` first by default.
+    #[param(inline)]
+    order: Option<Order>,
+    /// Any part of the id's text: 1 to 36 of 0-9, a-f and '-'.
+    id_part: Option<String>,
 }
 
-/// List the artifacts of a task, every version, oldest first.
+/// List the artifacts of a task, every version.
 #[utoipa::path(get, path = "/v1/artifacts", tag = "artifacts", params(ArtifactQuery),
     responses((status = 200, body = Page<Artifact>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
@@ -34,16 +44,15 @@ pub(super) async fn list(
     Person(caller): Person,
     QueryParams(query): QueryParams<ArtifactQuery>,
 ) -> Result<Json<Page<Artifact>>, ApiError> {
+    let page = page_request(
+        query.limit,
+        query.cursor.as_deref(),
+        query.order,
+        query.id_part,
+    )?;
     orchestrator.db.task(&caller.scope, query.task_id).await?;
     Ok(Json(
-        orchestrator
-            .db
-            .list_artifacts(
-                query.task_id,
-                after(query.cursor.as_deref())?,
-                limit(query.limit)?,
-            )
-            .await?,
+        orchestrator.db.list_artifacts(query.task_id, &page).await?,
     ))
 }
 

@@ -23,6 +23,13 @@ impl From<db::Error> for ApiError {
             Error::NotFound(_) => ErrorCode::NotFound,
             Error::DanglingReference | Error::CursorAhead { .. } => ErrorCode::InvalidRequest,
             Error::Duplicate | Error::ImageExists => ErrorCode::AlreadyExists,
+            Error::NameTaken => ErrorCode::NameInUse,
+            Error::ImageInUse { .. } => ErrorCode::ImageInUse,
+            Error::ImageSeeded => {
+                return Problem::new(ErrorCode::ImageInUse, error.to_string())
+                    .with_remedy("Deny it instead ('cynode image deny').")
+                    .into();
+            }
             Error::ImageNameTaken { .. } => {
                 return Problem::new(ErrorCode::AlreadyExists, error.to_string())
                     .with_remedy(
@@ -156,6 +163,7 @@ impl From<sessions::Error> for ApiError {
                 ));
             }
             Error::IdInUse(_) => ErrorCode::SessionIdInUse,
+            Error::NameInUse(_) => ErrorCode::NameInUse,
             Error::Gone => ErrorCode::SessionNotFound,
             Error::Interrupted => ErrorCode::Internal,
         };

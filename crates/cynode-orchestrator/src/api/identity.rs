@@ -10,13 +10,15 @@ use cynode_api::{
 use cynode_policy::{Action, Call};
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
+use serde::Deserialize;
 use time::OffsetDateTime;
+use utoipa::IntoParams;
 
-use super::{Body, Id, Paging, check_name, check_version};
+use super::{Body, Id, Paging, check_name, check_version, page_request};
 use crate::{
     Orchestrator,
     caller::{self, Caller, Person},
-    db::NewToken,
+    db::{NewToken, Order, PageRequest},
     keys,
 };
 
@@ -70,7 +72,7 @@ pub(super) async fn list_users(
     Ok(Json(
         orchestrator
             .db
-            .list_users(&caller.scope, paging.after()?, paging.limit()?)
+            .list_users(&caller.scope, &paging.request()?)
             .await?,
     ))
 }
@@ -134,9 +136,13 @@ async fn group(
     caller: &Caller,
     id: GroupId,
 ) -> Result<Group, ApiError> {
+    let page = PageRequest {
+        limit: 1,
+        ..PageRequest::default()
+    };
     let found = orchestrator
         .db
-        .list_groups(&caller.scope, Some(id), None, 1)
+        .list_groups(&caller.scope, Some(id), &page)
         .await?
         .items
         .pop();
@@ -154,7 +160,7 @@ pub(super) async fn list_groups(
     Ok(Json(
         orchestrator
             .db
-            .list_groups(&caller.scope, None, paging.after()?, paging.limit()?)
+            .list_groups(&caller.scope, None, &paging.request()?)
             .await?,
     ))
 }
@@ -309,19 +315,36 @@ async fn check_scope(
     Ok(())
 }
 
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct TokenQuery {
+    /// 1 to 1000; 100 by default.
+    limit: Option<u32>,
+    cursor: Option<String>,
+    /// `oldest` first by default.
+    #[param(inline)]
+    order: Option<Order>,
+    /// Any part of the id's text: 1 to 36 of 0-9, a-f and '-'.
+    id_part: Option<String>,
+}
+
 /// List tokens: all for an administrator, one's own for others. The secrets are not stored.
-#[utoipa::path(get, path = "/v1/tokens", tag = "identity", params(Paging),
+#[utoipa::path(get, path = "/v1/tokens", tag = "identity", params(TokenQuery),
     responses((status = 200, body = Page<Token>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list_tokens(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
-    QueryParams(paging): QueryParams<Paging>,
+    QueryParams(query): QueryParams<TokenQuery>,
 ) -> Result<Json<Page<Token>>, ApiError> {
+    let page = page_request(
+        query.limit,
+        query.cursor.as_deref(),
+        query.order,
+        query.id_part,
+    )?;
     Ok(Json(
-        orchestrator
-            .db
-            .list_tokens(&caller.scope, paging.after()?, paging.limit()?)
-            .await?,
+        orchestrator.db.list_tokens(&caller.scope, &page).await?,
     ))
 }
 

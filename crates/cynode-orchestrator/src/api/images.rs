@@ -8,11 +8,13 @@ use http::StatusCode;
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-use super::{Body, Id, after, check_metadata, check_name, check_text, check_version, limit};
+use super::{
+    Body, Id, check_metadata, check_name, check_text, check_version, page_by_name, page_request,
+};
 use crate::{
     Orchestrator,
     caller::Person,
-    db::{NewImage, name_and_tag},
+    db::{NewImage, Order, name_and_tag},
 };
 
 /// Add a version of an image, and ask the nodes for it. A known version is re-pinned to what the
@@ -118,6 +120,13 @@ pub(super) struct ImageQuery {
     /// 1 to 1000; 100 by default.
     limit: Option<u32>,
     cursor: Option<String>,
+    /// `oldest` first by default.
+    #[param(inline)]
+    order: Option<Order>,
+    /// Any part of the id's text: 1 to 36 of 0-9, a-f and '-'.
+    id_part: Option<String>,
+    /// The whole name.
+    name: Option<String>,
 }
 
 /// List images with their versions and the nodes that have them.
@@ -128,15 +137,17 @@ pub(super) async fn list(
     Person(_): Person,
     QueryParams(query): QueryParams<ImageQuery>,
 ) -> Result<Json<Page<Image>>, ApiError> {
+    let page = page_request(
+        query.limit,
+        query.cursor.as_deref(),
+        query.order,
+        query.id_part,
+    )?;
+    let page = page_by_name(page, query.name)?;
     Ok(Json(
         orchestrator
             .db
-            .images(
-                None,
-                query.allowed.unwrap_or(false),
-                after(query.cursor.as_deref())?,
-                limit(query.limit)?,
-            )
+            .images(None, query.allowed.unwrap_or(false), &page)
             .await?,
     ))
 }
@@ -169,4 +180,35 @@ pub(super) async fn patch(
             .patch_image(id, &patch, &caller.user_name)
             .await?,
     ))
+}
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ImageRemoval {
+    /// Only this version; the image goes with its last one.
+    image_version: Option<String>,
+}
+
+/// Remove an image, or one version of it, that no live session and no unfinished job uses. Nodes
+/// keep their copies. Administrators only.
+#[utoipa::path(delete, path = "/v1/images/{id}", tag = "images", params(("id" = ImageId, Path), ImageRemoval),
+    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn remove(
+    State(orchestrator): State<Orchestrator>,
+    Person(_): Person,
+    Id(id): Id<ImageId>,
+    QueryParams(query): QueryParams<ImageRemoval>,
+) -> Result<StatusCode, ApiError> {
+    let version = query.image_version.as_deref();
+    if version.is_some_and(|version| version.contains('\0')) {
+        return Err(ApiError::invalid(
+            "image_version: must not contain the character NUL",
+        ));
+    }
+    orchestrator
+        .db
+        .remove_image(id, version, &orchestrator.config.seed_images)
+        .await?;
+    Ok(StatusCode::NO_CONTENT)
 }

@@ -16,8 +16,13 @@ use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-use super::{Body, Id, after, check_version, limit, output, requests::check_job};
-use crate::{Orchestrator, caller::Person, db::JobRow, forward::forward};
+use super::{Body, Id, check_version, output, page_request, requests::check_job, states};
+use crate::{
+    Orchestrator,
+    caller::Person,
+    db::{JobRow, Order},
+    forward::forward,
+};
 
 /// Bounds `Prefer: wait`, in seconds.
 const MAX_WAIT_SECONDS: u64 = 3_600;
@@ -71,15 +76,20 @@ fn preferred_wait(headers: &HeaderMap) -> Option<u64> {
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct JobQuery {
-    #[param(value_type = Option<JobState>)]
+    /// A state, or several separated by commas.
     state: Option<String>,
     task_id: Option<TaskId>,
     /// 1 to 1000; 100 by default.
     limit: Option<u32>,
     cursor: Option<String>,
+    /// `oldest` first by default.
+    #[param(inline)]
+    order: Option<Order>,
+    /// Any part of the id's text: 1 to 36 of 0-9, a-f and '-'.
+    id_part: Option<String>,
 }
 
-/// List jobs, oldest first.
+/// List jobs, without their output.
 #[utoipa::path(get, path = "/v1/jobs", tag = "jobs", params(JobQuery),
     responses((status = 200, body = Page<Job>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
@@ -87,21 +97,17 @@ pub(super) async fn list(
     Person(caller): Person,
     QueryParams(query): QueryParams<JobQuery>,
 ) -> Result<Json<Page<Job>>, ApiError> {
-    let state = query
-        .state
-        .map(|text| text.parse::<JobState>())
-        .transpose()
-        .map_err(|error| ApiError::invalid(format!("state: {error}")))?;
+    let states = states::<JobState>(query.state.as_deref())?;
+    let page = page_request(
+        query.limit,
+        query.cursor.as_deref(),
+        query.order,
+        query.id_part,
+    )?;
     Ok(Json(
         orchestrator
             .db
-            .list_jobs(
-                &caller.scope,
-                state,
-                query.task_id,
-                after(query.cursor.as_deref())?,
-                limit(query.limit)?,
-            )
+            .list_jobs(&caller.scope, &states, query.task_id, &page)
             .await?,
     ))
 }

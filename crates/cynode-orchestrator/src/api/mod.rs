@@ -39,10 +39,15 @@ use utoipa_axum::{router::OpenApiRouter, routes};
 use uuid::Uuid;
 
 use crate::{
-    Orchestrator, gate,
+    Orchestrator,
+    db::{Order, PageRequest},
+    gate,
     identity::{Authenticator, authenticate},
     mcp,
 };
+
+/// The length of a whole id.
+const MAX_ID_PART: usize = 36;
 
 #[derive(OpenApi)]
 #[openapi(
@@ -75,7 +80,7 @@ fn documented() -> OpenApiRouter<Orchestrator> {
         .routes(routes!(settings::list_preferences))
         .routes(routes!(settings::put_preference))
         .routes(routes!(images::create, images::list))
-        .routes(routes!(images::show, images::patch))
+        .routes(routes!(images::show, images::patch, images::remove))
         .routes(routes!(nodes::list))
         .routes(routes!(nodes::show))
         .routes(routes!(nodes::drain))
@@ -118,6 +123,8 @@ fn documented() -> OpenApiRouter<Orchestrator> {
                 .routes(routes!(sessions::list_files))
                 .routes(routes!(sessions::search_files))
                 .routes(routes!(sessions::patch_files))
+                .routes(routes!(sessions::watch_files))
+                .routes(routes!(sessions::edit_file))
                 .routes(routes!(sessions::move_file))
                 .routes(routes!(sessions::mkdir))
                 .routes(routes!(sessions::import))
@@ -179,6 +186,7 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
         &[ErrorCode::PreconditionFailed],
     ),
     ("POST /v1/images", &[ErrorCode::AlreadyExists]),
+    ("DELETE /v1/images/{id}", &[ErrorCode::ImageInUse]),
     ("GET /v1/events", &[ErrorCode::CursorExpired]),
     (
         "POST /v1/jobs",
@@ -206,6 +214,7 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
         &[ErrorCode::PreconditionFailed],
     ),
     ("POST /v1/sessions/{id}/export", &[ErrorCode::TooLarge]),
+    ("POST /v1/sessions/{id}/resume", &[ErrorCode::NameInUse]),
     (
         "POST /v1/sessions",
         &[
@@ -214,6 +223,7 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
             ErrorCode::NotFound,
             ErrorCode::WorkspaceNotFound,
             ErrorCode::SessionIdInUse,
+            ErrorCode::NameInUse,
             ErrorCode::WorkspaceInUse,
             ErrorCode::ImageDigestMismatch,
             ErrorCode::ImageNotFound,
@@ -242,7 +252,7 @@ pub(crate) fn router(
         ))
         .with_state(orchestrator.clone());
     // Tools act through these routes.
-    let tools = mcp::routes(&orchestrator, routes.clone());
+    let tools = mcp::routes(&orchestrator, &routes);
     let routes = routes
         .merge(tools)
         .layer(middleware::from_fn(answers::buffer))
@@ -374,16 +384,69 @@ pub(crate) struct Paging {
     /// 1 to 1000; 100 by default.
     limit: Option<u32>,
     cursor: Option<String>,
+    /// `oldest` first by default.
+    #[param(inline)]
+    order: Option<Order>,
+    /// Any part of the id's text: 1 to 36 of 0-9, a-f and '-'.
+    id_part: Option<String>,
+    /// The whole name.
+    name: Option<String>,
 }
 
 impl Paging {
-    pub(crate) fn limit(&self) -> Result<u32, ApiError> {
-        limit(self.limit)
+    pub(crate) fn request(self) -> Result<PageRequest, ApiError> {
+        let page = page_request(self.limit, self.cursor.as_deref(), self.order, self.id_part)?;
+        page_by_name(page, self.name)
     }
+}
 
-    pub(crate) fn after(&self) -> Result<Option<Uuid>, ApiError> {
-        after(self.cursor.as_deref())
+/// A page of the objects with a name.
+pub(crate) fn page_by_name(
+    page: PageRequest,
+    name: Option<String>,
+) -> Result<PageRequest, ApiError> {
+    if name.as_ref().is_some_and(|name| name.contains('\0')) {
+        return Err(ApiError::invalid(
+            "name: must not contain the character NUL",
+        ));
     }
+    Ok(PageRequest { name, ..page })
+}
+
+/// The page that the parameters of a list ask for.
+pub(crate) fn page_request(
+    requested: Option<u32>,
+    cursor: Option<&str>,
+    order: Option<Order>,
+    id_part: Option<String>,
+) -> Result<PageRequest, ApiError> {
+    let is_part = |text: &String| {
+        (1..=MAX_ID_PART).contains(&text.len())
+            && text
+                .bytes()
+                .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f' | b'-'))
+    };
+    if id_part.as_ref().is_some_and(|part| !is_part(part)) {
+        return Err(ApiError::invalid(format!(
+            "id_part: must be 1 to {MAX_ID_PART} of 0-9, a-f and '-'"
+        )));
+    }
+    Ok(PageRequest {
+        after: after(cursor)?,
+        limit: limit(requested)?,
+        order: order.unwrap_or_default(),
+        id_part,
+        name: None,
+    })
+}
+
+/// Parses the states of a filter, separated by commas.
+pub(crate) fn states<T: FromStr<Err = String>>(text: Option<&str>) -> Result<Vec<T>, ApiError> {
+    text.map_or_else(
+        || Ok(Vec::new()),
+        |text| text.split(',').map(str::parse).collect(),
+    )
+    .map_err(|error: String| ApiError::invalid(format!("state: {error}")))
 }
 
 /// The page of a list that is sorted by name.

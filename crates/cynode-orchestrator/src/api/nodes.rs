@@ -14,7 +14,7 @@ use super::{Body, Id, Paging, check_version};
 use crate::{
     Orchestrator,
     caller::{self, Person},
-    db::NodeRow,
+    db::{NodeRow, Order},
     keys,
 };
 
@@ -43,13 +43,17 @@ pub(super) async fn list(
     QueryParams(paging): QueryParams<Paging>,
 ) -> Result<Json<Page<Node>>, ApiError> {
     let mut nodes = orchestrator.db.nodes().await?;
+    let page = paging.request()?;
     nodes.sort_by_key(|node| node.id);
-    let (cursor, limit) = (paging.after()?, paging.limit()?);
+    if page.order == Order::Newest {
+        nodes.reverse();
+    }
     let items = nodes
         .iter()
-        .filter(|node| cursor.is_none_or(|cursor| *node.id.as_uuid() > cursor))
+        .filter(|node| page.includes(node.id.as_uuid()))
+        .filter(|node| page.name.as_ref().is_none_or(|name| node.name == *name))
         .map(|node| orchestrator.node_view(node));
-    Ok(Json(crate::db::page(items, limit, |node: &Node| {
+    Ok(Json(crate::db::page(items, page.limit, |node: &Node| {
         node.id.to_string()
     })))
 }

@@ -304,7 +304,7 @@ async fn resource(
     let image = body.image.as_ref().filter(|_| {
         matches!(
             action,
-            Action::ImageUse | Action::ImageShow | Action::ImageUpdate
+            Action::ImageUse | Action::ImageShow | Action::ImageUpdate | Action::ImageRemove
         )
     });
     let named = [

@@ -8,6 +8,7 @@ use cynode_service::{ApiError, checks};
 use crate::placement::NodeLabels;
 
 pub(super) fn check_session(body: &UserSessionCreate) -> Result<(), ApiError> {
+    body.name.as_deref().map_or(Ok(()), check_session_name)?;
     checks::check_env(
         &body.env,
         session_limits::MAX_ENV,
@@ -22,6 +23,18 @@ pub(super) fn check_session(body: &UserSessionCreate) -> Result<(), ApiError> {
         seconds.map_or(Ok(0), |seconds| checks::check_seconds(field, seconds))?;
     }
     check_node_labels(&body.node_labels)
+}
+
+pub(super) fn check_session_name(name: &str) -> Result<(), ApiError> {
+    if cynode_api::is_session_name(name) {
+        return Ok(());
+    }
+    Err(ApiError::invalid(format!(
+        "name: must be {} to {} of a-z, 0-9 and '-', with a hyphen inside, and not of hex digits \
+         only",
+        session_limits::MIN_NAME,
+        session_limits::MAX_NAME
+    )))
 }
 
 pub(super) fn check_job(body: &JobCreate) -> Result<(), ApiError> {

@@ -10,11 +10,11 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{
-    Artifact, CallId, ErrorCode, Exec, ExecForm, ExecId, ExecRequest, ExecResult, ExportFormat,
-    ExportRequest, FileWritten, Flags, ImportResult, ListRequest, ListResult, MkdirRequest,
-    MoveRequest, OutputPage, Page, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult,
-    Session, SessionEnd, SessionId, SessionPatch, SessionState, SignalExec, SignalSession,
-    StdinWrite, TaskId, UserSessionCreate, artifact_limits,
+    Artifact, CallId, EditRequest, ErrorCode, Exec, ExecForm, ExecId, ExecRequest, ExecResult,
+    ExportFormat, ExportRequest, FileEdited, FileWritten, Flags, ImportResult, ListRequest,
+    ListResult, MkdirRequest, MoveRequest, OutputPage, Page, PatchRequest, PatchResult, Problem,
+    SearchRequest, SearchResult, Session, SessionEnd, SessionId, SessionPatch, SessionState,
+    SignalExec, SignalSession, StdinWrite, TaskId, UserSessionCreate, artifact_limits,
 };
 use cynode_service::{ApiError, QueryParams, checks::check_reason};
 use futures_util::TryStreamExt as _;
@@ -22,11 +22,15 @@ use http::StatusCode;
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-use super::{Body, Id, after, check_version, limit, requests::check_session};
+use super::{
+    Body, Id, check_version, page_request,
+    requests::{check_session, check_session_name},
+    states,
+};
 use crate::{
     Orchestrator, budget,
     caller::{Caller, Person},
-    db::{NewArtifact, SessionAt},
+    db::{NewArtifact, Order, SessionAt, SessionQuery},
     fleet::response_for,
     forward,
     gate::{self, AuthorizedSession},
@@ -58,30 +62,34 @@ pub(super) async fn create(
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct SessionQuery {
-    #[param(value_type = Option<SessionState>)]
+pub(super) struct SessionListQuery {
+    /// A state, or several separated by commas.
     state: Option<String>,
     task_id: Option<TaskId>,
     /// `name=value`, or `name` for any value.
     label: Option<String>,
+    /// The whole name. Live sessions of one owner have different names; ended ones may share them.
+    name: Option<String>,
     /// 1 to 1000; 100 by default.
     limit: Option<u32>,
     cursor: Option<String>,
+    /// `oldest` first by default.
+    #[param(inline)]
+    order: Option<Order>,
+    /// Any part of the id's text: 1 to 36 of 0-9, a-f and '-'.
+    id_part: Option<String>,
 }
 
-/// List sessions, oldest first, as their nodes last described them.
-#[utoipa::path(get, path = "/v1/sessions", tag = "sessions", params(SessionQuery),
+/// List sessions as their nodes last described them.
+#[utoipa::path(get, path = "/v1/sessions", tag = "sessions", params(SessionListQuery),
     responses((status = 200, body = Page<Session>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
-    QueryParams(query): QueryParams<SessionQuery>,
+    QueryParams(query): QueryParams<SessionListQuery>,
 ) -> Result<Json<Page<Session>>, ApiError> {
-    let state = query
-        .state
-        .map(|text| text.parse::<SessionState>())
-        .transpose()
-        .map_err(|error| ApiError::invalid(format!("state: {error}")))?;
+    let states = states::<SessionState>(query.state.as_deref())?;
+    query.name.as_deref().map_or(Ok(()), check_session_name)?;
     if query
         .label
         .as_ref()
@@ -96,17 +104,22 @@ pub(super) async fn list(
             .split_once('=')
             .map_or((label, None), |(name, value)| (name, Some(value)))
     });
+    let filter = SessionQuery {
+        states: &states,
+        task_id: query.task_id,
+        label,
+        name: query.name.as_deref(),
+    };
+    let page = page_request(
+        query.limit,
+        query.cursor.as_deref(),
+        query.order,
+        query.id_part.clone(),
+    )?;
     Ok(Json(
         orchestrator
             .db
-            .list_sessions(
-                &caller.scope,
-                state,
-                query.task_id,
-                label,
-                after(query.cursor.as_deref())?,
-                limit(query.limit)?,
-            )
+            .list_sessions(&caller.scope, &filter, &page)
             .await?,
     ))
 }
@@ -147,7 +160,7 @@ pub(super) async fn patch(
     Ok(Json(
         orchestrator
             .sessions
-            .store_report(row.node_id, session, row.read_at)
+            .store_report(&row, session, row.read_at)
             .await?,
     ))
 }
@@ -571,6 +584,42 @@ pub(super) async fn search_files(call: NodeCall) -> Result<Response, ApiError> {
     ),
 )]
 pub(super) async fn patch_files(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Watch a file, or a directory with what is below it: `created`, `modified`, `deleted`, `moved`
+/// and `overflow` as events.
+#[utoipa::path(
+    get,
+    path = "/v1/sessions/{id}/files:watch",
+    tag = "sessions",
+    params(
+        ("id" = SessionId, Path),
+        ("path" = Option<String>, Query),
+        ("path_b64" = Option<String>, Query),
+    ),
+    responses(
+        (status = 200, content_type = "text/event-stream", body = String),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn watch_files(call: NodeCall) -> Result<Response, ApiError> {
+    call.forward().await
+}
+
+/// Replace an exact text in a file, once or everywhere.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/files:edit",
+    tag = "sessions",
+    params(("id" = SessionId, Path)),
+    request_body = EditRequest,
+    responses(
+        (status = 200, body = FileEdited),
+        (status = "default", body = Problem, content_type = "application/problem+json"),
+    ),
+)]
+pub(super) async fn edit_file(call: NodeCall) -> Result<Response, ApiError> {
     call.forward().await
 }
 

@@ -15,7 +15,7 @@ use super::{Body, NamePaging, Path, after_name, check_version, name_limit};
 use crate::{
     Orchestrator,
     caller::{Caller, Person},
-    db::PreferenceContext,
+    db::{PageRequest, PreferenceContext},
 };
 
 const MAX_KEY: usize = 200;
@@ -171,8 +171,10 @@ async fn check_scope(
                 .list_groups(
                     &caller.scope,
                     Some(cynode_api::GroupId::from_uuid(id)),
-                    None,
-                    1,
+                    &PageRequest {
+                        limit: 1,
+                        ..PageRequest::default()
+                    },
                 )
                 .await?;
             if found.items.is_empty() {

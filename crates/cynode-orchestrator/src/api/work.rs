@@ -12,9 +12,10 @@ use time::OffsetDateTime;
 use utoipa::IntoParams;
 
 use super::{
-    Body, Id, Paging, after, check_metadata, check_name, check_text, check_version, limit,
+    Body, Id, Paging, check_metadata, check_name, check_text, check_version, page_by_name,
+    page_request,
 };
-use crate::{Orchestrator, caller::Person};
+use crate::{Orchestrator, caller::Person, db::Order};
 
 /// Create a project.
 #[utoipa::path(post, path = "/v1/projects", tag = "work", request_body = ProjectCreate,
@@ -87,7 +88,7 @@ fn slug_of(name: &str, id: ProjectId) -> String {
         .to_owned()
 }
 
-/// List projects, oldest first.
+/// List projects.
 #[utoipa::path(get, path = "/v1/projects", tag = "work", params(Paging),
     responses((status = 200, body = Page<Project>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list_projects(
@@ -98,12 +99,7 @@ pub(super) async fn list_projects(
     Ok(Json(
         orchestrator
             .db
-            .list_projects(
-                &caller.scope,
-                &caller.token_scope(),
-                paging.after()?,
-                paging.limit()?,
-            )
+            .list_projects(&caller.scope, &caller.token_scope(), &paging.request()?)
             .await?,
     ))
 }
@@ -205,9 +201,16 @@ pub(super) struct TaskQuery {
     /// 1 to 1000; 100 by default.
     limit: Option<u32>,
     cursor: Option<String>,
+    /// `oldest` first by default.
+    #[param(inline)]
+    order: Option<Order>,
+    /// Any part of the id's text: 1 to 36 of 0-9, a-f and '-'.
+    id_part: Option<String>,
+    /// The whole name.
+    name: Option<String>,
 }
 
-/// List tasks, oldest first.
+/// List tasks.
 #[utoipa::path(get, path = "/v1/tasks", tag = "work", params(TaskQuery),
     responses((status = 200, body = Page<Task>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list_tasks(
@@ -215,6 +218,13 @@ pub(super) async fn list_tasks(
     Person(caller): Person,
     QueryParams(query): QueryParams<TaskQuery>,
 ) -> Result<Json<Page<Task>>, ApiError> {
+    let page = page_request(
+        query.limit,
+        query.cursor.as_deref(),
+        query.order,
+        query.id_part,
+    )?;
+    let page = page_by_name(page, query.name)?;
     Ok(Json(
         orchestrator
             .db
@@ -222,8 +232,7 @@ pub(super) async fn list_tasks(
                 &caller.scope,
                 &caller.token_scope(),
                 query.project_id,
-                after(query.cursor.as_deref())?,
-                limit(query.limit)?,
+                &page,
             )
             .await?,
     ))

@@ -4,7 +4,7 @@ use cynode_api::{Artifact, ArtifactId, Flags, NodeId, Page, TaskId, UserId, Work
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, Error, Missing, quotas};
+use super::{Db, Error, Missing, PageRequest, quotas};
 use crate::blobs::{Blobs, StagedBlob};
 
 /// Held shared while a blob is placed until the row that references it is committed, and
@@ -142,19 +142,24 @@ impl Db {
     pub(crate) async fn list_artifacts(
         &self,
         task_id: TaskId,
-        after: Option<Uuid>,
-        limit: u32,
+        page: &PageRequest,
     ) -> Result<Page<Artifact>, Error> {
         let query = |after: Option<Uuid>, count: i64| {
-            sqlx::query("select * from artifacts where task_id = $1 and ($2::uuid is null or id > $2) order by id limit $3")
-                .bind(task_id.as_uuid())
-                .bind(after)
-                .bind(count)
+            sqlx::query(page_of!(
+                page.order,
+                ["select * from artifacts where task_id = $1"],
+                "id",
+                "$2",
+                "$3",
+                "$4"
+            ))
+            .bind(task_id.as_uuid())
+            .bind(after)
+            .bind(page.id_part.clone())
+            .bind(count)
         };
-        self.read_page(limit, after, query, artifact, |artifact| {
-            *artifact.id.as_uuid()
-        })
-        .await
+        self.read_page_of(page, query, artifact, |artifact| *artifact.id.as_uuid())
+            .await
     }
 
     /// Whether unfinished work of a node starts from an artifact.

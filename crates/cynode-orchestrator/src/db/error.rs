@@ -5,6 +5,9 @@ use cynode_api::{ArtifactId, ImageId, JobId, NodeId, ProjectId, SessionId, TaskI
 use super::quotas::QuotaExceeded;
 use crate::blobs;
 
+/// The unique index of `0007_session_names.sql`.
+const LIVE_SESSION_NAMES: &str = "live_session_names";
+
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     #[error("can't connect to the database")]
@@ -34,6 +37,9 @@ pub(crate) enum Error {
     /// A unique key that exists already.
     #[error("that name or id is taken")]
     Duplicate,
+    /// The index of names of live sessions.
+    #[error("another live session has that name")]
+    NameTaken,
     #[error("the image already exists; only an administrator can allow or deny it")]
     ImageExists,
     #[error("'{called}' already names the image '{name}' ({reference})")]
@@ -42,6 +48,11 @@ pub(crate) enum Error {
         name: String,
         reference: String,
     },
+    #[error("{sessions} live sessions and {jobs} unfinished jobs use the image")]
+    ImageInUse { sessions: i64, jobs: i64 },
+    /// A node's next report would add it again, allowed.
+    #[error("the image comes with the system (orchestrator.seed_images)")]
+    ImageSeeded,
     #[error("{key}: its revision is another one")]
     StaleRevision { key: String },
     #[error("the policy is at revision {current}")]
@@ -106,6 +117,11 @@ impl From<sqlx::Error> for Error {
             sqlx::Error::RowNotFound => Self::NotFound(Missing::Row),
             sqlx::Error::Database(database) if database.is_foreign_key_violation() => {
                 Self::DanglingReference
+            }
+            sqlx::Error::Database(database)
+                if database.constraint() == Some(LIVE_SESSION_NAMES) =>
+            {
+                Self::NameTaken
             }
             sqlx::Error::Database(database) if database.is_unique_violation() => Self::Duplicate,
             // Classes for a server that starts or stops, runs out of resources, or times out on a

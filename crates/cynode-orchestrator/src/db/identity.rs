@@ -8,7 +8,10 @@ use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, Error, IdentityLookup, Missing, PlacedSession, dedicated::LookupRequest, places};
+use super::{
+    Db, Error, IdentityLookup, Missing, PageRequest, PlacedSession, dedicated::LookupRequest,
+    places,
+};
 use crate::caller::Scope;
 
 /// The identity of a token.
@@ -259,20 +262,27 @@ impl Db {
     pub(crate) async fn list_tokens(
         &self,
         scope: &Scope,
-        after: Option<Uuid>,
-        limit: u32,
+        page: &PageRequest,
     ) -> Result<Page<Token>, Error> {
         let query = |after: Option<Uuid>, count: i64| {
-            sqlx::query(
-                "select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id
-                 where ($1 or t.user_id = $2) and ($3::uuid is null or t.id > $3) order by t.id limit $4",
-            )
+            sqlx::query(page_of!(
+                page.order,
+                [
+                    "select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id
+                     where ($1 or t.user_id = $2)"
+                ],
+                "t.id",
+                "$3",
+                "$5",
+                "$4"
+            ))
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .bind(after)
             .bind(count)
+            .bind(page.id_part.clone())
         };
-        self.read_page(limit, after, query, token, |token| *token.id.as_uuid())
+        self.read_page_of(page, query, token, |token| *token.id.as_uuid())
             .await
     }
 
@@ -297,6 +307,33 @@ impl Db {
             return Err(Error::NotFound(Missing::Token(id)));
         }
         Ok(())
+    }
+
+    /// The generation of the token's own session; 0 if none has been made.
+    pub(crate) async fn session_generation(&self, id: TokenId) -> Result<i64, Error> {
+        let generation: Option<i64> =
+            sqlx::query_scalar("select session_generation from api_tokens where id = $1")
+                .bind(id.as_uuid())
+                .fetch_optional(&self.pool)
+                .await?;
+        generation.ok_or(Error::NotFound(Missing::Token(id)))
+    }
+
+    /// Advances the generation by one. Has no effect if another call has already done so.
+    pub(crate) async fn advance_session_generation(
+        &self,
+        id: TokenId,
+        from: i64,
+    ) -> Result<(), Error> {
+        sqlx::query(
+            "update api_tokens set session_generation = $2 + 1 where id = $1 and session_generation = $2",
+        )
+        .bind(id.as_uuid())
+        .bind(from)
+        .execute(&self.pool)
+        .await
+        .map(drop)
+        .map_err(Error::from)
     }
 
     pub(crate) async fn insert_user(
@@ -329,17 +366,25 @@ impl Db {
     pub(crate) async fn list_users(
         &self,
         scope: &Scope,
-        after: Option<Uuid>,
-        limit: u32,
+        page: &PageRequest,
     ) -> Result<Page<User>, Error> {
         let query = |after: Option<Uuid>, count: i64| {
-            sqlx::query("select * from users where ($1 or id = $2) and ($3::uuid is null or id > $3) order by id limit $4")
-                .bind(scope.sees_all)
-                .bind(scope.user_id.as_uuid())
-                .bind(after)
-                .bind(count)
+            sqlx::query(page_of!(
+                page.order,
+                ["select * from users where ($1 or id = $2) and ($6::text is null or name = $6)"],
+                "id",
+                "$3",
+                "$5",
+                "$4"
+            ))
+            .bind(scope.sees_all)
+            .bind(scope.user_id.as_uuid())
+            .bind(after)
+            .bind(count)
+            .bind(page.id_part.clone())
+            .bind(page.name.clone())
         };
-        self.read_page(limit, after, query, user, |user| *user.id.as_uuid())
+        self.read_page_of(page, query, user, |user| *user.id.as_uuid())
             .await
     }
 
@@ -372,8 +417,7 @@ impl Db {
         &self,
         scope: &Scope,
         only: Option<GroupId>,
-        after: Option<Uuid>,
-        limit: u32,
+        page: &PageRequest,
     ) -> Result<Page<Group>, Error> {
         let group = |row: &PgRow| -> Result<Group, sqlx::Error> {
             Ok(Group {
@@ -385,20 +429,27 @@ impl Db {
             })
         };
         let query = |after: Option<Uuid>, count: i64| {
-            sqlx::query(
-                "select g.*, coalesce(array_agg(u.name order by u.name) filter (where u.id is not null), '{}') as members
-                 from groups g left join group_members m on m.group_id = g.id left join users u on u.id = m.user_id
-                 where ($1 or exists (select from group_members own where own.group_id = g.id and own.user_id = $2))
-                   and ($3::uuid is null or g.id = $3) and ($4::uuid is null or g.id > $4)
-                 group by g.id order by g.id limit $5",
-            )
+            sqlx::query(page_of!(
+                page.order,
+                [
+                    "select g.*, array(select u.name from group_members m join users u on u.id = m.user_id where m.group_id = g.id order by u.name) as members
+                     from groups g where ($1 or exists (select from group_members own where own.group_id = g.id and own.user_id = $2))
+                       and ($3::uuid is null or g.id = $3) and ($7::text is null or g.name = $7)"
+                ],
+                "g.id",
+                "$4",
+                "$6",
+                "$5"
+            ))
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .bind(only.map(|id| *id.as_uuid()))
             .bind(after)
             .bind(count)
+            .bind(page.id_part.clone())
+            .bind(page.name.clone())
         };
-        self.read_page(limit, after, query, group, |group| *group.id.as_uuid())
+        self.read_page_of(page, query, group, |group| *group.id.as_uuid())
             .await
     }
 }

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, Error, Missing, PageReader};
+use super::{Db, Error, Missing, PageReader, PageRequest};
 
 /// The image version that a request resolves to.
 #[derive(Clone, Debug)]
@@ -208,7 +208,11 @@ impl Db {
     }
 
     pub(crate) async fn image(&self, id: ImageId) -> Result<Image, Error> {
-        self.images(Some(id), false, None, 1)
+        let page = PageRequest {
+            limit: 1,
+            ..PageRequest::default()
+        };
+        self.images(Some(id), false, &page)
             .await?
             .items
             .pop()
@@ -219,19 +223,28 @@ impl Db {
         &self,
         only: Option<ImageId>,
         allowed: bool,
-        after: Option<Uuid>,
-        limit: u32,
+        page: &PageRequest,
     ) -> Result<Page<Image>, Error> {
-        let mut pages = PageReader::new(limit, after);
+        let mut pages = PageReader::new(page.limit, page.after);
         while let Some(count) = pages.wanted().await {
-            let rows = sqlx::query(
-                "select * from sandbox_images i where ($1::uuid is null or id = $1) and ($2::uuid is null or id > $2)
-                   and (not $4 or exists (select from sandbox_image_versions v where v.sandbox_image_id = i.id and v.is_allowed)) order by id limit $3",
-            )
+            let rows = sqlx::query(page_of!(
+                page.order,
+                [
+                    "select * from sandbox_images i where ($1::uuid is null or id = $1)
+                       and (not $4 or exists (select from sandbox_image_versions v where v.sandbox_image_id = i.id and v.is_allowed))
+                       and ($6::text is null or name = $6)"
+                ],
+                "id",
+                "$2",
+                "$5",
+                "$3"
+            ))
             .bind(only.map(|id| *id.as_uuid()))
             .bind(pages.after())
             .bind(count)
             .bind(allowed)
+            .bind(page.id_part.clone())
+            .bind(page.name.clone())
             .fetch_all(&self.pool)
             .await?;
             let mut items = Vec::with_capacity(rows.len());
@@ -299,6 +312,69 @@ impl Db {
         }
         super::commit(transaction).await?;
         self.image(id).await
+    }
+
+    /// Removes an image, or one version of it. Ended work forgets which version it used; live work
+    /// prevents the removal.
+    pub(crate) async fn remove_image(
+        &self,
+        id: ImageId,
+        version: Option<&str>,
+        seeded: &[String],
+    ) -> Result<(), Error> {
+        let mut transaction = self.begin().await?;
+        let image = sqlx::query("select from sandbox_images where id = $1 for update")
+            .bind(id.as_uuid())
+            .fetch_optional(&mut *transaction)
+            .await?;
+        if image.is_none() {
+            return Err(Error::NotFound(Missing::Image(id)));
+        }
+        // New work that refers to a version waits for this lock, and then fails.
+        let versions: Vec<(Uuid, String)> = sqlx::query_as(
+            "select id, image_ref from sandbox_image_versions where sandbox_image_id = $1 and ($2::text is null or version = $2) for update",
+        )
+        .bind(id.as_uuid())
+        .bind(version)
+        .fetch_all(&mut *transaction)
+        .await?;
+        if version.is_some() && versions.is_empty() {
+            return Err(Error::NotFound(Missing::ImageVersion));
+        }
+        if versions
+            .iter()
+            .any(|(_, reference)| seeded.contains(reference))
+        {
+            return Err(Error::ImageSeeded);
+        }
+        let ids: Vec<Uuid> = versions.into_iter().map(|(id, _)| id).collect();
+        let (sessions, jobs): (i64, i64) = sqlx::query_as(
+            "select (select count(*) from sessions where image_version_id = any($1) and state in ('creating', 'running', 'ending', 'lost')),
+                    (select count(*) from jobs where image_version_id = any($1) and state in ('accepted', 'in_progress'))",
+        )
+        .bind(&ids)
+        .fetch_one(&mut *transaction)
+        .await?;
+        if sessions > 0 || jobs > 0 {
+            return Err(Error::ImageInUse { sessions, jobs });
+        }
+        for statement in [
+            "update sessions set image_version_id = null where image_version_id = any($1)",
+            "update jobs set image_version_id = null where image_version_id = any($1)",
+            "delete from sandbox_image_versions where id = any($1)",
+        ] {
+            sqlx::query(statement)
+                .bind(&ids)
+                .execute(&mut *transaction)
+                .await?;
+        }
+        sqlx::query(
+            "delete from sandbox_images i where id = $1 and not exists (select from sandbox_image_versions v where v.sandbox_image_id = i.id)",
+        )
+        .bind(id.as_uuid())
+        .execute(&mut *transaction)
+        .await?;
+        super::commit(transaction).await
     }
 
     /// The newest allowed version that a reference identifies: by its own reference, or by the

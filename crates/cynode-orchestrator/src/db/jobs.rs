@@ -4,14 +4,17 @@ use std::{collections::BTreeMap, time::Duration};
 
 use cynode_api::{
     ImageVersionId, Job, JobCreate, JobId, JobOutput, JobRun, JobState, NodeId, Page, Retry,
-    TaskId, Truncated, UserId,
+    TaskId, Truncated, UserId, job_limits,
 };
 use serde_json::Value;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, Error, Missing, NewEvent, decode, events, quotas, sandboxes::NewSandbox, to_json};
+use super::{
+    Db, Error, Missing, NewEvent, PageRequest, decode, events, quotas, sandboxes::NewSandbox,
+    to_json,
+};
 use crate::{
     blobs::{Blobs, StagedBlob},
     caller::Scope,
@@ -96,6 +99,10 @@ impl JobRow {
             state: self.state,
             node_id: self.node_id,
             late_result: self.late_result,
+            command: self
+                .body
+                .get("command")
+                .and_then(|command| serde_json::from_value(command.clone()).ok()),
             created_by: Some(self.created_by),
             ..self.object
         }
@@ -209,10 +216,9 @@ impl Db {
     pub(crate) async fn list_jobs(
         &self,
         scope: &Scope,
-        state: Option<JobState>,
+        states: &[JobState],
         task_id: Option<TaskId>,
-        after: Option<Uuid>,
-        limit: u32,
+        page: &PageRequest,
     ) -> Result<Page<Job>, Error> {
         let listed = |row: &PgRow| -> Result<Job, Error> {
             let object: Job = decode(row.try_get("object")?)?;
@@ -222,25 +228,39 @@ impl Db {
                 node_id: row
                     .try_get::<Option<Uuid>, _>("node_id")?
                     .map(NodeId::from_uuid),
+                command: row.try_get("command")?,
                 created_by: row.try_get("created_by")?,
                 ..object
             })
         };
+        let states: Vec<&str> = states.iter().map(|state| state.as_str()).collect();
         let query = |after: Option<Uuid>, count: i64| {
-            sqlx::query(concat!(
-                "select j.object || '{\"stdout\": \"\", \"stderr\": \"\", \"encoding\": \"utf-8\"}' as object, j.job_id, j.state, j.node_id, j.created_by
-                 from jobs j where ($1::uuid is null or j.job_id > $1) and ",
-                visible_by_task!("j"),
-                " and ($4::text is null or j.state = $4) and ($5::uuid is null or j.task_id = $5) order by j.job_id limit $6"
+            sqlx::query(page_of!(
+                page.order,
+                [
+                    "select j.object || '{\"stdout\": \"\", \"stderr\": \"\", \"encoding\": \"utf-8\"}' as object, j.job_id, j.state, j.node_id, j.created_by,
+                        array(select left(word, $7) from jsonb_array_elements_text(coalesce(j.body->'command', '[]')) with ordinality as words (word, number)
+                              where number <= $8 order by number) as command
+                     from jobs j where ",
+                    visible_by_task!("j"),
+                    " and (cardinality($4::text[]) = 0 or j.state = any($4)) and ($5::uuid is null or j.task_id = $5)"
+                ],
+                "j.job_id",
+                "$1",
+                "$6",
+                "$9"
             ))
             .bind(after)
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
-            .bind(state.map(JobState::as_str))
+            .bind(states.clone())
             .bind(task_id.map(|id| *id.as_uuid()))
+            .bind(page.id_part.clone())
+            .bind(job_limits::LISTED_WORD_CHARACTERS)
+            .bind(i64::from(job_limits::LISTED_WORDS))
             .bind(count)
         };
-        self.read_page(limit, after, query, listed, |job| *job.job_id.as_uuid())
+        self.read_page_of(page, query, listed, |job| *job.job_id.as_uuid())
             .await
     }
 

@@ -27,6 +27,24 @@ macro_rules! visible_by_task {
     };
 }
 
+/// A list of rows in either order of their ids, after a cursor, with a part of the id's text. The
+/// parts are a statement that ends in a condition; `$key` is the id, then the numbers of the
+/// parameters for the cursor, the part of the id and the limit.
+macro_rules! page_of {
+    ($order:expr, [$($statement:tt)*], $key:literal, $after:literal, $id_part:literal, $limit:literal) => {
+        match $order {
+            $crate::db::Order::Oldest => concat!(
+                $($statement)*, " and (", $after, "::uuid is null or ", $key, " > ", $after, ") and (",
+                $id_part, "::text is null or strpos(", $key, "::text, ", $id_part, ") > 0) order by ", $key, " limit ", $limit
+            ),
+            $crate::db::Order::Newest => concat!(
+                $($statement)*, " and (", $after, "::uuid is null or ", $key, " < ", $after, ") and (",
+                $id_part, "::text is null or strpos(", $key, "::text, ", $id_part, ") > 0) order by ", $key, " desc limit ", $limit
+            ),
+        }
+    };
+}
+
 mod artifacts;
 mod audit;
 mod audit_pages;
@@ -50,6 +68,7 @@ use std::{borrow::Cow, str::FromStr as _, sync::Arc, time::Duration};
 
 use cynode_api::Page;
 use cynode_service::pages::{PageBuilder, json_size};
+use serde::Deserialize;
 use sqlx::{
     ConnectOptions as _, Connection as _, PgConnection, PgPool, Postgres, Row as _, Transaction,
     migrate::{Migration, MigrationType, Migrator},
@@ -57,6 +76,7 @@ use sqlx::{
     query::Query,
 };
 use tokio::sync::{Semaphore, SemaphorePermit};
+use utoipa::ToSchema;
 use uuid::Uuid;
 
 use crate::caller::Scope;
@@ -77,7 +97,7 @@ pub(crate) use nodes::{NodeRow, Registration};
 pub(crate) use places::{PlacedSession, SessionAt};
 pub(crate) use policies::{CHANNEL as POLICY_CHANNEL, PolicyRow};
 pub(crate) use quotas::QuotaExceeded;
-pub(crate) use sessions::{Load, NewSession, SessionRow, is_final};
+pub(crate) use sessions::{Load, NewSession, SessionQuery, SessionRow, is_final};
 pub(crate) use settings::PreferenceContext;
 
 /// Applied in order, each once.
@@ -112,6 +132,16 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
         "output in quotas",
         include_str!("../../migrations/0006_output_in_quotas.sql"),
     ),
+    (
+        7,
+        "session names",
+        include_str!("../../migrations/0007_session_names.sql"),
+    ),
+    (
+        8,
+        "sessions of tokens",
+        include_str!("../../migrations/0008_sessions_of_tokens.sql"),
+    ),
 ];
 
 /// How long a call waits for a free connection before it fails.
@@ -120,6 +150,43 @@ const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(5);
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(10);
 /// In milliseconds. A slower statement is waiting for a lock that will not be released.
 const STATEMENT_TIMEOUT_MS: &str = "30000";
+
+/// The order of a list. Ids are of version 7 unless their caller chose otherwise, so their order
+/// is that of time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Order {
+    #[default]
+    Oldest,
+    Newest,
+}
+
+/// The page of a list.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PageRequest {
+    pub(crate) after: Option<Uuid>,
+    pub(crate) limit: u32,
+    pub(crate) order: Order,
+    /// Digits and hyphens of the ids to list.
+    pub(crate) id_part: Option<String>,
+    /// The name of the objects to list, of those that have names.
+    pub(crate) name: Option<String>,
+}
+
+impl PageRequest {
+    /// Whether an id comes after the cursor and has the part.
+    pub(crate) fn includes(&self, id: &Uuid) -> bool {
+        let is_after = self.after.is_none_or(|after| match self.order {
+            Order::Oldest => *id > after,
+            Order::Newest => *id < after,
+        });
+        is_after
+            && self
+                .id_part
+                .as_ref()
+                .is_none_or(|part| id.to_string().contains(part))
+    }
+}
 
 /// A statement with its arguments bound.
 type Statement = Query<'static, Postgres, PgArguments>;
@@ -222,6 +289,22 @@ impl Db {
             .bind(scope.user_id.as_uuid())
             .fetch_optional(&self.pool)
             .await?)
+    }
+
+    /// A page in the order of ids. `query` selects the given number of rows after an id.
+    async fn read_page_of<T, E>(
+        &self,
+        page: &PageRequest,
+        query: impl Fn(Option<Uuid>, i64) -> Statement,
+        read: impl Fn(&PgRow) -> Result<T, E>,
+        id: impl Fn(&T) -> Uuid,
+    ) -> Result<Page<T>, Error>
+    where
+        T: serde::Serialize,
+        Error: From<E>,
+    {
+        self.read_page(page.limit, page.after, query, read, id)
+            .await
     }
 
     /// A page in key order. `query` selects the given number of rows after a key.
@@ -426,11 +509,7 @@ mod tests {
             files,
             "a file without an entry in MIGRATIONS is never applied"
         );
-        assert!(
-            (1_i64..)
-                .zip(MIGRATIONS)
-                .all(|(number, (version, ..))| number == *version)
-        );
+        assert!(MIGRATIONS.is_sorted_by(|(one, ..), (next, ..)| one < next));
     }
 
     /// Pages through texts of these lengths. Returns the number of items per page, and the most

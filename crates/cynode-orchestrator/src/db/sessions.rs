@@ -11,7 +11,10 @@ use sqlx::{Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, Error, Missing, NewEvent, decode, events, quotas, sandboxes::NewSandbox, to_json};
+use super::{
+    Db, Error, Missing, NewEvent, PageRequest, decode, events, quotas, sandboxes::NewSandbox,
+    to_json,
+};
 use crate::caller::Scope;
 
 #[derive(Clone, Debug)]
@@ -29,9 +32,21 @@ pub(crate) struct SessionRow {
     pub(crate) read_at: OffsetDateTime,
 }
 
+/// The sessions to list.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct SessionQuery<'a> {
+    /// Any of these; all if there are none.
+    pub(crate) states: &'a [SessionState],
+    pub(crate) task_id: Option<TaskId>,
+    /// A label, with a value or with any.
+    pub(crate) label: Option<(&'a str, Option<&'a str>)>,
+    pub(crate) name: Option<&'a str>,
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct NewSession<'a> {
     pub(crate) body: &'a UserSessionCreate,
+    pub(crate) name: Option<&'a str>,
     pub(crate) request: &'a SessionCreate,
     pub(crate) node_id: NodeId,
     pub(crate) image_version_id: ImageVersionId,
@@ -67,6 +82,7 @@ fn session(row: &PgRow) -> Result<SessionRow, Error> {
         request,
         // Decisions of the orchestrator override the node's last report.
         object: Session {
+            name: row.try_get("name")?,
             state,
             end_reason: end_reason.or(object.end_reason.clone()),
             ..object
@@ -94,6 +110,7 @@ fn unreported(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateTi
     };
     Session {
         session_id: request.session_id,
+        name: None,
         task_id: request.task_id,
         state: SessionState::Creating,
         end_reason: None,
@@ -123,7 +140,8 @@ fn unreported(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateTi
 }
 
 impl Db {
-    /// Inserts a session, and its task if that is new. `None` when the id is taken.
+    /// Inserts a session, and its task if that is new. `None` when the id is taken; fails with
+    /// `NameTaken` when another live session of the owner has the name.
     pub(crate) async fn insert_session(
         &self,
         new: &NewSession<'_>,
@@ -131,8 +149,8 @@ impl Db {
         scope: &Scope,
     ) -> Result<Option<SessionRow>, Error> {
         let insert = sqlx::query(
-            "insert into sessions (session_id, task_id, node_id, state, body, request, image_version_id, owner_id, created_by, lease_until)
-             values ($1, $2, $3, 'creating', $4, $5, $6, $7, $8, now() + interval '75 seconds') on conflict do nothing returning *, clock_timestamp() as read_at",
+            "insert into sessions (session_id, task_id, node_id, state, body, request, image_version_id, owner_id, created_by, name, lease_until)
+             values ($1, $2, $3, 'creating', $4, $5, $6, $7, $8, $9, now() + interval '75 seconds') on conflict (session_id) do nothing returning *, clock_timestamp() as read_at",
         )
         .bind(new.request.session_id.as_uuid())
         .bind(new.request.task_id.as_uuid())
@@ -141,7 +159,8 @@ impl Db {
         .bind(to_json(new.request))
         .bind(new.image_version_id.as_uuid())
         .bind(scope.user_id.as_uuid())
-        .bind(new.created_by);
+        .bind(new.created_by)
+        .bind(new.name);
         let new = NewSandbox {
             insert,
             task,
@@ -182,34 +201,42 @@ impl Db {
     pub(crate) async fn list_sessions(
         &self,
         scope: &Scope,
-        state: Option<SessionState>,
-        task_id: Option<TaskId>,
-        label: Option<(&str, Option<&str>)>,
-        after: Option<Uuid>,
-        limit: u32,
+        filter: &SessionQuery<'_>,
+        page: &PageRequest,
     ) -> Result<Page<Session>, Error> {
-        let (name, value) = label.map_or((None, None), |(name, value)| (Some(name), value));
+        let (label, value) = filter
+            .label
+            .map_or((None, None), |(name, value)| (Some(name), value));
+        let states: Vec<String> = filter.states.iter().map(ToString::to_string).collect();
         let query = |after: Option<Uuid>, count: i64| {
-            sqlx::query(concat!(
-                "select *, clock_timestamp() as read_at from sessions s where ($1::uuid is null or s.session_id > $1) and ",
-                visible_by_task!("s"),
-                " and ($4::text is null or s.state = $4) and ($5::uuid is null or s.task_id = $5)
-                  and ($6::text is null or coalesce(s.object->'labels', s.request->'labels', '{}') ? $6)
-                  and ($7::text is null or coalesce(s.object->'labels', s.request->'labels')->>$6 = $7)
-                  order by s.session_id limit $8"
+            sqlx::query(page_of!(
+                page.order,
+                [
+                    "select *, clock_timestamp() as read_at from sessions s where ",
+                    visible_by_task!("s"),
+                    " and (cardinality($4::text[]) = 0 or s.state = any($4)) and ($5::uuid is null or s.task_id = $5)
+                      and ($6::text is null or coalesce(s.object->'labels', s.request->'labels', '{}') ? $6)
+                      and ($7::text is null or coalesce(s.object->'labels', s.request->'labels')->>$6 = $7)
+                      and ($8::text is null or s.name = $8)"
+                ],
+                "s.session_id",
+                "$1",
+                "$9",
+                "$10"
             ))
             .bind(after)
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
-            .bind(state.map(|state| state.to_string()))
-            .bind(task_id.map(|id| *id.as_uuid()))
-            .bind(name)
-            .bind(value)
+            .bind(states.clone())
+            .bind(filter.task_id.map(|id| *id.as_uuid()))
+            .bind(label.map(ToOwned::to_owned))
+            .bind(value.map(ToOwned::to_owned))
+            .bind(filter.name.map(ToOwned::to_owned))
+            .bind(page.id_part.clone())
             .bind(count)
         };
-        self.read_page(
-            limit,
-            after,
+        self.read_page_of(
+            page,
             query,
             |row| session(row).map(|row| row.object),
             |session: &Session| *session.session_id.as_uuid(),
@@ -219,7 +246,8 @@ impl Db {
 
     /// Stores a node's report that was requested at `as_of` (by the database's clock). Returns
     /// false, and changes nothing, when the row was written since: then it is newer. A changed
-    /// state adds an event.
+    /// state adds an event. A lost session that comes back after another one took its name has
+    /// none.
     pub(crate) async fn observe_session(
         &self,
         object: &Session,
@@ -259,8 +287,11 @@ impl Db {
         // A lost session may come back; it is ended then.
         let ended = over && object.state != SessionState::Lost;
         sqlx::query(
-            "update sessions set object = $2, state = $3, end_reason = case when $5 then coalesce($4, end_reason) end,
-                 ending = case when $6 then null else ending end, updated_at = clock_timestamp() where session_id = $1",
+            "update sessions s set object = $2, state = $3, end_reason = case when $5 then coalesce($4, end_reason) end,
+                 ending = case when $6 then null else ending end, updated_at = clock_timestamp(),
+                 name = case when $7 and exists (select from sessions other where other.owner_id = s.owner_id and other.name = s.name
+                                                 and other.state in ('creating', 'running', 'ending')) then null else name end
+             where session_id = $1",
         )
         .bind(id.as_uuid())
         .bind(to_json(object))
@@ -268,6 +299,7 @@ impl Db {
         .bind(&object.end_reason)
         .bind(over)
         .bind(ended)
+        .bind(before.state == SessionState::Lost && !is_final(state))
         .execute(&mut *transaction)
         .await?;
         if before.state != state {
@@ -310,7 +342,8 @@ impl Db {
         Ok(true)
     }
 
-    /// Requests that a session in a final state run again. Returns the previous state.
+    /// Requests that a session in a final state run again. Returns the previous state. Fails with
+    /// `NameTaken` when another live session has the name now.
     pub(crate) async fn request_resume(
         &self,
         id: SessionId,
@@ -469,6 +502,14 @@ impl Db {
 }
 
 impl SessionRow {
+    /// A node's report with the name, which nodes don't know.
+    pub(crate) fn named(&self, report: Session) -> Session {
+        Session {
+            name: self.object.name.clone(),
+            ..report
+        }
+    }
+
     /// The state that follows from a node's report: a requested end may not have reached the node
     /// yet.
     pub(crate) fn effective_state(&self, object: &Session) -> SessionState {
@@ -492,6 +533,7 @@ impl SessionRow {
         self.state != state
             || without_activity(&self.object)
                 != without_activity(&Session {
+                    name: self.object.name.clone(),
                     state,
                     end_reason,
                     ..object.clone()

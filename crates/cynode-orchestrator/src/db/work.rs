@@ -5,7 +5,7 @@ use serde_json::Value;
 use sqlx::{PgExecutor, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, Error, Missing, to_json};
+use super::{Db, Error, Missing, PageRequest, to_json};
 use crate::caller::{Scope, TokenScope};
 
 fn project(row: &PgRow) -> Result<Project, sqlx::Error> {
@@ -91,25 +91,31 @@ impl Db {
         &self,
         scope: &Scope,
         token_scope: &TokenScope,
-        after: Option<Uuid>,
-        limit: u32,
+        page: &PageRequest,
     ) -> Result<Page<Project>, Error> {
         let query = |after: Option<Uuid>, count: i64| {
-            sqlx::query(
-                "select * from projects where ($1 or owner_id = $2) and ($3::uuid is null or id > $3)
-                   and ($5 or id = $6) order by id limit $4",
-            )
+            sqlx::query(page_of!(
+                page.order,
+                [
+                    "select * from projects where ($1 or owner_id = $2) and ($5 or id = $6)
+                       and ($8::text is null or name = $8 or slug = $8)"
+                ],
+                "id",
+                "$3",
+                "$7",
+                "$4"
+            ))
             .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .bind(after)
             .bind(count)
             .bind(token_scope.all)
             .bind(token_scope.project)
+            .bind(page.id_part.clone())
+            .bind(page.name.clone())
         };
-        self.read_page(limit, after, query, project, |project| {
-            *project.id.as_uuid()
-        })
-        .await
+        self.read_page_of(page, query, project, |project| *project.id.as_uuid())
+            .await
     }
 
     pub(crate) async fn patch_project(
@@ -160,14 +166,21 @@ impl Db {
         scope: &Scope,
         token_scope: &TokenScope,
         in_project: Option<ProjectId>,
-        after: Option<Uuid>,
-        limit: u32,
+        page: &PageRequest,
     ) -> Result<Page<Task>, Error> {
         let query = |after: Option<Uuid>, count: i64| {
-            sqlx::query(concat!(
-                "select * from tasks t where ($1::uuid is null or t.id > $1) and ",
-                visible!("t"),
-                " and ($4::uuid is null or t.project_id = $4) and ($6 or t.project_id = $7 or t.id = any($8)) order by t.id limit $5"
+            sqlx::query(page_of!(
+                page.order,
+                [
+                    "select * from tasks t where ",
+                    visible!("t"),
+                    " and ($4::uuid is null or t.project_id = $4) and ($6 or t.project_id = $7 or t.id = any($8))
+                      and ($10::text is null or t.name = $10)"
+                ],
+                "t.id",
+                "$1",
+                "$9",
+                "$5"
             ))
             .bind(after)
             .bind(scope.sees_all)
@@ -177,8 +190,10 @@ impl Db {
             .bind(token_scope.all)
             .bind(token_scope.project)
             .bind(&token_scope.tasks)
+            .bind(page.id_part.clone())
+            .bind(page.name.clone())
         };
-        self.read_page(limit, after, query, task, |task| *task.id.as_uuid())
+        self.read_page_of(page, query, task, |task| *task.id.as_uuid())
             .await
     }
 

@@ -24,6 +24,7 @@ fn repeated(action: Action) -> &'static [&'static str] {
             "max_output_bytes",
         ],
         Action::SessionCreate => &[
+            "name",
             "image_ref",
             "workspace_ref",
             "limits",
@@ -49,6 +50,8 @@ fn repeated(action: Action) -> &'static [&'static str] {
         Action::SessionSignal | Action::ExecSignal => &["signal", "scope"],
         Action::ExecStdin => &["eof"],
         Action::SessionExport => &["format", "base"],
+        // Of an edit; a write has no fields.
+        Action::FileWrite => &["path", "all", "if_match"],
         Action::FileMove => &["from", "to", "overwrite"],
         Action::FileMkdir => &["path", "parents"],
         Action::FileList => &["path", "depth", "hidden"],
@@ -88,6 +91,7 @@ fn hashed(action: Action) -> &'static [&'static str] {
         Action::SessionExec => &["stdin", "stdin_b64"],
         Action::ExecStdin => &["data_b64"],
         Action::FilePatch => &["diff"],
+        Action::FileWrite => &["old", "new"],
         Action::PolicyPut => &["text"],
         Action::SettingPut | Action::PreferencePut => &["value"],
         _ => &[],
@@ -131,9 +135,10 @@ pub(crate) fn describe(
     for (name, value) in query {
         if matches!(
             name.as_str(),
-            "path" | "path_b64" | "recursive" | "cols" | "rows" | "version"
+            "path" | "path_b64" | "recursive" | "cols" | "rows" | "version" | "image_version"
         ) {
-            detail.insert(name.clone(), json!(value));
+            // A stray parameter must not hide the field that the call acts on.
+            detail.entry(name.clone()).or_insert_with(|| json!(value));
         } else if name == "argv" {
             let argv = detail.entry("argv").or_insert_with(|| json!([]));
             argv.as_array_mut()

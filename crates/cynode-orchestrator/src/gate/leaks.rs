@@ -142,6 +142,14 @@ pub(crate) fn scan_json(
             scan_diff(scanner, policy.action(Channel::Patches), body, &mut flags)?;
             continue;
         }
+        if action == Action::FileWrite && name == "new" {
+            scan_edit(scanner, policy.action(Channel::Files), body, &mut flags)?;
+            continue;
+        }
+        // The text that an edit replaces enters no sandbox, as the lines that a diff removes.
+        if action == Action::FileWrite && name == "old" {
+            continue;
+        }
         let treatment = field_treatment(policy, action, name);
         if treatment == ShapeAction::Off {
             continue;
@@ -214,6 +222,29 @@ fn scan_patch(
         refuse_or_flag("diff", &path, scan, flags)?;
     }
     Ok(())
+}
+
+/// Scans the text that an edit inserts as content of its file.
+fn scan_edit(
+    scanner: &Scanner,
+    action: ShapeAction,
+    body: &Value,
+    flags: &mut Flags,
+) -> Result<(), Leak> {
+    let new = body.get("new").and_then(Value::as_str);
+    let (Some(new), Some(path)) = (new, policy_calls::edited_path(body)) else {
+        return Ok(());
+    };
+    if action == ShapeAction::Off {
+        return Ok(());
+    }
+    // Flags and refusals repeat the path.
+    if let Some(hit) = scanner.find(path.as_bytes()) {
+        return Err(Leak::shape("path", None, hit.what));
+    }
+    let mut scan = scanner.content(&path, action);
+    scan.feed(new.as_bytes());
+    refuse_or_flag("new", &path, scan, flags)
 }
 
 /// Refuses a scanned file, or admits it with flags.

@@ -153,9 +153,13 @@ fn paths(action: Action, body: &Value, query: &[(String, String)]) -> Vec<String
             .collect()
     };
     match action {
+        // An edit names its path in the body, a write in the query.
+        Action::FileWrite if body.is_object() => edited_path(body).into_iter().collect(),
         Action::FileRead | Action::FileStat | Action::FileWrite | Action::FileDelete => {
             vec![queried_path(query)]
         }
+        // A watch names its path in the query, a listing in the body.
+        Action::FileList if !body.is_object() => vec![queried_path(query)],
         Action::FileList | Action::FileSearch | Action::FileMkdir => {
             let named = named("path");
             if named.is_empty() {
@@ -167,6 +171,11 @@ fn paths(action: Action, body: &Value, query: &[(String, String)]) -> Vec<String
         Action::FileMove => [named("from"), named("to")].into_iter().flatten().collect(),
         _ => Vec::new(),
     }
+}
+
+/// The path of an edit. The handler refuses a body without one.
+pub(super) fn edited_path(body: &Value) -> Option<String> {
+    body.get("path").and_then(Value::as_str).map(str::to_owned)
 }
 
 pub(super) fn queried_path(query: &[(String, String)]) -> String {
@@ -323,6 +332,26 @@ mod tests {
                 .expect_err("refused")
                 .contains("line 1")
         );
+    }
+
+    #[test]
+    fn policies_see_the_path_that_a_call_acts_on_and_no_stray_one() {
+        let query = [("path".to_owned(), "in/query".to_owned())];
+        let seen = |action, body: &Value| -> Vec<String> {
+            let calls = PolicyCalls::new(action, body, &query, std::iter::empty()).expect("read");
+            calls.iter().filter_map(|call| call.path).collect()
+        };
+        let body = json!({"path": "in/body"});
+        for (action, body, expected) in [
+            (Action::FileWrite, &Value::Null, "/workspace/in/query"),
+            (Action::FileWrite, &body, "/workspace/in/body"),
+            (Action::FileList, &Value::Null, "/workspace/in/query"),
+            (Action::FileList, &body, "/workspace/in/body"),
+            (Action::FileList, &json!({}), "/workspace"),
+        ] {
+            assert_eq!(seen(action, body), [expected], "{action:?} {body}");
+        }
+        assert_eq!(seen(Action::FileWrite, &json!({"old": "x"})), [""; 0]);
     }
 
     #[test]

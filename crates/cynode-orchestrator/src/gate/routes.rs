@@ -187,6 +187,14 @@ pub(crate) const ROUTES: &[RouteSpec] = &[
         Action::ImageUpdate,
         TargetKind::Image,
     ),
+    RouteSpec {
+        body: BodyKind::Empty,
+        ..local(
+            "DELETE /v1/images/{id}",
+            Action::ImageRemove,
+            TargetKind::Image,
+        )
+    },
     read("GET /v1/nodes", Action::NodeList, TargetKind::System),
     read("GET /v1/nodes/{id}", Action::NodeShow, TargetKind::Node),
     local(
@@ -362,6 +370,17 @@ pub(crate) const ROUTES: &[RouteSpec] = &[
     node(
         "POST /v1/sessions/{id}/files:patch",
         Action::FilePatch,
+        BodyKind::Json,
+        true,
+    ),
+    read(
+        "GET /v1/sessions/{id}/files:watch",
+        Action::FileList,
+        TargetKind::Session,
+    ),
+    node(
+        "POST /v1/sessions/{id}/files:edit",
+        Action::FileWrite,
         BodyKind::Json,
         true,
     ),

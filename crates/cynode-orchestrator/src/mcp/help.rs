@@ -1,4 +1,4 @@
-//! Help topics for agents.
+//! Help topics for agents. Tools have dotted names here; clients read them as they spell them.
 
 pub(crate) struct HelpTopic {
     pub(crate) name: &'static str,
@@ -15,8 +15,8 @@ pub(crate) const TOPICS: &[HelpTopic] = &[
                workspace_ref: \"new\", constraints: {}} returns a session_id.\n\
                2. sandbox.session.exec {task_id, session_id, argv: [\"sh\", \"-c\", \"…\"], \
                timeout_ms: 60000, cwd: \".\", env: {}} runs a command and waits.\n\
-               3. sandbox.workspace.write_file, read_file, apply_patch, list and search work on \
-               /workspace.\n\
+               3. sandbox.workspace.write_file, read_file, edit_file, apply_patch, list and search \
+               work on /workspace.\n\
                4. sandbox.workspace.export_patch stores your changes as an artifact; \
                sandbox.session.end ends the session.",
     },
@@ -36,6 +36,7 @@ pub(crate) const TOPICS: &[HelpTopic] = &[
         about: "Reading, changing and keeping files",
         text: "Paths are below /workspace. read_file returns sha256; pass it to write_file as \
                if_match to avoid overwriting the changes of others.\n\
+               edit_file replaces a text that occurs exactly once, or everywhere with all: true. \
                apply_patch applies a unified diff completely or not at all. Artifacts \
                (artifact.put, get, list) outlive sandboxes.",
     },
@@ -47,6 +48,55 @@ pub(crate) const TOPICS: &[HelpTopic] = &[
                stage names the check that refused the call, such as arguments, task, policy, \
                secrets or limits; 'run' means that the call was carried out and failed.\n\
                A call with any stage other than 'run' had no effect.",
+    },
+    HelpTopic {
+        name: "network",
+        about: "What a sandbox can reach",
+        text: "A sandbox has no network access: only its own loopback. It contains no secrets.",
+    },
+];
+
+pub(crate) const CODING_TOPICS: &[HelpTopic] = &[
+    HelpTopic {
+        name: "start",
+        about: "Your session and its workspace",
+        text: "You have a session of your own: a Linux container with a workspace at /workspace. \
+               The first call makes it; every tool uses it unless you pass another session_id.\n\
+               1. sandbox.session.exec {command: \"…\"} runs a shell line and waits.\n\
+               2. sandbox.workspace.read_file, write_file, edit_file, apply_patch, list and \
+               search work on /workspace.\n\
+               3. sandbox.workspace.export_patch stores your changes for a person.\n\
+               A session that was idle for long or lost is resumed with its files. If its \
+               workspace is gone, calls fail with session_ended; sandbox.session.create then \
+               starts the next one, empty.",
+    },
+    HelpTopic {
+        name: "commands",
+        about: "Long commands, background, output",
+        text: "command is run by bash -c, or sh -c in images without bash; argv runs without a \
+               shell. The working directory is /workspace, and a command does not see the \
+               directory or variables of an earlier one.\n\
+               After timeout_ms (120000 by default, at most 10800000) a command and everything \
+               that it started is killed.\n\
+               With background: true the call returns an exec_id immediately; timeout_ms: 0 then \
+               means no timeout. sandbox.session.output reads its output and waits up to wait_ms.\n\
+               The middle of long output is left out; the answer names the call that reads it.",
+    },
+    HelpTopic {
+        name: "files",
+        about: "Reading and changing files",
+        text: "Paths are below /workspace; commands reach other places.\n\
+               edit_file replaces a text that occurs exactly once, or everywhere with all: true. \
+               apply_patch applies a patch completely or not at all; on failure the error shows \
+               what each hunk expected and what the file has.\n\
+               read_file returns sha256; pass it to write_file or edit_file as if_match to avoid \
+               overwriting other changes.",
+    },
+    HelpTopic {
+        name: "errors",
+        about: "How to read a refusal",
+        text: "The code is stable and the remedy says what to do. A failure whose stage is not \
+               'run' had no effect.",
     },
     HelpTopic {
         name: "network",

@@ -1,19 +1,27 @@
-//! `/mcp`: the user API as tools, for agents.
+//! `/mcp` and `/mcp/coding`: the user API as tools, for agents.
 //!
 //! A tool call is authenticated like any other call (`identity/`). The gateway finds the tool,
 //! checks that it is open to the caller and enabled, parses its arguments (`tools/`) and turns them
 //! into a request to the user API (`plan.rs`), which passes the gate and does the work (`run.rs`).
 //! No state is kept between calls, so any orchestrator can answer any of them.
 //!
+//! `/mcp/coding` has few tools with defaults, for a token that names exactly one task. The gateway
+//! fills in that task, and the token's own session where a call names none (`own_session.rs`).
+//!
 //! Invariant: a caller can't tell a tool that it may not use from one that does not exist. The
 //! audit trail can.
 
 mod help;
+mod own_session;
+mod plain;
 mod plan;
+mod progress;
 mod run;
 mod schema;
+mod surface;
 mod text;
 mod tools;
+mod view;
 
 use std::{panic::AssertUnwindSafe, sync::Arc, time::Duration};
 
@@ -22,8 +30,9 @@ use axum::{
     extract::{Request, State},
     middleware::{self, Next},
     response::{IntoResponse as _, Response},
+    routing::any,
 };
-use cynode_api::{ErrorCode, TaskId};
+use cynode_api::{ErrorCode, TaskId, TokenKind};
 use cynode_service::{ApiError, compute, edge, json};
 use futures_util::FutureExt as _;
 use http::request::Parts;
@@ -32,7 +41,7 @@ use rmcp::{
     model::{
         CacheScope, CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock,
         Implementation, ListToolsResult, PaginatedRequestParams, ProgressNotificationParam,
-        ServerCapabilities, ServerConfig, Tool as ListedTool, ToolAnnotations,
+        ServerCapabilities, ServerConfig, Tool as ListedTool,
     },
     service::RequestContext,
     transport::streamable_http_server::{
@@ -46,8 +55,12 @@ use crate::{
     caller::Caller,
     gate::{self, Refusal, Stage},
 };
-use run::ToolFailure;
-use tools::{Kind, Tool};
+use plan::OwnSession;
+use progress::Running;
+use run::{ToolFailure, ToolOutput};
+use surface::Surface;
+use tools::Tool;
+use view::View;
 
 /// The interval of progress notifications, for clients that request them.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
@@ -57,33 +70,104 @@ struct Gateway {
     orchestrator: Orchestrator,
     /// The user API behind authentication: from the gate on.
     routes: Router,
+    surface: Surface,
 }
 
-/// The `/mcp` route. `routes` is the user API from the gate on.
-pub(crate) fn routes(orchestrator: &Orchestrator, routes: Router) -> Router {
-    let gateway = Gateway {
+type Service = StreamableHttpService<Gateway, NeverSessionManager>;
+
+/// The routes of the gateway. `routes` is the user API from the gate on.
+pub(crate) fn routes(orchestrator: &Orchestrator, routes: &Router) -> Router {
+    let gateway = |surface| Gateway {
         orchestrator: orchestrator.clone(),
-        routes,
+        routes: routes.clone(),
+        surface,
     };
-    let config = StreamableHttpServerConfig::default()
-        .with_legacy_session_mode(false)
-        .with_json_response(true)
-        .with_max_request_body_bytes(edge::MAX_BODY)
-        .with_allowed_hosts(orchestrator.config.mcp_hosts())
-        .enforce_origin_validation();
+    let service = |surface| -> Service {
+        let gateway = gateway(surface);
+        let config = StreamableHttpServerConfig::default()
+            .with_legacy_session_mode(false)
+            .with_json_response(true)
+            .with_max_request_body_bytes(edge::MAX_BODY)
+            .with_allowed_hosts(orchestrator.config.mcp_hosts())
+            .enforce_origin_validation();
+        StreamableHttpService::new(
+            move || Ok(gateway.clone()),
+            Arc::new(NeverSessionManager::default()),
+            config,
+        )
+    };
+    let dotted = service(Surface::Full { underscored: false });
+    let underscored = service(Surface::Full { underscored: true });
+    let coding = gateway(Surface::Coding);
     Router::new()
-        .route_service(
+        .route(
             "/mcp",
-            StreamableHttpService::new(
-                move || Ok(gateway.clone()),
-                Arc::new(NeverSessionManager::default()),
-                config,
-            ),
+            any(move |request: Request| {
+                let service = if wants_underscores(&request) {
+                    underscored
+                } else {
+                    dotted
+                };
+                async move { service.handle(request).await }
+            }),
+        )
+        .merge(
+            Router::new()
+                .route_service("/mcp/coding", service(Surface::Coding))
+                .layer(middleware::from_fn_with_state(coding, admit_to_coding)),
         )
         .layer(middleware::from_fn_with_state(
             orchestrator.clone(),
             limit_body,
         ))
+}
+
+fn wants_underscores(request: &Request) -> bool {
+    let query = request.uri().query();
+    query.is_some_and(|query| query.split('&').any(|pair| pair == "names=underscore"))
+}
+
+/// Refuses tokens that do not determine the task of every call on `/mcp/coding`.
+async fn admit_to_coding(State(gateway): State<Gateway>, request: Request, next: Next) -> Response {
+    let Some(caller) = request.extensions().get::<Caller>().cloned() else {
+        return ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent").into_response();
+    };
+    if caller.kind == TokenKind::ProjectManager
+        && caller.project_id.is_none()
+        && caller.task_ids.len() == 1
+    {
+        return next.run(request).await;
+    }
+    let error = ApiError::new(
+        ErrorCode::Forbidden,
+        "/mcp/coding needs the token of a project manager for exactly one task",
+    )
+    .with_remedy(
+        "Create one with 'cynode token create --kind project_manager --task TASK', or use /mcp, \
+         whose tools name the task.",
+    );
+    let running = Running::default();
+    let request_id = request
+        .headers()
+        .get("x-request-id")
+        .and_then(|id| id.to_str().ok());
+    let client = Client {
+        caller: &caller,
+        surface: Surface::Coding,
+        request_id,
+        body_bytes: 0,
+        running: &running,
+    };
+    let call = ToolCall {
+        client: &client,
+        name: "",
+        task_id: None,
+    };
+    let refusal = Stage::AgentType.refuse()(error);
+    match gateway.record_refusal(call, &refusal).await {
+        Ok(()) => refusal.error.into_response(),
+        Err(error) => error.into_response(),
+    }
 }
 
 /// The size of the body that a tool call arrived in.
@@ -113,21 +197,22 @@ async fn limit_body(
 /// The client of a tool call, from the HTTP request that it arrived in.
 struct Client<'a> {
     caller: &'a Caller,
-    /// Whether the client uses tool names without dots.
-    underscored: bool,
+    surface: Surface,
     request_id: Option<&'a str>,
     body_bytes: usize,
+    /// The command that the call is running.
+    running: &'a Running,
 }
 
-fn client(context: &RequestContext<RoleServer>) -> Result<Client<'_>, ErrorData> {
+fn client<'a>(
+    context: &'a RequestContext<RoleServer>,
+    surface: Surface,
+    running: &'a Running,
+) -> Result<Client<'a>, ErrorData> {
     let parts = context.extensions.get::<Parts>();
     let parts = parts.and_then(|parts| Some((parts, parts.extensions.get::<Caller>()?)));
     let (parts, caller) =
         parts.ok_or_else(|| ErrorData::internal_error("the caller is not authenticated", None))?;
-    let underscored = parts
-        .uri
-        .query()
-        .is_some_and(|query| query.split('&').any(|pair| pair == "names=underscore"));
     let request_id = parts
         .headers
         .get("x-request-id")
@@ -135,26 +220,11 @@ fn client(context: &RequestContext<RoleServer>) -> Result<Client<'_>, ErrorData>
     let body_bytes = parts.extensions.get::<BodyBytes>().map_or(0, |size| size.0);
     Ok(Client {
         caller,
-        underscored,
+        surface,
         request_id,
         body_bytes,
+        running,
     })
-}
-
-/// A tool as clients see it.
-fn listed(tool: &Tool, underscored: bool) -> ListedTool {
-    let name = if underscored {
-        tool.underscored()
-    } else {
-        tool.name.to_owned()
-    };
-    let annotations = ToolAnnotations::new()
-        .read_only(tool.kind == Kind::Reads)
-        .destructive(tool.kind == Kind::Changes)
-        .open_world(false);
-    ListedTool::new(name, tool.description, Arc::clone(&tool.input))
-        .with_raw_output_schema(Arc::clone(&tool.output))
-        .with_annotations(annotations)
 }
 
 fn unknown_tool() -> ErrorData {
@@ -170,10 +240,7 @@ impl ServerHandler for Gateway {
         let mut info = ServerConfig::default();
         info.capabilities = ServerCapabilities::builder().enable_tools().build();
         info.server_info = Implementation::new("cynode", env!("CARGO_PKG_VERSION"));
-        info.instructions = Some(
-            "Sandboxes for agents: sessions, commands, files, artifacts. Call help.list first."
-                .to_owned(),
-        );
+        info.instructions = Some(self.surface.instructions());
         info
     }
 
@@ -182,11 +249,14 @@ impl ServerHandler for Gateway {
         _request: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
-        let client = client(&context)?;
-        let tools = tools::all()
+        let running = Running::default();
+        let client = client(&context, self.surface, &running)?;
+        let tools = self
+            .surface
+            .tools()
             .iter()
             .filter(|tool| tool.audience.includes(client.caller.kind))
-            .map(|tool| listed(tool, client.underscored))
+            .map(|tool| self.surface.listed(tool))
             .collect();
         Ok(ListToolsResult::with_all_items(tools).with_cache_scope(CacheScope::Private))
     }
@@ -196,40 +266,43 @@ impl ServerHandler for Gateway {
         request: CallToolRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
-        let client = client(&context)?;
+        let running = Running::default();
+        let client = client(&context, self.surface, &running)?;
         let token = context.meta.get_progress_token();
-        let mut call =
-            std::pin::pin!(AssertUnwindSafe(self.call_for(&client, request)).catch_unwind());
-        let mut ticks = tokio::time::interval(PROGRESS_INTERVAL);
-        ticks.tick().await;
-        let mut seconds = 0.0;
-        loop {
-            tokio::select! {
-                result = &mut call => {
-                    // Without an answer after a panic, the client would wait forever.
-                    let panicked = |_| Err(ErrorData::internal_error("the tool panicked", None));
-                    return result.unwrap_or_else(panicked).map(Into::into);
-                }
-                // The call in progress is abandoned, as if a caller of the user API disconnected.
-                () = context.ct.cancelled() => {
-                    return Err(ErrorData::internal_error("the call was cancelled", None));
-                }
-                _ = ticks.tick(), if token.is_some() => {
-                    seconds += PROGRESS_INTERVAL.as_secs_f64();
-                    if let Some(token) = &token {
-                        let progress = ProgressNotificationParam::new(token.clone(), seconds);
-                        drop(context.peer.notify_progress(progress).await);
-                    }
-                }
+        let call = AssertUnwindSafe(self.call_for(&client, request)).catch_unwind();
+        let progress = async {
+            let Some(token) = token else {
+                return std::future::pending().await;
+            };
+            let mut ticks = tokio::time::interval(PROGRESS_INTERVAL);
+            ticks.tick().await;
+            let mut seconds = 0.0;
+            loop {
+                ticks.tick().await;
+                seconds += PROGRESS_INTERVAL.as_secs_f64();
+                let mut progress = ProgressNotificationParam::new(token.clone(), seconds);
+                progress.message = self.last_line(&running).await;
+                drop(context.peer.notify_progress(progress).await);
             }
+        };
+        tokio::select! {
+            result = call => {
+                // Without an answer after a panic, the client would wait forever.
+                let panicked = |_| Err(ErrorData::internal_error("the tool panicked", None));
+                result.unwrap_or_else(panicked).map(Into::into)
+            }
+            // The call in progress is abandoned, as if a caller of the user API disconnected.
+            () = context.ct.cancelled() => {
+                Err(ErrorData::internal_error("the call was cancelled", None))
+            }
+            () = progress => Err(ErrorData::internal_error("progress ended", None)),
         }
     }
 
     fn get_tool(&self, name: &str) -> Option<ListedTool> {
-        let dotted = tools::find(name, false);
-        dotted
-            .map(|tool| listed(tool, false))
-            .or_else(|| tools::find(name, true).map(|tool| listed(tool, true)))
+        self.surface
+            .find(name)
+            .map(|tool| self.surface.listed(tool))
     }
 }
 
@@ -253,32 +326,59 @@ impl Gateway {
             name, arguments, ..
         } = request;
         let arguments = arguments.unwrap_or_default();
-        let task_id = arguments
-            .get("task_id")
-            .and_then(Value::as_str)
-            .and_then(|id| id.parse::<TaskId>().ok());
+        // On `/mcp/coding` the token names the task, before anything else is looked at.
+        let task_id = if client.surface.is_coding() {
+            client.caller.task_ids.first().copied()
+        } else {
+            arguments
+                .get("task_id")
+                .and_then(Value::as_str)
+                .and_then(|id| id.parse::<TaskId>().ok())
+        };
         let call = ToolCall {
             client,
             name: &name,
             task_id,
         };
-        let Some(tool) = tools::find(&name, client.underscored) else {
+        let Some(tool) = client.surface.find(&name) else {
             return self.refuse_unknown(call, Stage::Tool).await;
         };
         if !tool.audience.includes(client.caller.kind) {
             return self.refuse_unknown(call, Stage::Allowlist).await;
         }
+        let view = View::new(client.surface, tool, &arguments);
         if let Some(error) = self.disabled(tool).await {
-            return Ok(self.refuse(call, Stage::Enabled.refuse()(error)).await);
+            let refusal = Stage::Enabled.refuse()(error);
+            return Ok(self.refuse(call, refusal, &view).await);
         }
+        let own = match self.own_session_for(client).await {
+            Ok(own) => own,
+            Err(error) => {
+                let refusal = Stage::Resource.refuse()(error);
+                return Ok(self.refuse(call, refusal, &view).await);
+            }
+        };
         // A call may last for hours, so only the plan outlives this, not the large arguments.
-        match compute::run(client.body_bytes, move || tool.plan(&arguments)).await {
-            Ok(plan) => Ok(match self.run(client, tool, plan).await {
-                Ok(result) => succeeded(result),
-                Err(failure) if failure.is_recorded => failure.result(client),
-                Err(failure) => self.refuse(call, failure.refusal).await,
-            }),
-            Err(error) => Ok(self.refuse(call, Stage::Arguments.refuse()(error)).await),
+        let plan = compute::run(client.body_bytes, move || tool.plan(&arguments, own)).await;
+        Ok(match plan {
+            Ok(plan) => match self.run(client, tool, plan).await {
+                Ok(output) => succeeded(output, &view),
+                Err(failure) if failure.is_recorded => failure.result(client, &view),
+                Err(failure) => self.refuse(call, failure.refusal, &view).await,
+            },
+            Err(error) => {
+                let refusal = Stage::Arguments.refuse()(error);
+                self.refuse(call, refusal, &view).await
+            }
+        })
+    }
+
+    /// The session of the token, for tools of `/mcp/coding`.
+    async fn own_session_for(&self, client: &Client<'_>) -> Result<Option<OwnSession>, ApiError> {
+        if client.surface.is_coding() {
+            self.own_session(client.caller).await.map(Some)
+        } else {
+            Ok(None)
         }
     }
 
@@ -293,17 +393,20 @@ impl Gateway {
         );
         match self.record_refusal(call, &stage.refuse()(error)).await {
             Ok(()) => Err(unknown_tool()),
-            Err(error) => Ok(ToolFailure::recorded(Stage::Audit, error).result(call.client)),
+            Err(error) => {
+                let view = View::unknown(call.client.surface);
+                Ok(ToolFailure::recorded(Stage::Audit, error).result(call.client, &view))
+            }
         }
     }
 
     /// Records a refusal and answers with it.
-    async fn refuse(&self, call: ToolCall<'_>, refusal: Refusal) -> CallToolResult {
+    async fn refuse(&self, call: ToolCall<'_>, refusal: Refusal, view: &View) -> CallToolResult {
         let failure = match self.record_refusal(call, &refusal).await {
             Ok(()) => ToolFailure::recorded(refusal.stage, refusal.error),
             Err(error) => ToolFailure::recorded(Stage::Audit, error),
         };
-        failure.result(call.client)
+        failure.result(call.client, view)
     }
 
     /// The error for a tool that a system setting disables.
@@ -327,8 +430,15 @@ impl Gateway {
     }
 }
 
-fn succeeded(result: Value) -> CallToolResult {
-    let mut answer = CallToolResult::success(vec![ContentBlock::text(text::render(&result))]);
-    answer.structured_content = Some(result);
+fn succeeded(mut output: ToolOutput, view: &View) -> CallToolResult {
+    let text = text::render(&output, view);
+    if view.is_coding() {
+        text::bound(&mut output.value, view);
+        if let (Some(note), Value::Object(members)) = (&output.note, &mut output.value) {
+            members.insert("note".to_owned(), json!(note));
+        }
+    }
+    let mut answer = CallToolResult::success(vec![ContentBlock::text(text)]);
+    answer.structured_content = Some(output.value);
     answer
 }

@@ -1,7 +1,7 @@
 //! The plan of a tool call: a request to the user API, which passes the same gate as any other.
 
 use bytes::Bytes;
-use cynode_api::TaskId;
+use cynode_api::{ExecId, ExecRequest, SessionId, TaskId, UserSessionCreate};
 use cynode_service::ApiError;
 use http::{HeaderName, HeaderValue, Method};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
@@ -18,9 +18,14 @@ const PERCENT_ENCODED: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'~');
 
 /// What a tool does once its arguments are parsed.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Plan {
     Request(ApiRequest),
+    Exec(Box<ExecPlan>),
+    /// Does this in the token's own session.
+    InOwnSession(OwnSession, Box<Self>),
+    /// Answers the token's own session if it lives, else resumes it or creates the next one.
+    CreateOwnSession(OwnSession, Box<UserSessionCreate>),
     /// Answers without a request.
     Answer(Value),
     /// Creates a task, in the caller's project if none is named.
@@ -33,8 +38,64 @@ pub(crate) enum Plan {
     Unavailable(TaskId, &'static str),
 }
 
+/// A command to be run in a session.
+#[derive(Clone, Debug)]
+pub(crate) struct ExecPlan {
+    pub(crate) task: TaskId,
+    pub(crate) session: SessionId,
+    pub(crate) exec_id: ExecId,
+    pub(crate) request: ExecRequest,
+    /// Runs instead if the program does not exist.
+    pub(crate) fallback: Option<Vec<String>>,
+}
+
+impl ExecPlan {
+    /// A plan under a new id: progress follows it, and a call that is repeated in a resumed
+    /// session can't run the command twice.
+    pub(crate) fn new(task: TaskId, session: SessionId, request: ExecRequest) -> Self {
+        let exec_id = request.exec_id.unwrap_or_else(ExecId::generate);
+        Self {
+            task,
+            session,
+            exec_id,
+            request: ExecRequest {
+                exec_id: Some(exec_id),
+                ..request
+            },
+            fallback: None,
+        }
+    }
+
+    /// Turns to the fallback, which is another command and has another id.
+    pub(crate) fn fall_back(self) -> Option<Self> {
+        let argv = self.fallback?;
+        let request = ExecRequest {
+            argv,
+            exec_id: None,
+            ..self.request
+        };
+        Some(Self::new(self.task, self.session, request))
+    }
+
+    pub(crate) fn request(&self) -> Result<ApiRequest, ApiError> {
+        let path = format!("/v1/sessions/{}/exec", self.session);
+        ApiRequest::new(Method::POST, path, self.task).json(&self.request)
+    }
+}
+
+/// The session of the caller's token, which calls without a session id use.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OwnSession {
+    pub(crate) task: TaskId,
+    pub(crate) id: SessionId,
+    /// 0 if none has been made yet; the id is then that of the first.
+    pub(crate) generation: i64,
+    /// Whether this call may make the first one.
+    pub(crate) creates: bool,
+}
+
 /// A request to the user API.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct ApiRequest {
     /// The caller must have access to this task, and the task must own the target of the request.
     pub(crate) task: Option<TaskId>,
@@ -46,7 +107,7 @@ pub(crate) struct ApiRequest {
     pub(crate) format: ResultFormat,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum ApiBody {
     Empty,
     /// Handed to the gate already parsed.

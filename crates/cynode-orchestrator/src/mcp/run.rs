@@ -17,9 +17,11 @@ use uuid::Uuid;
 
 use super::{
     Client, Gateway, ToolCall,
-    plan::{ApiBody, ApiRequest, FilePart, Plan, ResultFormat},
+    plan::{ApiBody, ApiRequest, ExecPlan, FilePart, Plan, ResultFormat},
+    progress::RunningExec,
     text,
     tools::Tool,
+    view::View,
 };
 use crate::{
     caller::ToolOrigin,
@@ -33,6 +35,20 @@ const MAX_ANSWER: usize = 8 * 1024 * 1024;
 /// Answers that are buffered at once; further ones take turns.
 const MAX_CONCURRENT_ANSWERS: usize = 16;
 static ANSWERS: FairPermits = FairPermits::new(MAX_CONCURRENT_ANSWERS);
+
+/// The result of a tool call.
+#[derive(Debug)]
+pub(super) struct ToolOutput {
+    pub(super) value: Value,
+    /// What happened to the session besides.
+    pub(super) note: Option<String>,
+}
+
+impl From<Value> for ToolOutput {
+    fn from(value: Value) -> Self {
+        Self { value, note: None }
+    }
+}
 
 /// A tool call without a result.
 #[derive(Debug)]
@@ -51,14 +67,14 @@ impl ToolFailure {
     }
 
     /// A failure that the gate has not seen, so the gateway records it.
-    fn unrecorded(stage: Stage, error: ApiError) -> Self {
+    pub(super) fn unrecorded(stage: Stage, error: ApiError) -> Self {
         Self {
             refusal: Refusal { stage, error },
             is_recorded: false,
         }
     }
 
-    pub(super) fn result(self, client: &Client<'_>) -> CallToolResult {
+    pub(super) fn result(self, client: &Client<'_>, view: &View) -> CallToolResult {
         let request_id = client.request_id;
         let stage = self.refusal.stage.as_str();
         let Problem {
@@ -72,6 +88,7 @@ impl ToolFailure {
         if status >= 500 {
             tracing::warn!(request_id, code, detail, "A tool failed.");
         }
+        let remedy = client.surface.spelled(&remedy);
         let mut failure = json!({
             "code": code, "stage": stage, "message": detail, "remedy": remedy,
             "request_id": request_id,
@@ -82,12 +99,20 @@ impl ToolFailure {
                 members.entry(name).or_insert(value);
             }
         }
-        let text = text::render(&json!({
-            "text": format!("{code} ({stage}): {detail}\n{remedy}")
-        }));
+        let text = text::failure(&failure, view);
+        if client.surface.is_coding() {
+            text::bound(&mut failure, view);
+        }
         let mut answer = CallToolResult::error(vec![ContentBlock::text(text)]);
         answer.structured_content = Some(failure);
         answer
+    }
+}
+
+impl ToolFailure {
+    fn is_missing_program(&self) -> bool {
+        let error = &self.refusal.error;
+        error.is(ErrorCode::ExecFailed) && error.extensions.get("errno") == Some(&json!("ENOENT"))
     }
 }
 
@@ -97,14 +122,37 @@ impl Gateway {
         client: &Client<'_>,
         tool: &'static Tool,
         plan: Plan,
+    ) -> Result<ToolOutput, ToolFailure> {
+        match plan {
+            Plan::InOwnSession(own, plan) => {
+                Box::pin(self.run_in_own_session(client, tool, own, *plan)).await
+            }
+            Plan::CreateOwnSession(own, body) => {
+                Box::pin(self.create_own_session(client, tool, own, *body)).await
+            }
+            plan => self.run_plan(client, tool, plan).await.map(Into::into),
+        }
+    }
+
+    /// Runs a plan that does not depend on the token's own session.
+    pub(super) async fn run_plan(
+        &self,
+        client: &Client<'_>,
+        tool: &'static Tool,
+        plan: Plan,
     ) -> Result<Value, ToolFailure> {
         match plan {
+            Plan::InOwnSession(..) | Plan::CreateOwnSession(..) => {
+                let error = ApiError::new(ErrorCode::Internal, "the plan is nested");
+                Err(ToolFailure::unrecorded(Stage::Run, error))
+            }
             Plan::Request(request) => self.call(client, tool, request).await,
+            Plan::Exec(exec) => Box::pin(self.exec(client, tool, *exec)).await,
             Plan::Answer(answer) => {
                 self.record_answer(client, tool)
                     .await
                     .map_err(|error| ToolFailure::recorded(Stage::Audit, error))?;
-                Ok(answer)
+                Ok(client.surface.spelled_in(answer))
             }
             Plan::NewTask(mut new) => {
                 new.project_id = new.project_id.or(client.caller.project_id);
@@ -193,8 +241,33 @@ impl Gateway {
         }
     }
 
+    /// Runs a command. If its program does not exist, nothing has started, and the fallback runs.
+    async fn exec(
+        &self,
+        client: &Client<'_>,
+        tool: &'static Tool,
+        exec: ExecPlan,
+    ) -> Result<Value, ToolFailure> {
+        let mut exec = exec;
+        loop {
+            client.running.set(RunningExec {
+                session: exec.session,
+                exec: exec.exec_id,
+            });
+            let request = exec
+                .request()
+                .map_err(|error| ToolFailure::unrecorded(Stage::Arguments, error))?;
+            match self.call(client, tool, request).await {
+                Err(failure) if failure.is_missing_program() => {
+                    exec = exec.fall_back().ok_or(failure)?;
+                }
+                result => return result,
+            }
+        }
+    }
+
     /// Sends a request to the user API in the caller's name.
-    async fn call(
+    pub(super) async fn call(
         &self,
         client: &Client<'_>,
         tool: &'static Tool,

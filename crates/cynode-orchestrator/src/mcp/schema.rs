@@ -43,6 +43,45 @@ pub(crate) fn of<T: ToSchema>() -> Map<String, Value> {
     root
 }
 
+/// The schema in fewer words, for models: without formats, bounds and null, which the parser
+/// checks.
+pub(crate) fn compact(schema: &Map<String, Value>) -> Map<String, Value> {
+    let mut schema = Value::Object(schema.clone());
+    shorten(&mut schema);
+    match schema {
+        Value::Object(mut members) => {
+            members.remove("additionalProperties");
+            members
+        }
+        _ => Map::new(),
+    }
+}
+
+fn shorten(value: &mut Value) {
+    match value {
+        Value::Object(members) => {
+            for name in ["format", "minimum", "propertyNames"] {
+                // A property may have such a name; then it is an object.
+                if members.get(name).is_some_and(|member| !member.is_object())
+                    || name == "propertyNames"
+                {
+                    members.remove(name);
+                }
+            }
+            if let Some(Value::Array(types)) = members.get_mut("type") {
+                types.retain(|name| name != "null");
+                if let [one] = types.as_slice() {
+                    let one = one.clone();
+                    members.insert("type".to_owned(), one);
+                }
+            }
+            members.values_mut().for_each(shorten);
+        }
+        Value::Array(items) => items.iter_mut().for_each(shorten),
+        _ => {}
+    }
+}
+
 fn object(schema: &RefOr<utoipa::openapi::Schema>) -> Map<String, Value> {
     let mut value = serde_json::to_value(schema).unwrap_or_default();
     normalize(&mut value);

@@ -427,6 +427,7 @@ fn of_row(row: &JobRow, node_id: NodeId, job: Job) -> Job {
         image_ref: row.object.image_ref.clone(),
         reported_by: Reporter::Worker,
         late_result: None,
+        command: None,
         created_by: None,
         acknowledged: false,
         ..job

@@ -68,6 +68,7 @@ impl JobRecord {
             reported_by: cynode_api::Reporter::Worker,
             late_result: None,
             created_by: None,
+            command: None,
             acknowledged: false,
         };
         Self {

@@ -442,6 +442,7 @@ pub(super) fn new_record(
     SessionRecord {
         session: Session {
             session_id: request.session_id,
+            name: None,
             task_id: request.task_id,
             state: SessionState::Creating,
             end_reason: None,

@@ -110,6 +110,7 @@ mod tests {
         SessionRecord {
             session: Session {
                 session_id: request.session_id,
+                name: None,
                 task_id: request.task_id,
                 state,
                 end_reason: None,

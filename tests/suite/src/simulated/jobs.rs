@@ -87,6 +87,7 @@ impl Shared {
             reported_by: cynode_api::Reporter::Worker,
             late_result: None,
             created_by: None,
+            command: None,
             acknowledged: false,
         }
     }

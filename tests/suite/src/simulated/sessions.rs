@@ -250,6 +250,7 @@ impl Shared {
         let limits = request.limits.unwrap_or_default().or_default();
         let session = Session {
             session_id: request.session_id,
+            name: None,
             task_id: request.task_id,
             state: SessionState::Creating,
             end_reason: None,

@@ -79,6 +79,7 @@ pub(crate) fn cynode(world: &World) -> Result<Command> {
     }
     command
         .env("CYNODE_STATE_DIR", world.state_dir())
+        .env("XDG_STATE_HOME", world.directory().join("home"))
         .current_dir(world.directory());
     Ok(command)
 }
@@ -294,7 +295,7 @@ async fn sessions_are_made_listed_shown_ended_and_resumed() -> Result<()> {
             .map(|item| item["session_id"].as_str().unwrap_or_default().to_owned())
             .collect())
     };
-    assert_eq!(ids(&[])?, [id.clone(), other.clone()]);
+    assert_eq!(ids(&[])?, [other.clone(), id.clone()], "newest first");
     assert_eq!(
         (
             ids(&["--label", "team=red"])?,
@@ -381,6 +382,8 @@ async fn failures_print_one_line_and_exit_as_documented() -> Result<()> {
     let cli = Cli::new().await?;
     for arguments in [
         vec!["session", "show", ID],
+        vec!["session", "exec", "not-an-id", "true"],
+        vec!["session", "exec", "00000000", "true"],
         vec!["session", "exec", ID, "true"],
         vec!["session", "end", ID],
         vec!["session", "resume", ID],
@@ -408,7 +411,6 @@ async fn failures_print_one_line_and_exit_as_documented() -> Result<()> {
         vec!["session", "create", "--env", "novalue"],
         vec!["session", "create", "--workspace", "/etc"],
         vec!["session", "exec", ID],
-        vec!["session", "exec", "not-an-id", "true"],
         vec!["session", "exec", ID, "--timeout", "4h", "true"],
         vec!["session", "list", "--state", "odd"],
         vec!["session", "end"],

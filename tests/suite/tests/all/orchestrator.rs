@@ -13,6 +13,7 @@ mod faults;
 mod hostile;
 mod images;
 mod mcp;
+mod names;
 pub(crate) mod nodes;
 mod outage;
 mod partition;

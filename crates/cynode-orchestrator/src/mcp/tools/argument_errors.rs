@@ -109,9 +109,9 @@ mod tests {
         let Value::Object(arguments) = arguments else {
             panic!("arguments are an object")
         };
-        tools::find(tool, false)
+        tools::find(tools::all(), tool, false)
             .expect("a tool")
-            .plan(&arguments)
+            .plan(&arguments, None)
             .expect_err("wrong arguments")
             .into_problem()
             .detail

@@ -11,7 +11,10 @@ use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use super::{ALL, Arguments, Kind, MANAGERS, Tool, arguments, sessions::Empty};
-use crate::mcp::{help, plan::Plan};
+use crate::mcp::{
+    help::{self, HelpTopic},
+    plan::Plan,
+};
 
 pub(super) fn tools() -> Vec<Tool> {
     let mut tools = vec![
@@ -165,35 +168,51 @@ impl Arguments for Skills {
     }
 }
 
+fn list_help(topics: &[HelpTopic]) -> Plan {
+    let topics: Vec<Value> = topics
+        .iter()
+        .map(|topic| json!({"topic": topic.name, "about": topic.about}))
+        .collect();
+    Plan::Answer(json!({ "topics": topics }))
+}
+
+fn get_help(topics: &[HelpTopic], name: &str) -> Result<Plan, ApiError> {
+    let topic = topics.iter().find(|topic| topic.name == name);
+    let names = || {
+        topics
+            .iter()
+            .map(|topic| topic.name)
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
+    let topic = topic.ok_or_else(|| {
+        ApiError::new(
+            ErrorCode::NotFound,
+            format!("there is no such help topic; the topics are {}", names()),
+        )
+    })?;
+    Ok(Plan::Answer(
+        json!({"topic": topic.name, "text": topic.text}),
+    ))
+}
+
+/// Help on `/mcp/coding`: a topic, or the list.
+pub(super) fn help_for_coding(topic: Option<&str>) -> Result<Plan, ApiError> {
+    match topic {
+        Some(topic) => get_help(help::CODING_TOPICS, topic),
+        None => Ok(list_help(help::CODING_TOPICS)),
+    }
+}
+
 impl Arguments for HelpList {
     fn into_plan(self) -> Result<Plan, ApiError> {
-        let topics: Vec<Value> = help::TOPICS
-            .iter()
-            .map(|topic| json!({"topic": topic.name, "about": topic.about}))
-            .collect();
-        Ok(Plan::Answer(json!({ "topics": topics })))
+        Ok(list_help(help::TOPICS))
     }
 }
 
 impl Arguments for HelpGet {
     fn into_plan(self) -> Result<Plan, ApiError> {
-        let topic = help::TOPICS.iter().find(|topic| topic.name == self.topic);
-        let topics = || {
-            help::TOPICS
-                .iter()
-                .map(|topic| topic.name)
-                .collect::<Vec<_>>()
-                .join(", ")
-        };
-        let topic = topic.ok_or_else(|| {
-            ApiError::new(
-                ErrorCode::NotFound,
-                format!("there is no such help topic; the topics are {}", topics()),
-            )
-        })?;
-        Ok(Plan::Answer(
-            json!({"topic": topic.name, "text": topic.text}),
-        ))
+        get_help(help::TOPICS, &self.topic)
     }
 }
 

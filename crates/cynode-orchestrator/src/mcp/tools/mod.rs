@@ -6,6 +6,7 @@
 
 mod argument_errors;
 mod artifacts;
+mod coding;
 mod later;
 mod sandbox;
 mod sessions;
@@ -20,7 +21,10 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-use super::{plan::Plan, schema};
+use super::{
+    plan::{OwnSession, Plan},
+    schema,
+};
 
 /// The kinds of callers that may use a tool. Users may use what project managers may.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +63,12 @@ pub(crate) trait Arguments: DeserializeOwned + ToSchema {
     fn into_plan(self) -> Result<Plan, ApiError>;
 }
 
+/// The arguments of a tool on `/mcp/coding`. The task is that of the token, and so is the session
+/// if the arguments name none.
+pub(crate) trait CodingArguments: DeserializeOwned + ToSchema {
+    fn into_plan(self, own: OwnSession) -> Result<Plan, ApiError>;
+}
+
 /// The effect of a tool, as clients are told before they call it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -79,7 +89,7 @@ pub(crate) struct Tool {
     pub(crate) enabled_by: Option<&'static str>,
     pub(crate) input: Arc<Map<String, Value>>,
     pub(crate) output: Arc<Map<String, Value>>,
-    parse_into_plan: fn(&[u8]) -> Result<Plan, ApiError>,
+    parse_into_plan: fn(&[u8], Option<OwnSession>) -> Result<Plan, ApiError>,
     parse: argument_errors::Parse,
 }
 
@@ -98,7 +108,8 @@ impl Tool {
         kind: Kind,
         description: &'static str,
     ) -> Self {
-        let parse_into_plan = |arguments: &[u8]| edge::parse::<A>(arguments)?.into_plan();
+        let parse_into_plan =
+            |arguments: &[u8], _: Option<OwnSession>| edge::parse::<A>(arguments)?.into_plan();
         let parse = |arguments: &[u8]| edge::parse::<A>(arguments).map(drop);
         Self {
             name,
@@ -113,6 +124,30 @@ impl Tool {
         }
     }
 
+    /// A tool of `/mcp/coding`.
+    fn coding<A: CodingArguments>(
+        name: &'static str,
+        kind: Kind,
+        description: &'static str,
+    ) -> Self {
+        let parse_into_plan = |arguments: &[u8], own: Option<OwnSession>| {
+            let own = own.ok_or_else(|| ApiError::invalid("the token has no session"))?;
+            edge::parse::<A>(arguments)?.into_plan(own)
+        };
+        let parse = |arguments: &[u8]| edge::parse::<A>(arguments).map(drop);
+        Self {
+            name,
+            description,
+            audience: MANAGERS,
+            kind,
+            enabled_by: None,
+            input: Arc::new(schema::of::<A>()),
+            output: Arc::new(Map::new()),
+            parse_into_plan,
+            parse,
+        }
+    }
+
     /// Makes the tool depend on a system setting.
     fn enabled_by(self, setting: &'static str) -> Self {
         Self {
@@ -121,11 +156,16 @@ impl Tool {
         }
     }
 
-    /// Parses the arguments into the plan of a call.
-    pub(crate) fn plan(&self, arguments: &Map<String, Value>) -> Result<Plan, ApiError> {
+    /// Parses the arguments into the plan of a call. Tools of `/mcp/coding` need the session of
+    /// the caller's token.
+    pub(crate) fn plan(
+        &self,
+        arguments: &Map<String, Value>,
+        own: Option<OwnSession>,
+    ) -> Result<Plan, ApiError> {
         let bytes =
             serde_json::to_vec(arguments).map_err(|error| ApiError::invalid(error.to_string()))?;
-        (self.parse_into_plan)(&bytes).map_err(|error| {
+        (self.parse_into_plan)(&bytes, own).map_err(|error| {
             if (self.parse)(&bytes).is_err() {
                 argument_errors::all(&self.input, self.parse, arguments, error)
             } else {
@@ -151,13 +191,20 @@ static TOOLS: LazyLock<Vec<Tool>> = LazyLock::new(|| {
     tools
 });
 
-/// All tools in listing order.
+static CODING_TOOLS: LazyLock<Vec<Tool>> = LazyLock::new(coding::tools);
+
+/// All tools of `/mcp` in listing order.
 pub(crate) fn all() -> &'static [Tool] {
     &TOOLS
 }
 
-pub(crate) fn find(name: &str, underscored: bool) -> Option<&'static Tool> {
-    all().iter().find(|tool| {
+/// The tools of `/mcp/coding` in listing order.
+pub(crate) fn for_coding() -> &'static [Tool] {
+    &CODING_TOOLS
+}
+
+pub(crate) fn find(tools: &'static [Tool], name: &str, underscored: bool) -> Option<&'static Tool> {
+    tools.iter().find(|tool| {
         if underscored {
             tool.underscored() == name
         } else {
@@ -165,6 +212,26 @@ pub(crate) fn find(name: &str, underscored: bool) -> Option<&'static Tool> {
         }
     })
 }
+
+/// Spells the names of tools in a text as the client does.
+pub(crate) fn spelled(text: &str, underscored: bool) -> String {
+    let mut text = text.to_owned();
+    if underscored {
+        // Long names first: one may begin with another.
+        let mut names: Vec<&Tool> = all()
+            .iter()
+            .filter(|tool| text.contains(tool.name))
+            .collect();
+        names.sort_by_key(|tool| std::cmp::Reverse(tool.name.len()));
+        for tool in names {
+            text = text.replace(tool.name, &tool.underscored());
+        }
+    }
+    text
+}
+
+pub(crate) use coding::DEFAULT_OUTPUT as CODING_OUTPUT;
+pub(crate) use workspace::MAX_READ;
 
 /// Defines argument structs that refuse unknown fields.
 macro_rules! arguments {
@@ -202,7 +269,7 @@ mod tests {
 
     #[test]
     fn every_reference_in_a_schema_is_defined() {
-        for tool in all() {
+        for tool in all().iter().chain(for_coding()) {
             for schema in [&tool.input, &tool.output] {
                 let schema = Value::Object((**schema).clone());
                 for to in references(&schema) {
@@ -270,10 +337,27 @@ mod tests {
                 .collect::<Vec<_>>()
                 .join(", ")
         };
-        let lines: Vec<String> = all()
-            .iter()
-            .map(|tool| format!("{} {{{}}}: {}", tool.name, takes(tool), audience(tool)))
-            .collect();
-        insta::assert_snapshot!(lines.join("\n"));
+        let lines = |tools: &[Tool]| {
+            tools
+                .iter()
+                .map(|tool| format!("{} {{{}}}: {}", tool.name, takes(tool), audience(tool)))
+                .collect::<Vec<String>>()
+                .join("\n")
+        };
+        insta::assert_snapshot!(lines(all()));
+        insta::assert_snapshot!(
+            "the_list_of_coding_tools_matches_its_snapshot",
+            lines(for_coding())
+        );
+    }
+
+    #[test]
+    fn names_in_texts_are_spelled_as_the_client_does() {
+        let text = "sandbox.session.exec, then sandbox.exec or help.get";
+        assert_eq!(spelled(text, false), text);
+        assert_eq!(
+            spelled(text, true),
+            "sandbox_session_exec, then sandbox_exec or help_get"
+        );
     }
 }

@@ -15,7 +15,7 @@ use super::{
     sessions::{self, Constraints, ExecAnswer},
     workspace::{self, FileContent, FileWrite},
 };
-use crate::mcp::plan::{ApiRequest, Plan};
+use crate::mcp::plan::{ApiRequest, ExecPlan, Plan};
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
@@ -167,7 +167,7 @@ impl Arguments for Create {
 
 impl Arguments for Exec {
     fn into_plan(self) -> Result<Plan, ApiError> {
-        let body = ExecRequest {
+        let request = ExecRequest {
             argv: self.argv,
             cwd: self.cwd,
             env: self.env.unwrap_or_default(),
@@ -176,14 +176,8 @@ impl Arguments for Exec {
             background: self.background.unwrap_or_default(),
             ..ExecRequest::default()
         };
-        Ok(Plan::Request(
-            ApiRequest::new(
-                Method::POST,
-                format!("/v1/sessions/{}/exec", session(self.job_id)),
-                self.task_id,
-            )
-            .json(&body)?,
-        ))
+        let exec = ExecPlan::new(self.task_id, session(self.job_id), request);
+        Ok(Plan::Exec(Box::new(exec)))
     }
 }
 

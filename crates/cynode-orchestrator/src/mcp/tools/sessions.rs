@@ -16,7 +16,7 @@ use super::{
     Arguments, Kind, MANAGERS, Tool, arguments,
     workspace::{DEFAULT_READ, at_most},
 };
-use crate::mcp::plan::{ApiRequest, Plan};
+use crate::mcp::plan::{ApiRequest, ExecPlan, Plan};
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
@@ -158,17 +158,18 @@ arguments! {
 }
 
 /// The argument, unless it stands for the default.
-fn chosen(text: &str) -> Option<&str> {
+pub(super) fn chosen(text: &str) -> Option<&str> {
     (!matches!(text, "default" | "new")).then_some(text)
 }
 
-pub(super) fn create(
+/// The request for a new session.
+pub(super) fn new_session(
     task_id: TaskId,
     session_id: Option<SessionId>,
     image_ref: &str,
     workspace_ref: &str,
     constraints: &Constraints,
-) -> Result<Plan, ApiError> {
+) -> Result<UserSessionCreate, ApiError> {
     let workspace_ref: Option<WorkspaceRef> = chosen(workspace_ref)
         .map(|text| {
             serde_json::from_value(text.into()).map_err(|error: serde_json::Error| {
@@ -183,7 +184,7 @@ pub(super) fn create(
         idle_timeout_seconds,
         pty_allowed,
     } = constraints;
-    let body = UserSessionCreate {
+    Ok(UserSessionCreate {
         task_id: Some(task_id),
         session_id,
         image_ref: chosen(image_ref).map(str::to_owned),
@@ -194,7 +195,17 @@ pub(super) fn create(
         idle_timeout_seconds,
         pty_allowed,
         ..UserSessionCreate::default()
-    };
+    })
+}
+
+pub(super) fn create(
+    task_id: TaskId,
+    session_id: Option<SessionId>,
+    image_ref: &str,
+    workspace_ref: &str,
+    constraints: &Constraints,
+) -> Result<Plan, ApiError> {
+    let body = new_session(task_id, session_id, image_ref, workspace_ref, constraints)?;
     Ok(Plan::Request(
         ApiRequest::new(Method::POST, "/v1/sessions", task_id).json(&body)?,
     ))
@@ -217,7 +228,7 @@ impl Arguments for Create {
 impl Arguments for ExecArguments {
     fn into_plan(self) -> Result<Plan, ApiError> {
         at_most("max_output_bytes", self.max_output_bytes)?;
-        let body = ExecRequest {
+        let request = ExecRequest {
             argv: self.argv,
             cwd: Some(self.cwd),
             env: self.env,
@@ -227,14 +238,8 @@ impl Arguments for ExecArguments {
             max_output_bytes: self.max_output_bytes,
             ..ExecRequest::default()
         };
-        Ok(Plan::Request(
-            ApiRequest::new(
-                Method::POST,
-                format!("/v1/sessions/{}/exec", self.session_id),
-                self.task_id,
-            )
-            .json(&body)?,
-        ))
+        let exec = ExecPlan::new(self.task_id, self.session_id, request);
+        Ok(Plan::Exec(Box::new(exec)))
     }
 }
 

@@ -2,8 +2,9 @@
 
 use bytes::Bytes;
 use cynode_api::{
-    Artifact, Base64Bytes, ExportFormat, ExportRequest, FileWritten, ListRequest, ListResult,
-    PatchRequest, PatchResult, SearchRequest, SearchResult, SessionId, TaskId,
+    Artifact, Base64Bytes, EditRequest, ExportFormat, ExportRequest, FileEdited, FileWritten,
+    ListRequest, ListResult, PatchRequest, PatchResult, SearchRequest, SearchResult, SessionId,
+    TaskId,
 };
 use cynode_policy::within_workspace;
 use cynode_service::ApiError;
@@ -16,7 +17,7 @@ use crate::mcp::plan::{ApiRequest, FilePart, Plan, ResultFormat};
 
 const WORKSPACE: &str = "/workspace";
 pub(super) const DEFAULT_READ: u64 = 262_144;
-pub(super) const MAX_READ: u64 = 1024 * 1024;
+pub(crate) const MAX_READ: u64 = 1024 * 1024;
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
@@ -33,6 +34,13 @@ pub(super) fn tools() -> Vec<Tool> {
             Kind::Changes,
             "Write a file of the workspace atomically; parent directories are created. \
              With if_match, only if the file has not changed since it was read.",
+        ),
+        Tool::new::<EditFile, FileEdited>(
+            "sandbox.workspace.edit_file",
+            MANAGERS,
+            Kind::Changes,
+            "Replace an exact text in a file of the workspace. The text must occur exactly once, \
+             unless all is true. With if_match, only if the file has not changed since it was read.",
         ),
         Tool::new::<ApplyPatch, PatchResult>(
             "sandbox.workspace.apply_patch",
@@ -100,6 +108,18 @@ arguments! {
         if_match: Option<String>,
         /// In octal, such as `0755`.
         mode: Option<String>,
+    }
+    EditFile {
+        task_id: TaskId,
+        session_id: SessionId,
+        path: String,
+        /// The exact text to replace, with its spaces and line ends.
+        old: String,
+        new: String,
+        /// Replace every occurrence.
+        all: Option<bool>,
+        /// The sha256 that the file must have.
+        if_match: Option<String>,
     }
     ApplyPatch {
         task_id: TaskId,
@@ -277,20 +297,46 @@ impl Arguments for WriteFile {
     }
 }
 
-impl Arguments for ApplyPatch {
+impl Arguments for EditFile {
     fn into_plan(self) -> Result<Plan, ApiError> {
-        let body = PatchRequest {
-            diff: self.diff,
-            ..PatchRequest::default()
+        let body = EditRequest {
+            version: None,
+            path: inside(&self.path)?,
+            old: self.old,
+            new: self.new,
+            all: self.all.unwrap_or_default(),
+            if_match: self.if_match,
         };
         Ok(Plan::Request(
             ApiRequest::new(
                 Method::POST,
-                format!("/v1/sessions/{}/files:patch", self.session_id),
+                format!("/v1/sessions/{}/files:edit", self.session_id),
                 self.task_id,
             )
             .json(&body)?,
         ))
+    }
+}
+
+/// The request that applies a patch. All tools that take the text of a patch send it from here.
+fn patch(task_id: TaskId, session_id: SessionId, text: String) -> Result<Plan, ApiError> {
+    let body = PatchRequest {
+        diff: text,
+        ..PatchRequest::default()
+    };
+    Ok(Plan::Request(
+        ApiRequest::new(
+            Method::POST,
+            format!("/v1/sessions/{session_id}/files:patch"),
+            task_id,
+        )
+        .json(&body)?,
+    ))
+}
+
+impl Arguments for ApplyPatch {
+    fn into_plan(self) -> Result<Plan, ApiError> {
+        patch(self.task_id, self.session_id, self.diff)
     }
 }
 

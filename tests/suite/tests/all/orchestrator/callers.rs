@@ -91,6 +91,7 @@ fn rows() -> Vec<Row> {
         row("GET /v1/images", None, 200, 200),
         row("GET /v1/images/{id}", None, 404, 404),
         row("PATCH /v1/images/{id}", empty, 403, 404),
+        row("DELETE /v1/images/{id}", None, 403, 404),
         row("GET /v1/nodes", None, 200, 200),
         row("GET /v1/nodes/{id}", None, 404, 404),
         row("POST /v1/nodes/{id}/drain", empty, 403, 404),
@@ -175,6 +176,8 @@ fn rows() -> Vec<Row> {
         "POST /v1/sessions/{id}/files:list",
         "POST /v1/sessions/{id}/files:search",
         "POST /v1/sessions/{id}/files:patch",
+        "GET /v1/sessions/{id}/files:watch",
+        "POST /v1/sessions/{id}/files:edit",
         "POST /v1/sessions/{id}/files:move",
         "POST /v1/sessions/{id}/files:mkdir",
         "POST /v1/sessions/{id}/import",
@@ -362,6 +365,7 @@ async fn a_call_that_takes_no_body_does_not_wait_for_one() -> Result<()> {
     for (request, status) in [
         ("GET /v1/tasks".to_owned(), 200),
         (format!("DELETE /v1/tokens/{SOME_ID}"), 404),
+        (format!("DELETE /v1/images/{SOME_ID}"), 404),
         (format!("POST /v1/jobs/{SOME_ID}/stop"), 404),
     ] {
         let mut stream = tokio::net::TcpStream::connect(&address).await?;

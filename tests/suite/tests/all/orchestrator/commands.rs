@@ -218,7 +218,11 @@ async fn tokens_are_shown_once_and_good_until_they_are_revoked() -> Result<()> {
     let newest = newest.as_str().context("an id")?;
     cli.run(&["token", "revoke", newest])?.success()?;
     assert_eq!(as_other(&token)?.failure(), (77, "unauthorized".to_owned()));
-    assert!(cli.success(&["token", "list"])?.contains("revoked"));
+    assert!(!cli.success(&["token", "list"])?.contains(newest));
+    assert!(
+        cli.success(&["token", "list", "--all"])?
+            .contains("revoked")
+    );
 
     // An agent's token names its purpose, and is not a user's token.
     assert_eq!(
@@ -393,8 +397,8 @@ async fn artifacts_round_trip() -> Result<()> {
         .iter()
         .map(|item| &item["version"])
         .collect();
-    assert_eq!(versions, [1, 2]);
-    assert_eq!(list["items"][1]["media_type"], "text/plain");
+    assert_eq!(versions, [2, 1], "newest first");
+    assert_eq!(list["items"][0]["media_type"], "text/plain");
     assert_eq!(
         cli.run(&["artifact", "get", "--task", &task, "nothing"])?
             .failure(),

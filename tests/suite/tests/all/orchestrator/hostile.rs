@@ -56,6 +56,9 @@ fn good(route: &str) -> Option<Value> {
         "POST /v1/sessions/{id}/files:patch" => {
             json!({"diff": "--- /dev/null\n+++ b/made\n@@ -0,0 +1 @@\n+x\n"})
         }
+        "POST /v1/sessions/{id}/files:edit" => {
+            json!({"path": "kept", "old": "no such text", "new": "text"})
+        }
         "POST /v1/sessions/{id}/files:move" => json!({"from": "kept", "to": "moved"}),
         "POST /v1/sessions/{id}/files:mkdir" => json!({"path": "made"}),
         "POST /v1/sessions/{id}/export" => json!({"format": "tar"}),
@@ -64,7 +67,9 @@ fn good(route: &str) -> Option<Value> {
 }
 
 /// Strings that accept any character.
-const ANY_TEXT: [&str; 7] = [
+const ANY_TEXT: [&str; 9] = [
+    "old",
+    "new",
     "stdin",
     "stdin_b64",
     "data",

@@ -2,6 +2,7 @@
 
 mod callers;
 mod clients;
+mod coding;
 mod nonsense;
 mod work;
 

@@ -287,6 +287,11 @@ async fn a_state_directory_of_the_previous_build_starts_and_nothing_in_it_is_los
             .find(|session| session.task_id == task)
             .with_context(|| format!("no session of {task}"))
     };
+    // Sessions had no names then.
+    assert!(
+        sessions.iter().all(|session| session.name.is_none()),
+        "{sessions:?}"
+    );
     let lost = of(running)?.session_id;
     let is_lost =
         async || Ok(client.sessions().get_session(lost).await?.state == SessionState::Lost);
@@ -296,6 +301,12 @@ async fn a_state_directory_of_the_previous_build_starts_and_nothing_in_it_is_los
         SessionState::Running
     );
     assert_eq!(read_note(&client, lost).await?, "running");
+    let listed = stack.run(&["session", "list"])?.success()?;
+    let row = listed.lines().find(|line| line.contains(&lost.to_string()));
+    assert!(
+        row.is_some_and(|row| row.split_whitespace().nth(1) == Some("-")),
+        "{listed}"
+    );
     let again = UserSessionCreate {
         task_id: Some(kept),
         workspace_ref: Some(WorkspaceRef::Workspace(of(kept)?.workspace_id)),

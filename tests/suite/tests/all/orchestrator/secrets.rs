@@ -262,6 +262,20 @@ impl SecretsFixture {
                 )?,
             ),
             (
+                "new",
+                self.post(
+                    &self.session_path("files:edit"),
+                    &json!({"path": leaked, "old": "x", "new": format!("key = {secret}")}),
+                )?,
+            ),
+            (
+                "path",
+                self.post(
+                    &self.session_path("files:edit"),
+                    &json!({"path": secret, "old": "x", "new": "y"}),
+                )?,
+            ),
+            (
                 "to",
                 self.post(
                     &self.session_path("files:move"),

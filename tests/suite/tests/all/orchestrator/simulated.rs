@@ -14,18 +14,18 @@ use http::Method;
 use serde_json::json;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
-const ONE: &str = "localhost/cynode/one:latest";
+pub(super) const ONE: &str = "localhost/cynode/one:latest";
 const TWO: &str = "localhost/cynode/two:latest";
 
 /// An orchestrator with simulated nodes. Unused fields are dropped last.
-struct SimulatedFleet {
-    client: UserClient,
-    orchestrator: RunningOrchestrator,
-    control_plane: ControlPlane,
+pub(super) struct SimulatedFleet {
+    pub(super) client: UserClient,
+    pub(super) orchestrator: RunningOrchestrator,
+    pub(super) control_plane: ControlPlane,
 }
 
 impl SimulatedFleet {
-    async fn start(settings: &[(&str, &str)]) -> Result<Self> {
+    pub(super) async fn start(settings: &[(&str, &str)]) -> Result<Self> {
         let control_plane = ControlPlane::new().await?;
         let seeds = format!("[{ONE:?}, {TWO:?}]");
         let defaults = [
@@ -44,7 +44,7 @@ impl SimulatedFleet {
     }
 
     /// Starts a node and registers it.
-    async fn node(&self, name: &str, images: &[&str]) -> Result<SimulatedWorker> {
+    pub(super) async fn node(&self, name: &str, images: &[&str]) -> Result<SimulatedWorker> {
         let node = SimulatedWorker::start(name, images).await?;
         let key = self
             .client
@@ -55,7 +55,7 @@ impl SimulatedFleet {
         Ok(node)
     }
 
-    async fn job(&self, image: &str, script: &str, retry: Retry) -> Result<JobId> {
+    pub(super) async fn job(&self, image: &str, script: &str, retry: Retry) -> Result<JobId> {
         let command = ["sh", "-c", script].map(str::to_owned).to_vec();
         Ok(self
             .client
@@ -69,7 +69,7 @@ impl SimulatedFleet {
             .job_id)
     }
 
-    async fn session(&self, image: &str) -> Result<Session> {
+    pub(super) async fn session(&self, image: &str) -> Result<Session> {
         Ok(self
             .client
             .sessions()
@@ -80,7 +80,7 @@ impl SimulatedFleet {
             .await?)
     }
 
-    async fn wait_for_job(&self, id: JobId, state: JobState) -> Result<Job> {
+    pub(super) async fn wait_for_job(&self, id: JobId, state: JobState) -> Result<Job> {
         eventually(&format!("job {id} is {state}"), TIMEOUT, async || {
             Ok(self.client.job(id).await?.state == state)
         })
@@ -88,7 +88,7 @@ impl SimulatedFleet {
         Ok(self.client.job(id).await?)
     }
 
-    async fn wait_for_session(&self, id: SessionId, state: SessionState) -> Result<()> {
+    pub(super) async fn wait_for_session(&self, id: SessionId, state: SessionState) -> Result<()> {
         let reached = async || {
             Ok(self
                 .states(|event| event.session_id == Some(id))

@@ -298,6 +298,25 @@ async fn a_file_change_is_recorded_with_its_path_and_the_hashes_before_and_after
         json!([{"path": "a.txt", "sha256_before": sha256(two), "sha256_after": sha256(three)}])
     );
 
+    // A stray parameter does not hide what is edited.
+    let edit = json!({"path": "a.txt", "old": "three", "new": "two"});
+    let (_, CallRecord { intent, outcome }) =
+        call_ok(&client, post("edit?path=other", &edit)?).await?;
+    assert_eq!(
+        json!([
+            intent.body.action,
+            intent.body.detail["path"],
+            intent.body.detail["new"]
+        ]),
+        json!(["file.write", "a.txt", {"size": 3, "sha256": sha256("two")}])
+    );
+    assert_eq!(
+        outcome.body.detail["changes"],
+        json!([{"path": "a.txt", "sha256_before": sha256(three), "sha256_after": sha256(two)}])
+    );
+    let edit = json!({"path": "a.txt", "old": "two", "new": "three", "all": true});
+    call_ok(&client, post("edit", &edit)?).await?;
+
     let (_, CallRecord { intent, outcome }) = call_ok(
         &client,
         post("move", &json!({"from": "a.txt", "to": "b.txt"}))?,
@@ -512,6 +531,12 @@ async fn changes_of_artifacts_tokens_settings_images_and_policies_are_recorded()
     assert_eq!(
         json!([intent.body.action, intent.body.resource, intent.body.detail]),
         json!(["image.update", "image:added", {"is_allowed": true}])
+    );
+    let removal = format!("{image}?image_version=1");
+    let (_, CallRecord { intent, .. }) = call_ok(&client, send(Method::DELETE, &removal)?).await?;
+    assert_eq!(
+        json!([intent.body.action, intent.body.resource, intent.body.detail]),
+        json!(["image.remove", "image:added", {"image_version": "1"}])
     );
 
     let rules =

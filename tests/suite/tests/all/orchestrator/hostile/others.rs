@@ -14,11 +14,12 @@ use crate::{
 };
 
 /// Routes that check for an administrator first, whatever they name.
-const FOR_ADMINISTRATORS: [&str; 9] = [
+const FOR_ADMINISTRATORS: [&str; 10] = [
     "GET /v1/policies/{id}",
     "PUT /v1/policies/{id}",
     "DELETE /v1/policies/{id}",
     "PATCH /v1/images/{id}",
+    "DELETE /v1/images/{id}",
     "POST /v1/nodes/{id}/drain",
     "PUT /v1/settings/{key}",
     "GET /v1/nodes/{id}",

@@ -145,6 +145,25 @@ async fn a_manager_does_its_task_by_tools_from_a_session_to_a_patch() -> Result<
         (Some("patch_rejected"), Some("src/a.txt")),
         "{failure}"
     );
+    let edit = json!({"path": "src/a.txt", "old": "three", "new": "3"});
+    let edited = agent
+        .call_ok("sandbox.workspace.edit_file", here(edit.clone()))
+        .await?;
+    assert_eq!(edited["replaced"], 1);
+    assert_eq!(
+        agent
+            .call_refused("sandbox.workspace.edit_file", here(edit))
+            .await?,
+        ("edit_rejected".to_owned(), "run".to_owned())
+    );
+    let outside = json!({"path": "../etc/passwd", "old": "a", "new": "b"});
+    assert_eq!(
+        agent
+            .call_refused("sandbox.workspace.edit_file", here(outside))
+            .await?
+            .1,
+        "arguments"
+    );
     let listed = agent
         .call_ok("sandbox.workspace.list", here(json!({"depth": 3})))
         .await?;

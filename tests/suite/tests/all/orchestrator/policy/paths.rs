@@ -167,6 +167,10 @@ async fn a_rule_about_paths_applies_to_every_call_and_spelling() -> Result<()> {
                 .await?,
         )
         .with_context(context)?;
+        let edit = json!({"path": path, "old": "content", "new": "changed"});
+        for route in ["files:edit", "files:edit?path=other/file"] {
+            assert_forbidden(&fixture.post(route, &edit).await?).with_context(context)?;
+        }
         assert_forbidden(
             &fixture
                 .post("files:move", &json!({"from": "other/file", "to": path}))

@@ -1,0 +1,249 @@
+//! The session of a token: what calls on `/mcp/coding` use when they name none.
+//!
+//! Its id is derived from the token and a generation (`keys.rs`), so that all orchestrators agree
+//! on it without a lock. The generation advances once the session that it names exists.
+//!
+//! Invariants: every step is a call of the user API through the gate, recorded with the tool that
+//! caused it. Files are never lost silently: the first use makes a session, a session whose
+//! workspace is kept is resumed, and only an explicit create replaces one whose workspace is gone.
+
+use cynode_api::{ErrorCode, SessionId, SessionState, UserSessionCreate};
+use cynode_service::ApiError;
+use http::Method;
+use serde_json::{Value, json};
+
+use super::{
+    Client, Gateway,
+    plan::{ApiRequest, OwnSession, Plan},
+    run::{ToolFailure, ToolOutput},
+    tools::Tool,
+};
+use crate::{caller::Caller, gate::Stage};
+
+/// How many generations one create passes over: others may make and end sessions meanwhile.
+const MAX_GENERATIONS: usize = 4;
+
+/// The codes of calls that found no running session. They had no effect.
+const DOWN: [ErrorCode; 3] = [
+    ErrorCode::SessionEnded,
+    ErrorCode::NotRunning,
+    ErrorCode::SessionNotFound,
+];
+/// The codes of a resume whose workspace is gone.
+const GONE: [ErrorCode; 4] = [
+    ErrorCode::NotResumable,
+    ErrorCode::SessionEnded,
+    ErrorCode::SessionNotFound,
+    ErrorCode::WorkspaceNotFound,
+];
+
+fn is_one_of(failure: &ToolFailure, codes: &[ErrorCode]) -> bool {
+    codes.iter().any(|code| failure.refusal.error.is(*code))
+}
+
+impl Gateway {
+    /// The session of a token that names exactly one task.
+    pub(super) async fn own_session(&self, caller: &Caller) -> Result<OwnSession, ApiError> {
+        let &[task] = caller.task_ids.as_slice() else {
+            return Err(ApiError::new(
+                ErrorCode::Forbidden,
+                "the token does not name exactly one task",
+            ));
+        };
+        let db = &self.orchestrator.db;
+        let generation = db.session_generation(caller.token_id).await?;
+        Ok(OwnSession {
+            task,
+            id: self.own_session_id(caller, generation.max(1)),
+            generation,
+            creates: true,
+        })
+    }
+
+    fn own_session_id(&self, caller: &Caller, generation: i64) -> SessionId {
+        let keys = &self.orchestrator.keys;
+        keys.own_session(caller.token_id, generation)
+    }
+
+    /// Runs a plan in the token's own session, which is made or resumed if need be.
+    pub(super) async fn run_in_own_session(
+        &self,
+        client: &Client<'_>,
+        tool: &'static Tool,
+        own: OwnSession,
+        plan: Plan,
+    ) -> Result<ToolOutput, ToolFailure> {
+        let mut note = None;
+        if own.generation == 0 {
+            if !own.creates {
+                let error = ApiError::new(
+                    ErrorCode::SessionNotFound,
+                    "this token has no session yet: the first command or file call makes it",
+                );
+                return Err(ToolFailure::unrecorded(Stage::Resource, error));
+            }
+            let body = UserSessionCreate {
+                task_id: Some(own.task),
+                ..UserSessionCreate::default()
+            };
+            let made = self
+                .make_generation(client, tool, own.task, 1, &body)
+                .await?;
+            // A session that an interrupted call has made is used as it is.
+            if made.is_some() {
+                note = Some(format!(
+                    "Session {} was created, with an empty workspace at /workspace.",
+                    own.id
+                ));
+            }
+        }
+        match self.run_plan(client, tool, plan.clone()).await {
+            Err(failure) if is_one_of(&failure, &DOWN) => {}
+            Err(failure) => return Err(failure),
+            Ok(value) => return Ok(ToolOutput { value, note }),
+        }
+        self.resume(client, tool, own).await.map_err(|failure| {
+            if !is_one_of(&failure, &GONE) {
+                return failure;
+            }
+            let error = ApiError::new(
+                ErrorCode::SessionEnded,
+                format!("session {} has ended and its workspace is gone", own.id),
+            );
+            let remedy = format!(
+                "Call {} to start a new session with an empty workspace.",
+                client.surface.spelled("sandbox.session.create")
+            );
+            ToolFailure::recorded(Stage::Run, error.with_remedy(remedy))
+        })?;
+        let value = self.run_plan(client, tool, plan).await?;
+        let note = Some(resumed(own.id));
+        Ok(ToolOutput { value, note })
+    }
+
+    /// Answers the token's session if it lives, resumes it if its workspace is kept, or creates
+    /// the next one. Concurrent calls agree on one session.
+    pub(super) async fn create_own_session(
+        &self,
+        client: &Client<'_>,
+        tool: &'static Tool,
+        own: OwnSession,
+        body: UserSessionCreate,
+    ) -> Result<ToolOutput, ToolFailure> {
+        let mut own = own;
+        for _ in 0..MAX_GENERATIONS {
+            if own.generation > 0
+                && let Some(output) = self.current(client, tool, own).await?
+            {
+                return Ok(output);
+            }
+            let next = own.generation + 1;
+            let made = self
+                .make_generation(client, tool, own.task, next, &body)
+                .await?;
+            if let Some(value) = made {
+                let is_over = [SessionState::Ended, SessionState::Failed]
+                    .iter()
+                    .any(|state| value["state"] == json!(state));
+                if !is_over {
+                    return Ok(value.into());
+                }
+            }
+            own = OwnSession {
+                id: self.own_session_id(client.caller, next),
+                generation: next,
+                ..own
+            };
+        }
+        let error = ApiError::new(
+            ErrorCode::SessionIdInUse,
+            "other calls with this token keep making and ending sessions",
+        );
+        Err(ToolFailure::recorded(Stage::Run, error))
+    }
+
+    /// The current session, if it lives or can be resumed.
+    async fn current(
+        &self,
+        client: &Client<'_>,
+        tool: &'static Tool,
+        own: OwnSession,
+    ) -> Result<Option<ToolOutput>, ToolFailure> {
+        let path = format!("/v1/sessions/{}", own.id);
+        let value = match self
+            .call(client, tool, ApiRequest::get(path, own.task))
+            .await
+        {
+            Ok(value) => value,
+            Err(failure) if is_one_of(&failure, &GONE) => return Ok(None),
+            Err(failure) => return Err(failure),
+        };
+        let lives = [SessionState::Running, SessionState::Creating]
+            .iter()
+            .any(|state| value["state"] == json!(state));
+        if lives {
+            let note = format!(
+                "Session {} already exists; it is answered unchanged. End it to start another.",
+                own.id
+            );
+            return Ok(Some(ToolOutput {
+                value,
+                note: Some(note),
+            }));
+        }
+        match self.resume(client, tool, own).await {
+            Ok(value) => Ok(Some(ToolOutput {
+                value,
+                note: Some(resumed(own.id)),
+            })),
+            Err(failure) if is_one_of(&failure, &GONE) => Ok(None),
+            Err(failure) => Err(failure),
+        }
+    }
+
+    async fn resume(
+        &self,
+        client: &Client<'_>,
+        tool: &'static Tool,
+        own: OwnSession,
+    ) -> Result<Value, ToolFailure> {
+        let path = format!("/v1/sessions/{}/resume", own.id);
+        let request = ApiRequest::new(Method::POST, path, own.task)
+            .json(&json!({}))
+            .map_err(|error| ToolFailure::unrecorded(Stage::Arguments, error))?;
+        self.call(client, tool, request).await
+    }
+
+    /// Creates the session of a generation and advances to it. Answers `None` if another request
+    /// has created it.
+    async fn make_generation(
+        &self,
+        client: &Client<'_>,
+        tool: &'static Tool,
+        task: cynode_api::TaskId,
+        generation: i64,
+        body: &UserSessionCreate,
+    ) -> Result<Option<Value>, ToolFailure> {
+        let body = UserSessionCreate {
+            session_id: Some(self.own_session_id(client.caller, generation)),
+            ..body.clone()
+        };
+        let request = ApiRequest::new(Method::POST, "/v1/sessions", task)
+            .json(&body)
+            .map_err(|error| ToolFailure::unrecorded(Stage::Arguments, error))?;
+        let made = match self.call(client, tool, request).await {
+            Ok(value) => Some(value),
+            Err(failure) if is_one_of(&failure, &[ErrorCode::SessionIdInUse]) => None,
+            Err(failure) => return Err(failure),
+        };
+        let db = &self.orchestrator.db;
+        db.advance_session_generation(client.caller.token_id, generation - 1)
+            .await
+            .map_err(|error| ToolFailure::recorded(Stage::Run, error.into()))?;
+        Ok(made)
+    }
+}
+
+fn resumed(id: SessionId) -> String {
+    format!("Session {id} had ended and was resumed: its files are kept, its processes are gone.")
+}
