@@ -1,0 +1,249 @@
+//! A local directory as a tree that patches are planned on.
+
+use std::{
+    io::{self, Read as _},
+    os::{fd::OwnedFd, unix::ffi::OsStrExt as _},
+    path::Path,
+};
+
+use cynode_patch::{
+    File, Kind, Location, MAX_FILE_BYTES, Plan, Problem, Reject, Tree, TreeNode, escaped,
+};
+use rustix::{
+    fs::{
+        AtFlags, CWD, Dir, FileType, Mode, OFlags, ResolveFlags, Stat, fstat, openat, openat2,
+        readlinkat, statat,
+    },
+    io::Errno,
+};
+use sha2::{Digest as _, Sha256};
+
+/// Directories above this depth are not searched.
+const MAX_DEPTH: usize = 128;
+
+/// A version of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stamp {
+    device: u64,
+    inode: u64,
+    size: i64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl Stamp {
+    pub(super) fn of(stat: &Stat) -> Self {
+        #[allow(
+            clippy::useless_conversion,
+            clippy::unnecessary_cast,
+            clippy::cast_possible_wrap,
+            reason = "the types of these fields depend on the architecture"
+        )]
+        Self {
+            device: stat.st_dev.into(),
+            inode: stat.st_ino.into(),
+            size: stat.st_size.into(),
+            modified: (stat.st_mtime.into(), stat.st_mtime_nsec as i64),
+            changed: (stat.st_ctime.into(), stat.st_ctime_nsec as i64),
+        }
+    }
+
+    /// Whether both are the same file, whatever its content.
+    pub(super) fn is_same_file(&self, other: &Self) -> bool {
+        (self.device, self.inode) == (other.device, other.inode)
+    }
+}
+
+pub struct LocalTree {
+    root: OwnedFd,
+}
+
+type TreeResult<T> = Result<T, Problem<io::Error>>;
+
+fn reject<T>(reason: impl Into<String>) -> TreeResult<T> {
+    Err(Problem::Reject(reason.into()))
+}
+
+fn failure(errno: Errno, location: &Location) -> Problem<io::Error> {
+    let path = escaped(location.as_bytes());
+    Problem::Failure(io::Error::new(
+        io::Error::from(errno).kind(),
+        format!("{path}: {errno}"),
+    ))
+}
+
+impl LocalTree {
+    pub(super) fn open(directory: &Path) -> io::Result<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Ok(Self {
+            root: openat(CWD, directory, flags, Mode::empty())?,
+        })
+    }
+
+    /// Opens a directory below the root. No component may be a link.
+    pub(super) fn directory(&self, parts: &[&[u8]]) -> Result<OwnedFd, Errno> {
+        let joined = parts.join(&b'/');
+        let path: &[u8] = if joined.is_empty() { b"." } else { &joined };
+        openat2(
+            &self.root,
+            path,
+            OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+            ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS,
+        )
+    }
+
+    /// Opens the directory of a location; also returns its last component.
+    pub(super) fn parent<'a>(&self, location: &'a Location) -> Result<(OwnedFd, &'a [u8]), Errno> {
+        let parts = location.parts();
+        let (last, parents) = parts.split_last().ok_or(Errno::INVAL)?;
+        Ok((self.directory(parents)?, *last))
+    }
+}
+
+impl Tree for LocalTree {
+    type Stamp = Stamp;
+    type Failure = io::Error;
+
+    fn locate(&self, location: &Location) -> TreeResult<Location> {
+        let parts = location.parts();
+        // The deepest directory that exists decides.
+        for depth in (0..parts.len()).rev() {
+            match self.directory(&parts[..depth]) {
+                Ok(_) => return Ok(location.clone()),
+                Err(Errno::NOENT) => {}
+                Err(Errno::LOOP | Errno::XDEV) => {
+                    return reject("the path passes through a symbolic link");
+                }
+                Err(Errno::NOTDIR) => return reject("a part of the path is not a directory"),
+                Err(Errno::NAMETOOLONG) => return reject("a part of the path is too long"),
+                Err(errno) => return Err(failure(errno, location)),
+            }
+        }
+        reject("the directory is gone")
+    }
+
+    fn load(&self, location: &Location) -> TreeResult<TreeNode<Stamp>> {
+        let (directory, last) = match self.parent(location) {
+            Ok(found) => found,
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV) => {
+                return Ok(TreeNode::Nothing);
+            }
+            Err(errno) => return Err(failure(errno, location)),
+        };
+        let stat = match statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => stat,
+            Err(Errno::NOENT) => return Ok(TreeNode::Nothing),
+            Err(Errno::NAMETOOLONG) => return reject("a part of the path is too long"),
+            Err(errno) => return Err(failure(errno, location)),
+        };
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile => read(&directory, last, location),
+            FileType::Symlink => {
+                let target = readlinkat(&directory, last, Vec::new())
+                    .map_err(|errno| failure(errno, location))?;
+                let file = File {
+                    kind: Kind::Symlink,
+                    bytes: target.into_bytes(),
+                };
+                Ok(TreeNode::File(Stamp::of(&stat), file))
+            }
+            FileType::Directory => Ok(TreeNode::Directory(Stamp::of(&stat))),
+            _ => reject("the path is not a regular file"),
+        }
+    }
+
+    fn files_below(&self, directory: &Location, limit: usize) -> TreeResult<Vec<Location>> {
+        let mut found = Vec::new();
+        let mut pending = vec![directory.clone()];
+        while let Some(next) = pending.pop() {
+            let opened = self
+                .directory(&next.parts())
+                .and_then(|opened| Dir::read_from(&opened))
+                .map_err(|errno| failure(errno, &next))?;
+            for entry in opened {
+                let entry = entry.map_err(|errno| failure(errno, &next))?;
+                let name = entry.file_name().to_bytes();
+                if matches!(name, b"." | b"..") {
+                    continue;
+                }
+                let location = Location::from_parts([next.as_bytes(), name]);
+                if entry.file_type() != FileType::Directory {
+                    found.push(location);
+                    if found.len() > limit {
+                        return Ok(found);
+                    }
+                } else if location.parts().len() > MAX_DEPTH {
+                    return reject("the directory is nested too deeply");
+                } else {
+                    pending.push(location);
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    fn digest(&self, bytes: &[u8]) -> String {
+        hex::encode(Sha256::digest(bytes))
+    }
+}
+
+fn read(directory: &OwnedFd, last: &[u8], location: &Location) -> TreeResult<TreeNode<Stamp>> {
+    let flags =
+        OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = openat(directory, last, flags, Mode::empty())
+        .map_err(|errno| failure(errno, location))?;
+    let stat = fstat(&file).map_err(|errno| failure(errno, location))?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return reject("the path is not a regular file");
+    }
+    let mut bytes = Vec::new();
+    std::fs::File::from(file)
+        .take(MAX_FILE_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .map_err(Problem::Failure)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        return reject(format!("the file has more than {MAX_FILE_BYTES} bytes"));
+    }
+    let kind = Kind::Regular(stat.st_mode & 0o777);
+    Ok(TreeNode::File(Stamp::of(&stat), File { kind, bytes }))
+}
+
+/// A reject for each link in the plan that leads out of the directory.
+pub(super) fn links_outside(plan: &Plan<Stamp>) -> Vec<Reject> {
+    plan.entries
+        .iter()
+        .filter(|(_, entry)| entry.changed)
+        .filter_map(|(location, entry)| Some((location, entry.now.as_ref()?)))
+        .filter(|(location, file)| {
+            file.kind == Kind::Symlink && leads_outside(location, &file.bytes)
+        })
+        .map(|(location, _)| {
+            Reject::of_file(
+                location.as_bytes().to_vec(),
+                "the symbolic link leads out of the directory".to_owned(),
+            )
+        })
+        .collect()
+}
+
+/// Whether a link's target is absolute, leaves the root, or reaches into `.git`.
+fn leads_outside(location: &Location, target: &[u8]) -> bool {
+    let path = Path::new(std::ffi::OsStr::from_bytes(target));
+    let mut depth = location.parts().len() - 1;
+    for part in path.components() {
+        match part {
+            std::path::Component::ParentDir if depth == 0 => return true,
+            std::path::Component::ParentDir => depth -= 1,
+            std::path::Component::Normal(name) => {
+                if cynode_patch::spells_git(name.as_bytes()) {
+                    return true;
+                }
+                depth += 1;
+            }
+            std::path::Component::CurDir => {}
+            std::path::Component::RootDir | std::path::Component::Prefix(_) => return true,
+        }
+    }
+    false
+}
