@@ -1,6 +1,7 @@
 //! The command line.
 
 mod audit;
+mod identity;
 mod orchestrator;
 
 use std::{ffi::OsString, path::PathBuf, time::Duration};
@@ -9,14 +10,16 @@ use clap::{
     Args, CommandFactory as _, Parser, Subcommand, ValueEnum,
     error::{ContextKind, ContextValue},
 };
-use cynode_api::{LimitsRequest, NetworkPolicy, SessionId, SessionState, TaskId, WorkspaceRef};
+use cynode_api::{LimitsRequest, NetworkPolicy, SessionId, SessionState, SignalName, WorkspaceRef};
 
 pub use audit::{
-    Audit, AuditExport, AuditSubjectId, AuditTail, ExportFormat, Policy, PolicyTestArgs,
+    Audit, AuditExport, AuditFilterArgs, AuditSubject, AuditTail, ExportFormat, Policy,
+    PolicyTestArgs,
 };
+pub use identity::{Group, Project, Token, User};
 pub use orchestrator::{
-    Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageName, Job, JobRun,
-    Node, NodeKey, Preference, Run, Setting, Task, Token,
+    Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageName, Job, JobList,
+    JobRun, Node, NodeKey, Preference, PreferenceScopeArg, Run, Setting, Task,
 };
 
 use crate::parse;
@@ -82,7 +85,7 @@ impl Invocation {
     pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
         let arguments: Vec<OsString> = arguments.into_iter().collect();
         let error = match Cli::try_parse_from(&arguments) {
-            Ok(cli) => return Ok(Self::Command(cli)),
+            Ok(cli) => return cli.with_session_of_directory(&arguments).map(Self::Command),
             Err(error) => error,
         };
         let unknown = match error.get(ContextKind::InvalidSubcommand) {
@@ -100,7 +103,38 @@ impl Invocation {
     }
 }
 
+impl Cli {
+    /// Tells `session exec -- CMD` from `session exec SESSION CMD`: when every word of a command
+    /// stands after `--`, none of them is a session.
+    fn with_session_of_directory(mut self, arguments: &[OsString]) -> Result<Self, clap::Error> {
+        let (session, command, needs_command) = match &mut self.command {
+            Command::Session {
+                command: Session::Exec(args),
+            } => (&mut args.session, &mut args.command, true),
+            Command::Session {
+                command: Session::Shell(args),
+            } => (&mut args.session, &mut args.command, false),
+            _ => return Ok(self),
+        };
+        let after_dashes = arguments
+            .iter()
+            .position(|argument| argument == "--")
+            .map(|dashes| arguments.len() - dashes - 1);
+        if let Some(first) = session.take_if(|_| after_dashes == Some(1 + command.len())) {
+            command.insert(0, first);
+        }
+        if needs_command && command.is_empty() {
+            return Err(Self::command().error(
+                clap::error::ErrorKind::MissingRequiredArgument,
+                "no command given; write 'cynode session exec [SESSION] -- CMD...'",
+            ));
+        }
+        Ok(self)
+    }
+}
+
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Global options")]
 pub struct Globals {
     /// Output format
     #[arg(
@@ -167,6 +201,21 @@ pub enum Command {
     Node {
         #[command(subcommand)]
         command: Node,
+    },
+    /// Manage projects, which group tasks
+    Project {
+        #[command(subcommand)]
+        command: Project,
+    },
+    /// Manage users
+    User {
+        #[command(subcommand)]
+        command: User,
+    },
+    /// Manage groups of users
+    Group {
+        #[command(subcommand)]
+        command: Group,
     },
     /// Create, list and revoke tokens
     Token {
@@ -318,7 +367,23 @@ pub struct RoleArgs {
     pub parent: Option<i32>,
 }
 
+/// How a list is printed.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct ListArgs {
+    /// Print whole ids and columns. This is the default when standard output is not a terminal
+    #[arg(long)]
+    pub wide: bool,
+    /// Print at most N items, the newest
+    #[arg(long, value_name = "N", default_value_t = 1_000, value_parser = parse::count)]
+    pub limit: usize,
+}
+
 #[derive(Debug, Subcommand)]
+#[command(
+    after_help = "SESSION is a name, an id, any part of an id that no other session has, or '.' \
+                  for the session of this directory: the one that 'session create' made last in it \
+                  or in the nearest directory above. Without SESSION, that one is meant."
+)]
 pub enum Session {
     /// Create a session and print its id
     Create(Box<Create>),
@@ -326,16 +391,84 @@ pub enum Session {
     Exec(Exec),
     /// Open a terminal in a session
     Shell(Shell),
-    /// List sessions
+    /// List sessions: what runs first, then the newest
     List(List),
     /// Show one session
-    Show { id: SessionId },
+    Show(SessionArg),
     /// End sessions
     End(End),
     /// Resume a lost or ended session on its workspace
-    Resume { id: SessionId },
+    Resume(SessionArg),
     /// Copy files into or out of a session
     Cp(Cp),
+    /// Print the output of a command, such as one of `exec --detach`
+    Logs(Logs),
+    /// Follow a running command: print its output, forward input and signals, exit with its code
+    Attach(Attach),
+    /// Signal a command, or everything in a session
+    Kill(Kill),
+    /// Extend the lifetime or the idle timeout of a session, counted from now
+    Extend(Extend),
+}
+
+#[derive(Debug, Args)]
+pub struct SessionArg {
+    /// Name, id or part of the id [default: the session of this directory]
+    pub session: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct Logs {
+    /// Name, id or part of the id [default: the session of this directory]
+    pub session: Option<String>,
+    /// Id of the exec, or a part of it [default: the newest]
+    pub exec: Option<String>,
+    /// Keep printing until the command ends
+    #[arg(long, short)]
+    pub follow: bool,
+    /// Don't escape control characters on a terminal
+    #[arg(long)]
+    pub raw: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Attach {
+    /// Name, id or part of the id [default: the session of this directory]
+    pub session: Option<String>,
+    /// Id of the exec, or a part of it [default: the newest that runs]
+    pub exec: Option<String>,
+    /// Don't forward standard input
+    #[arg(long)]
+    pub no_stdin: bool,
+    /// Don't escape control characters on a terminal
+    #[arg(long)]
+    pub raw: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Kill {
+    /// Name, id or part of the id [default: the session of this directory]
+    pub session: Option<String>,
+    /// Id of the exec, or a part of it [default: the newest that runs]
+    pub exec: Option<String>,
+    /// Signal every process in the session
+    #[arg(long, conflicts_with = "exec")]
+    pub all: bool,
+    /// Signal to send, such as INT
+    #[arg(long, short, value_name = "NAME", default_value = "TERM")]
+    pub signal: SignalName,
+}
+
+#[derive(Debug, Args)]
+pub struct Extend {
+    /// Name, id or part of the id [default: the session of this directory]
+    pub session: Option<String>,
+    /// Lifetime from now on, such as 2h
+    #[arg(long, value_name = "TIME", value_parser = parse::duration, required_unless_present = "idle")]
+    pub lifetime: Option<Duration>,
+    /// Idle timeout from now on, such as 1h
+    #[arg(long, value_name = "TIME", value_parser = parse::duration)]
+    pub idle: Option<Duration>,
 }
 
 /// Limits that sessions, jobs and policy tests share.
@@ -365,9 +498,12 @@ impl LimitArgs {
 
 #[derive(Debug, Args)]
 pub struct Create {
+    /// Name of the session: a-z, 0-9 and '-', with a hyphen [default: one like brave-otter]
+    #[arg(long)]
+    pub name: Option<String>,
     /// Task of the session [default: a new one]
-    #[arg(long, value_name = "UUID")]
-    pub task: Option<TaskId>,
+    #[arg(long)]
+    pub task: Option<String>,
     /// Session id; repeating it with the same options returns the same session [default: a new id]
     #[arg(long, value_name = "UUID")]
     pub id: Option<SessionId>,
@@ -424,8 +560,14 @@ impl From<Network> for NetworkPolicy {
 }
 
 #[derive(Debug, Args)]
+#[command(
+    override_usage = "cynode session exec [OPTIONS] [SESSION] [--] CMD...",
+    after_help = "Without SESSION, write '--' before the command: the first word before it is the \
+                  session."
+)]
 pub struct Exec {
-    pub id: SessionId,
+    /// Name, id or part of the id [default: the session of this directory]
+    pub session: Option<String>,
     /// Working directory [default: /workspace]
     #[arg(long, short = 'w', value_name = "DIR")]
     pub cwd: Option<String>,
@@ -435,23 +577,25 @@ pub struct Exec {
     /// Timeout [default: 10m; none with --detach]
     #[arg(long, short, value_name = "TIME", value_parser = parse::duration)]
     pub timeout: Option<Duration>,
-    /// Forward standard input
+    /// Forward standard input; with --detach, keep it open for `attach`
     #[arg(long, short = 'i')]
     pub stdin: bool,
     /// Start in the background and print the exec's id
-    #[arg(long, short, conflicts_with = "stdin")]
+    #[arg(long, short)]
     pub detach: bool,
     /// Don't escape control characters on a terminal
     #[arg(long)]
     pub raw: bool,
     /// Command and arguments
-    #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
+    #[arg(trailing_var_arg = true, value_name = "CMD")]
     pub command: Vec<String>,
 }
 
 #[derive(Debug, Args)]
+#[command(override_usage = "cynode session shell [OPTIONS] [SESSION] [--] [CMD]...")]
 pub struct Shell {
-    pub id: SessionId,
+    /// Name, id or part of the id [default: the session of this directory]
+    pub session: Option<String>,
     /// Accepted for convenience: a shell always has a terminal. Its session needs --pty
     #[arg(long, hide = true)]
     pub pty: bool,
@@ -466,17 +610,23 @@ pub struct List {
     #[arg(long)]
     pub state: Option<SessionState>,
     /// Only sessions of this task
-    #[arg(long, value_name = "UUID")]
-    pub task: Option<TaskId>,
+    #[arg(long)]
+    pub task: Option<String>,
     /// Only sessions with this label; may be repeated
     #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub label: Vec<(String, String)>,
+    /// Also sessions that have ended or failed
+    #[arg(long, conflicts_with = "state")]
+    pub all: bool,
+    #[command(flatten)]
+    pub list: ListArgs,
 }
 
 #[derive(Debug, Args)]
 pub struct End {
-    #[arg(required_unless_present = "all", conflicts_with = "all")]
-    pub ids: Vec<SessionId>,
+    /// Names, ids or parts of ids [default: the session of this directory]
+    #[arg(value_name = "SESSION", conflicts_with = "all")]
+    pub sessions: Vec<String>,
     /// End all sessions
     #[arg(long)]
     pub all: bool,
@@ -490,8 +640,10 @@ pub struct End {
 
 #[derive(Debug, Args)]
 #[command(
-    after_help = "One side is ID:PATH, the other a local path, or '-' for standard input or \
-                  output.\nRelative paths in a session start at /workspace."
+    after_help = "One side is SESSION:PATH, or :PATH for the session of this directory; the other \
+                  is a local path, or '-' for standard input or output. SESSION is a name, an id, \
+                  or at least 4 digits of one; write ./NAME:PATH for a local file.\nRelative paths \
+                  in a session start at /workspace."
 )]
 pub struct Cp {
     /// Copy directories recursively
@@ -513,12 +665,14 @@ mod tests {
     const ID: &str = "01890000-0000-7000-8000-000000000001";
 
     fn exec(arguments: &[&str]) -> Exec {
-        let cli = Cli::try_parse_from(["cynode", "session", "exec", ID].iter().chain(arguments))
-            .expect("valid");
-        match cli.command {
-            Command::Session {
-                command: Session::Exec(exec),
-            } => exec,
+        match parsed(&[&["session", "exec", ID], arguments].concat()) {
+            Ok(Invocation::Command(Cli {
+                command:
+                    Command::Session {
+                        command: Session::Exec(exec),
+                    },
+                ..
+            })) => exec,
             other => panic!("not exec: {other:?}"),
         }
     }
@@ -621,6 +775,89 @@ mod tests {
     }
 
     #[test]
+    fn words_after_the_dashes_are_the_command_and_the_word_before_them_is_the_session() {
+        let split = |arguments: &[&str]| match parsed(&[&["session"], arguments].concat()) {
+            Ok(Invocation::Command(Cli {
+                command:
+                    Command::Session {
+                        command:
+                            Session::Exec(Exec {
+                                session, command, ..
+                            }),
+                    },
+                ..
+            }))
+            | Ok(Invocation::Command(Cli {
+                command:
+                    Command::Session {
+                        command:
+                            Session::Shell(Shell {
+                                session, command, ..
+                            }),
+                    },
+                ..
+            })) => (session, command.join(" ")),
+            other => panic!("{arguments:?}: {other:?}"),
+        };
+        let some = |session: &str, command: &str| (Some(session.to_owned()), command.to_owned());
+        let none = |command: &str| (None, command.to_owned());
+        for (arguments, expected) in [
+            (&["exec", "--", "ls"][..], none("ls")),
+            (&["exec", "--", "ls", "-la"], none("ls -la")),
+            (&["exec", "-w", "/tmp", "--", "ls", "a"], none("ls a")),
+            (&["exec", "--", "ls", "--", "a"], none("ls -- a")),
+            (&["exec", "x-y", "--", "ls", "-la"], some("x-y", "ls -la")),
+            (&["exec", "x-y", "ls", "-la"], some("x-y", "ls -la")),
+            (
+                &["exec", "x-y", "-w", "/tmp", "--", "ls"],
+                some("x-y", "ls"),
+            ),
+            (
+                &["exec", "-d", "x-y", "ls", "--", "a"],
+                some("x-y", "ls -- a"),
+            ),
+            (&["exec", ".", "ls"], some(".", "ls")),
+            (&["shell"], none("")),
+            (&["shell", "x-y"], some("x-y", "")),
+            (&["shell", "--", "top", "-b"], none("top -b")),
+            (&["shell", "x-y", "--", "top"], some("x-y", "top")),
+        ] {
+            assert_eq!(split(arguments), expected, "{arguments:?}");
+        }
+        for arguments in [
+            &["exec"][..],
+            &["exec", ID],
+            &["exec", ID, "--"],
+            &["exec", "--"],
+        ] {
+            assert!(
+                parsed(&[&["session"], arguments].concat()).is_err(),
+                "{arguments:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn global_options_stand_apart() {
+        let mut command = Cli::command();
+        command.build();
+        let list = command
+            .find_subcommand_mut("session")
+            .and_then(|session| session.find_subcommand_mut("list"))
+            .expect("session list");
+        let help = list.render_help().to_string();
+        let (own, global) = help.split_once("Global options:").expect("a heading");
+        assert!(
+            own.contains("--label") && !own.contains("--output"),
+            "{help}"
+        );
+        assert!(
+            global.contains("--output") && !global.contains("--label"),
+            "{help}"
+        );
+    }
+
+    #[test]
     fn shell_accepts_the_pty_flag() {
         for arguments in [
             vec!["--pty", ID],
@@ -652,8 +889,8 @@ mod tests {
     }
 
     #[test]
-    fn end_needs_ids_or_all() {
-        assert!(Cli::try_parse_from(["cynode", "session", "end"]).is_err());
+    fn end_takes_ids_or_all() {
+        assert!(Cli::try_parse_from(["cynode", "session", "end"]).is_ok());
         assert!(Cli::try_parse_from(["cynode", "session", "end", "--all"]).is_ok());
         assert!(Cli::try_parse_from(["cynode", "session", "end", ID, "--all"]).is_err());
         assert!(Cli::try_parse_from(["cynode", "session", "end", ID, ID]).is_ok());

@@ -98,6 +98,10 @@ impl Failure {
         self
     }
 
+    pub fn is(&self, code: &str) -> bool {
+        self.code == code
+    }
+
     pub fn message(&self) -> &str {
         &self.message
     }

@@ -2,12 +2,14 @@
 #![forbid(unsafe_code)]
 #![allow(unreachable_pub, reason = "a binary has no outside")]
 
+mod apply;
 mod archive;
 mod audit;
 mod backup;
 mod cli;
 mod commands;
 mod connect;
+mod directories;
 mod doctor;
 mod down;
 mod failure;
@@ -15,6 +17,7 @@ mod output;
 mod parse;
 mod policy;
 mod postgres;
+mod resolve;
 mod retry;
 mod roles;
 mod sanitize;
@@ -114,6 +117,9 @@ async fn run_command(globals: &Globals, command: Command) -> Result<ExitCode, Fa
         Command::Task { command } => commands::task::run(globals, command).await,
         Command::Image { command } => commands::image::run(globals, command).await,
         Command::Node { command } => commands::node::run(globals, command).await,
+        Command::Project { command } => commands::project::run(globals, command).await,
+        Command::User { command } => commands::user::run(globals, command).await,
+        Command::Group { command } => commands::group::run(globals, command).await,
         Command::Token { command } => commands::token::run(globals, command).await,
         Command::Setting { command } => commands::setting::setting(globals, command).await,
         Command::Preference { command } => commands::setting::preference(globals, command).await,

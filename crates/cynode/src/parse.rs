@@ -4,6 +4,9 @@ use std::time::Duration;
 
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
+/// Items that a list prints.
+const MAX_LISTED: usize = 100_000;
+
 /// `512m`, `2g`, `10GiB`, `1048576`: units of 1024.
 pub fn size(text: &str) -> Result<u64, String> {
     let bad = || format!("'{text}' is not a size; write it like 512m, 2g or a number of bytes");
@@ -29,6 +32,14 @@ pub fn size(text: &str) -> Result<u64, String> {
         .checked_mul(1 << shift)
         .filter(|bytes| *bytes > 0)
         .ok_or_else(bad)
+}
+
+/// A number of items to list.
+pub fn count(text: &str) -> Result<usize, String> {
+    text.parse()
+        .ok()
+        .filter(|count| (1..=MAX_LISTED).contains(count))
+        .ok_or_else(|| format!("'{text}' is not a number from 1 to {MAX_LISTED}"))
 }
 
 /// `24h`, `30m`, `1h30m`, `90s`, `500ms`, `2d`; a bare number is seconds.

@@ -12,6 +12,9 @@ use tar::{Builder, EntryType, Header};
 /// The sandbox's user: local owners mean nothing there.
 const SANDBOX_UID: u64 = 1000;
 
+/// The unit of tar.
+const BLOCK_BYTES: u64 = 512;
+
 #[derive(Debug, Default)]
 pub struct Packed {
     /// Skipped entries, each with its reason.
@@ -54,6 +57,29 @@ pub fn pack_tree(root: &Path, to: &mut impl Write) -> io::Result<Packed> {
     }
     builder.into_inner()?;
     Ok(packed)
+}
+
+/// The bytes of an archive of everything below `root`. Long names need a few more.
+pub fn tree_bytes(root: &Path) -> io::Result<u64> {
+    let mut total = 2 * BLOCK_BYTES;
+    let mut directories = vec![root.to_owned()];
+    while let Some(directory) = directories.pop() {
+        for entry in fs_err::read_dir(&directory)? {
+            let path = entry?.path();
+            let metadata = fs_err::symlink_metadata(&path)?;
+            let is_file = metadata.is_file();
+            total += entry_bytes(if is_file { metadata.len() } else { 0 });
+            if metadata.is_dir() {
+                directories.push(path);
+            }
+        }
+    }
+    Ok(total)
+}
+
+/// The bytes of an entry with content of this size: a header, and whole blocks.
+pub const fn entry_bytes(size: u64) -> u64 {
+    BLOCK_BYTES + size.div_ceil(BLOCK_BYTES) * BLOCK_BYTES
 }
 
 /// Packs one file as an archive of one entry.

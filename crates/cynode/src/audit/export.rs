@@ -41,7 +41,7 @@ pub async fn run(client: &UserClient, args: &AuditExport) -> CommandResult {
             checkpoints.key
         )));
     }
-    let filter = args.filter.filter();
+    let filter = super::filter(client, &args.filter).await?;
     let (mut after, mut count) = (Some(0), 0_u64);
     while let Some(page) = super::next_page(client, &mut after, &filter).await? {
         for record in page.items {

@@ -12,10 +12,11 @@ use cynode_api::event_limits;
 use cynode_client::{AuditFilter, RawAuditPage, UserClient};
 
 use crate::{
-    cli::{Audit, Globals},
+    cli::{Audit, AuditFilterArgs, Globals},
     commands::CommandResult,
     connect,
     failure::Failure,
+    resolve,
 };
 
 pub async fn run(globals: &Globals, command: Audit) -> CommandResult {
@@ -31,6 +32,30 @@ pub async fn run(globals: &Globals, command: Audit) -> CommandResult {
         },
         Audit::Export(args) => export::run(&connect::user_client(globals)?, &args).await,
     }
+}
+
+/// The records that the arguments select.
+async fn filter(client: &UserClient, args: &AuditFilterArgs) -> Result<AuditFilter, Failure> {
+    Ok(AuditFilter {
+        task: resolve::optional(args.task.as_deref(), async |task| {
+            resolve::task(client, task).await
+        })
+        .await?,
+        session: resolve::optional(args.session.as_deref(), async |session| {
+            resolve::session(client.sessions(), session).await
+        })
+        .await?,
+        job: resolve::optional(args.job.as_deref(), async |job| {
+            resolve::job(client, job).await
+        })
+        .await?,
+        call: None,
+        subject: args.subject.clone(),
+        decision: args.decision,
+        action: args.action.clone(),
+        since: args.since,
+        until: args.until,
+    })
 }
 
 /// The next page of existing records; `None` after the last. A page that is neither full nor

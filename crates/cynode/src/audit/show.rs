@@ -2,26 +2,28 @@
 
 use std::process::ExitCode;
 
-use cynode_api::{AuditRecord, JobId, SessionId, TaskId};
+use cynode_api::AuditRecord;
 use cynode_audit::story;
 use cynode_client::{AuditFilter, UserClient};
 
 use crate::{
-    cli::{AuditSubjectId, Format, Globals},
+    cli::{AuditSubject, Format, Globals},
     commands::CommandResult,
     failure::{Failure, USAGE},
     output::{self, Progress},
+    resolve,
 };
 
 /// Nobody reads a summary of more records.
 const MAX_RECORDS: usize = 200_000;
 
-pub async fn run(client: &UserClient, globals: &Globals, subject: AuditSubjectId) -> CommandResult {
+pub async fn run(client: &UserClient, globals: &Globals, subject: AuditSubject) -> CommandResult {
     let progress = Progress::start("reading");
-    for filter in filters(subject) {
+    let is_of_unknown_kind = matches!(subject, AuditSubject::Any(_));
+    for filter in filters(client, &subject).await? {
         let (records, is_truncated) = match records(client, &filter, &progress).await {
             // The id may be of another kind.
-            Err(failure) if failure.exit == USAGE && matches!(subject, AuditSubjectId::Any(_)) => {
+            Err(failure) if failure.exit == USAGE && is_of_unknown_kind => {
                 continue;
             }
             result => result?,
@@ -50,8 +52,9 @@ pub async fn run(client: &UserClient, globals: &Globals, subject: AuditSubjectId
     .remedy("Check the id; see 'cynode audit tail'."))
 }
 
-/// One filter for each kind that the id may be of, the likeliest first.
-fn filters(subject: AuditSubjectId) -> Vec<AuditFilter> {
+/// One filter for each kind that the subject may be of, the likeliest first. The trail outlives
+/// what it is about, so a whole id need not name anything that still exists.
+async fn filters(client: &UserClient, subject: &AuditSubject) -> Result<Vec<AuditFilter>, Failure> {
     let session = |id| AuditFilter {
         session: Some(id),
         ..AuditFilter::default()
@@ -64,16 +67,32 @@ fn filters(subject: AuditSubjectId) -> Vec<AuditFilter> {
         task: Some(id),
         ..AuditFilter::default()
     };
-    match subject {
-        AuditSubjectId::Session(id) => vec![session(id)],
-        AuditSubjectId::Job(id) => vec![job(id)],
-        AuditSubjectId::Task(id) => vec![task(id)],
-        AuditSubjectId::Any(id) => vec![
-            session(SessionId::from_uuid(id)),
-            job(JobId::from_uuid(id)),
-            task(TaskId::from_uuid(id)),
-        ],
-    }
+    Ok(match subject {
+        AuditSubject::Session(text) => {
+            vec![session(resolve::session(client.sessions(), text).await?)]
+        }
+        AuditSubject::Job(text) => vec![job(resolve::job(client, text).await?)],
+        AuditSubject::Task(text) => vec![task(resolve::task(client, text).await?)],
+        AuditSubject::Any(text) => {
+            let found = [
+                resolve::session(client.sessions(), text).await.map(session),
+                resolve::job(client, text).await.map(job),
+                resolve::task(client, text).await.map(task),
+            ];
+            let mut filters = Vec::new();
+            let mut failure = None;
+            for found in found {
+                match found {
+                    Ok(filter) => filters.push(filter),
+                    Err(error) => drop(failure.get_or_insert(error)),
+                }
+            }
+            match failure {
+                Some(failure) if filters.is_empty() => return Err(failure),
+                _ => filters,
+            }
+        }
+    })
 }
 
 async fn records(

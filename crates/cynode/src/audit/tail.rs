@@ -24,7 +24,7 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Prints a line for each record. With `follow`, continues forever and reconnects after the last
 /// printed record.
 pub async fn run(client: &UserClient, globals: &Globals, args: &AuditTail) -> CommandResult {
-    let mut filter = args.filter.filter();
+    let mut filter = super::filter(client, &args.filter).await?;
     if filter.since.is_none() && !args.filter.is_narrow() {
         filter.since = Some(OffsetDateTime::now_utc() - time::Duration::HOUR);
     }

@@ -3,11 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
-use cynode_api::{AuditDecision, JobId, ProjectId, SessionId, TaskId, TokenId, TokenKind};
+use cynode_api::{AuditDecision, TokenKind};
 use cynode_audit::PublicKey;
-use cynode_client::AuditFilter;
 use time::OffsetDateTime;
-use uuid::Uuid;
 
 use super::LimitArgs;
 use crate::parse;
@@ -18,9 +16,9 @@ pub enum Audit {
     Tail(AuditTail),
     /// Summarize what happened in a session, a job or a task
     Show {
-        /// Id, or session:ID, job:ID, task:ID
+        /// Name, id or part of an id; or session:ID, job:ID, task:ID
         #[arg(value_name = "ID")]
-        subject: AuditSubjectId,
+        subject: AuditSubject,
     },
     /// Verify that no record was changed, removed or added; exit with 1 if one was
     Verify(AuditVerify),
@@ -31,14 +29,14 @@ pub enum Audit {
 #[derive(Clone, Debug, Default, Args)]
 pub struct AuditFilterArgs {
     /// Only records of this task
-    #[arg(long, value_name = "UUID")]
-    pub task: Option<TaskId>,
+    #[arg(long)]
+    pub task: Option<String>,
     /// Only records of this session
-    #[arg(long, value_name = "UUID")]
-    pub session: Option<SessionId>,
+    #[arg(long)]
+    pub session: Option<String>,
     /// Only records of this job
-    #[arg(long, value_name = "UUID")]
-    pub job: Option<JobId>,
+    #[arg(long)]
+    pub job: Option<String>,
     /// Only records of this user, agent or node (name or id)
     #[arg(long, value_name = "NAME")]
     pub subject: Option<String>,
@@ -61,20 +59,6 @@ impl AuditFilterArgs {
     pub const fn is_narrow(&self) -> bool {
         self.task.is_some() || self.session.is_some() || self.job.is_some()
     }
-
-    pub fn filter(&self) -> AuditFilter {
-        AuditFilter {
-            task: self.task,
-            session: self.session,
-            job: self.job,
-            call: None,
-            subject: self.subject.clone(),
-            decision: self.decision,
-            action: self.action.clone(),
-            since: self.since,
-            until: self.until,
-        }
-    }
 }
 
 #[derive(Debug, Args)]
@@ -89,27 +73,30 @@ pub struct AuditTail {
     pub filter: AuditFilterArgs,
 }
 
-/// The session, job or task that `audit show` summarizes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AuditSubjectId {
-    Session(SessionId),
-    Job(JobId),
-    Task(TaskId),
-    /// An id of unknown kind.
-    Any(Uuid),
+/// The session, job or task that `audit show` summarizes, by name, id or part of the id.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AuditSubject {
+    Session(String),
+    Job(String),
+    Task(String),
+    /// Of unknown kind.
+    Any(String),
 }
 
-impl std::str::FromStr for AuditSubjectId {
+impl std::str::FromStr for AuditSubject {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let (kind, id) = text.split_once(':').unwrap_or(("", text));
-        let id: Uuid = id.parse().map_err(|_| format!("'{id}' is not an id"))?;
+        let id = id.to_owned();
+        if id.is_empty() {
+            return Err("an id is missing".to_owned());
+        }
         match kind {
             "" => Ok(Self::Any(id)),
-            "session" => Ok(Self::Session(SessionId::from_uuid(id))),
-            "job" => Ok(Self::Job(JobId::from_uuid(id))),
-            "task" => Ok(Self::Task(TaskId::from_uuid(id))),
+            "session" => Ok(Self::Session(id)),
+            "job" => Ok(Self::Job(id)),
+            "task" => Ok(Self::Task(id)),
             _ => Err(format!(
                 "unknown kind '{kind}'; write session:ID, job:ID or task:ID"
             )),
@@ -179,24 +166,24 @@ pub struct PolicyTestArgs {
     /// Caller, by user name or id [default: yourself]
     #[arg(long, value_name = "NAME")]
     pub user: Option<String>,
-    /// Caller, by token id
-    #[arg(long, value_name = "UUID", conflicts_with = "user")]
-    pub token: Option<TokenId>,
+    /// Caller, by token id or a part of it
+    #[arg(long, conflicts_with = "user")]
+    pub token: Option<String>,
     /// Action, such as session.exec
     #[arg(long)]
     pub action: String,
     /// Project of the request
-    #[arg(long, value_name = "UUID")]
-    pub project: Option<ProjectId>,
+    #[arg(long)]
+    pub project: Option<String>,
     /// Task of the request
-    #[arg(long, value_name = "UUID")]
-    pub task: Option<TaskId>,
+    #[arg(long)]
+    pub task: Option<String>,
     /// Session of the request
-    #[arg(long, value_name = "UUID")]
-    pub session: Option<SessionId>,
+    #[arg(long)]
+    pub session: Option<String>,
     /// Job of the request
-    #[arg(long, value_name = "UUID")]
-    pub job: Option<JobId>,
+    #[arg(long)]
+    pub job: Option<String>,
     /// Requested image
     #[arg(long, value_name = "REF")]
     pub image: Option<String>,
@@ -229,13 +216,13 @@ mod tests {
     #[test]
     fn a_subject_is_an_id_with_or_without_its_kind() {
         let id = "01890000-0000-7000-8000-000000000001";
-        assert_eq!(id.parse(), Ok(AuditSubjectId::Any(id.parse().expect("id"))));
+        assert_eq!(id.parse(), Ok(AuditSubject::Any(id.to_owned())));
         assert_eq!(
             format!("job:{id}").parse(),
-            Ok(AuditSubjectId::Job(id.parse().expect("id")))
+            Ok(AuditSubject::Job(id.to_owned()))
         );
-        for bad in ["", "job", "job:", "world:x", &format!("world:{id}")] {
-            assert!(bad.parse::<AuditSubjectId>().is_err(), "{bad}");
+        for bad in ["", "job:", "world:x", &format!("world:{id}")] {
+            assert!(bad.parse::<AuditSubject>().is_err(), "{bad}");
         }
     }
 

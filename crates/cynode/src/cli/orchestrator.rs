@@ -3,11 +3,9 @@
 use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
-use cynode_api::{
-    ArtifactId, JobId, JobState, PreferenceScope, ProjectId, SessionId, TaskId, TokenId, TokenKind,
-};
+use cynode_api::{ArtifactId, JobState, PreferenceScope};
 
-use super::LimitArgs;
+use super::{LimitArgs, ListArgs};
 use crate::parse;
 
 #[derive(Debug, Args)]
@@ -31,8 +29,8 @@ pub struct Run {
     #[arg(long, value_name = "REF")]
     pub image: Option<String>,
     /// Task of the job [default: a new one]
-    #[arg(long, value_name = "UUID")]
-    pub task: Option<TaskId>,
+    #[arg(long)]
+    pub task: Option<String>,
     /// Local directory to copy to /workspace before the job starts
     #[arg(long, value_name = "DIR")]
     pub workspace: Option<PathBuf>,
@@ -65,24 +63,36 @@ pub struct Run {
 pub enum Job {
     /// Run a job from a JSON file and exit with its exit code
     Run(JobRun),
-    /// List jobs
-    List {
-        /// Only jobs in this state
-        #[arg(long)]
-        state: Option<JobState>,
-        /// Only jobs of this task
-        #[arg(long, value_name = "UUID")]
-        task: Option<TaskId>,
-    },
+    /// List jobs: what runs first, then the newest
+    List(JobList),
     /// Show one job
-    Show { id: JobId },
+    Show {
+        /// Id, or a part of it
+        job: String,
+    },
     /// Print a job's output
     Logs(JobLogs),
     /// Stop jobs
     Stop {
-        #[arg(required = true)]
-        ids: Vec<JobId>,
+        /// Ids, or parts of them
+        #[arg(required = true, value_name = "JOB")]
+        jobs: Vec<String>,
     },
+}
+
+#[derive(Debug, Args)]
+pub struct JobList {
+    /// Only jobs in this state
+    #[arg(long)]
+    pub state: Option<JobState>,
+    /// Only jobs of this task
+    #[arg(long)]
+    pub task: Option<String>,
+    /// Also jobs that have ended
+    #[arg(long, conflicts_with = "state")]
+    pub all: bool,
+    #[command(flatten)]
+    pub list: ListArgs,
 }
 
 #[derive(Debug, Args)]
@@ -99,7 +109,8 @@ pub struct JobRun {
 
 #[derive(Debug, Args)]
 pub struct JobLogs {
-    pub id: JobId,
+    /// Id, or a part of it
+    pub job: String,
     /// Keep printing until the job ends
     #[arg(long, short)]
     pub follow: bool,
@@ -112,14 +123,22 @@ pub struct JobLogs {
 pub enum Task {
     /// Create a task and print its id
     Create(TaskCreate),
-    /// List tasks
+    /// List tasks, the newest first
     List {
         /// Only tasks of this project
-        #[arg(long, value_name = "UUID")]
-        project: Option<ProjectId>,
+        #[arg(long)]
+        project: Option<String>,
+        /// Also tasks that are done, failed or canceled
+        #[arg(long)]
+        all: bool,
+        #[command(flatten)]
+        list: ListArgs,
     },
     /// Show one task
-    Show { id: TaskId },
+    Show {
+        /// Name, id or part of the id
+        task: String,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -127,8 +146,8 @@ pub struct TaskCreate {
     /// Name of the task
     pub name: String,
     /// Project of the task
-    #[arg(long, value_name = "UUID")]
-    pub project: Option<ProjectId>,
+    #[arg(long)]
+    pub project: Option<String>,
     /// Description of the task
     #[arg(long, value_name = "TEXT")]
     pub description: Option<String>,
@@ -149,9 +168,17 @@ pub enum Image {
     /// Deny an image
     Deny(ImageName),
     /// List images
-    List,
+    List {
+        #[command(flatten)]
+        list: ListArgs,
+    },
     /// Show one image
-    Show { image: String },
+    Show {
+        /// Name, id or part of the id, or reference of a version
+        image: String,
+    },
+    /// Remove an image that nothing uses; nodes keep their copies
+    Remove(ImageName),
 }
 
 #[derive(Debug, Args)]
@@ -175,7 +202,7 @@ pub struct ImageAdd {
 
 #[derive(Debug, Args)]
 pub struct ImageName {
-    /// Name or id of the image, or reference of a version
+    /// Name, id or part of the id, or reference of a version
     pub image: String,
     /// Only this version
     #[arg(long, value_name = "VERSION")]
@@ -184,16 +211,19 @@ pub struct ImageName {
 
 #[derive(Debug, Subcommand)]
 pub enum Node {
-    /// List nodes
-    List,
+    /// List nodes, the ready ones first
+    List {
+        #[command(flatten)]
+        list: ListArgs,
+    },
     /// Show one node
     Show {
-        /// Name or id
+        /// Name, id or part of the id
         node: String,
     },
     /// Stop scheduling work to a node; running work continues
     Drain {
-        /// Name or id
+        /// Name, id or part of the id
         node: String,
         /// Resume scheduling
         #[arg(long)]
@@ -223,44 +253,6 @@ pub struct NodeKeyCreate {
 }
 
 #[derive(Debug, Subcommand)]
-pub enum Token {
-    /// Create a token and print it once
-    Create(TokenCreate),
-    /// List tokens, without their secrets
-    List,
-    /// Revoke tokens immediately
-    Revoke {
-        #[arg(required = true)]
-        ids: Vec<TokenId>,
-    },
-}
-
-#[derive(Debug, Args)]
-pub struct TokenCreate {
-    /// Kind: user, project_manager, project_analyst or sandbox
-    #[arg(long, default_value = "user")]
-    pub kind: TokenKind,
-    /// User that the token acts for, by name or id [default: yourself]
-    #[arg(long)]
-    pub user: Option<String>,
-    /// Restrict to this project
-    #[arg(long, value_name = "UUID")]
-    pub project: Option<ProjectId>,
-    /// Restrict to this task; may be repeated
-    #[arg(long = "task", value_name = "UUID")]
-    pub tasks: Vec<TaskId>,
-    /// Restrict to this job
-    #[arg(long, value_name = "UUID")]
-    pub job: Option<JobId>,
-    /// Restrict to this session
-    #[arg(long, value_name = "UUID")]
-    pub session: Option<SessionId>,
-    /// Lifetime [default: 24h]
-    #[arg(long, value_name = "TIME", value_parser = parse::duration)]
-    pub expires: Option<Duration>,
-}
-
-#[derive(Debug, Subcommand)]
 pub enum Setting {
     /// Print a setting's value
     Get { key: String },
@@ -276,11 +268,11 @@ pub enum Preference {
     Get {
         key: String,
         /// For this task
-        #[arg(long, value_name = "UUID")]
-        task: Option<TaskId>,
+        #[arg(long)]
+        task: Option<String>,
         /// For this project
-        #[arg(long, value_name = "UUID")]
-        project: Option<ProjectId>,
+        #[arg(long)]
+        project: Option<String>,
     },
     /// Change a preference to a JSON value, or to plain text
     Set {
@@ -293,11 +285,11 @@ pub enum Preference {
     /// List the effective preferences, or those of one scope
     List {
         /// For this task
-        #[arg(long, value_name = "UUID")]
-        task: Option<TaskId>,
+        #[arg(long)]
+        task: Option<String>,
         /// For this project
-        #[arg(long, value_name = "UUID")]
-        project: Option<ProjectId>,
+        #[arg(long)]
+        project: Option<String>,
         /// Scope: system, task:ID, project:ID, user:ID or group:ID
         #[arg(long, value_name = "SCOPE", conflicts_with_all = ["task", "project"])]
         scope: Option<PreferenceScopeArg>,
@@ -308,6 +300,7 @@ pub enum Preference {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PreferenceScopeArg {
     pub scope: PreferenceScope,
+    /// A name, an id or a part of one.
     pub id: String,
 }
 
@@ -323,7 +316,7 @@ impl std::str::FromStr for PreferenceScopeArg {
                 id: "system".to_owned(),
             }),
             (PreferenceScope::System, _) => Err("the system scope takes no id".to_owned()),
-            (_, id) if id.parse::<uuid::Uuid>().is_ok() => Ok(Self {
+            (_, id) if !id.is_empty() => Ok(Self {
                 scope,
                 id: id.to_owned(),
             }),
@@ -338,19 +331,21 @@ pub enum Artifact {
     Put(ArtifactPut),
     /// Print an artifact, or write it to a file
     Get(ArtifactGet),
-    /// List the artifacts of a task
+    /// List the artifacts of a task, the newest first
     List {
         /// Task of the artifacts
-        #[arg(long, value_name = "UUID")]
-        task: TaskId,
+        #[arg(long)]
+        task: String,
+        #[command(flatten)]
+        list: ListArgs,
     },
 }
 
 #[derive(Debug, Args)]
 pub struct ArtifactPut {
     /// Task of the artifact
-    #[arg(long, value_name = "UUID")]
-    pub task: TaskId,
+    #[arg(long)]
+    pub task: String,
     /// File to store; `-` is standard input
     pub file: PathBuf,
     /// Path within the task [default: the file's name]
@@ -362,11 +357,11 @@ pub struct ArtifactPut {
 
 #[derive(Debug, Args)]
 pub struct ArtifactGet {
-    /// Path within the task, or an artifact's id without --task
+    /// Path within the task, or an artifact's id; with --task also a part of the id
     pub artifact: String,
     /// Task of the artifact
-    #[arg(long, value_name = "UUID")]
-    pub task: Option<TaskId>,
+    #[arg(long)]
+    pub task: Option<String>,
     /// Version [default: the newest]
     #[arg(long, value_name = "N", requires = "task")]
     pub version: Option<i64>,
@@ -398,8 +393,8 @@ pub struct EventFilter {
     #[arg(long, value_name = "CURSOR", default_value_t = 0)]
     pub after: i64,
     /// Only events of this task
-    #[arg(long, value_name = "UUID")]
-    pub task: Option<TaskId>,
+    #[arg(long)]
+    pub task: Option<String>,
 }
 
 #[cfg(test)]
@@ -423,7 +418,7 @@ mod tests {
                 id: id.to_owned()
             })
         );
-        for bad in ["task", "task:x", "system:1", "world", ""] {
+        for bad in ["task", "task:", "system:1", "world", ""] {
             assert!(bad.parse::<PreferenceScopeArg>().is_err(), "{bad}");
         }
     }

@@ -2,18 +2,19 @@
 
 use std::{path::Path, process::ExitCode};
 
-use cynode_api::Artifact as ApiArtifact;
+use cynode_api::{Artifact as ApiArtifact, ErrorCode, TaskId};
 use cynode_client::{ArtifactBody, Body, UserClient};
 use sha2::{Digest as _, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 
-use super::{CommandResult, age, print_created, print_list};
+use super::{CommandResult, age, newest, print_created, print_list};
 use crate::{
     archive,
     cli::{Artifact, ArtifactGet, ArtifactPut, Globals},
     connect,
     failure::{Failure, INTERNAL},
-    output,
+    output::{self, TableStyle},
+    resolve,
     session::{stdio, transfer::local_failure},
     staged::{Staged, unless_interrupted},
 };
@@ -23,17 +24,21 @@ pub async fn run(globals: &Globals, command: Artifact) -> CommandResult {
     match command {
         Artifact::Put(args) => put(&client, globals, args).await,
         Artifact::Get(args) => get(&client, &args).await,
-        Artifact::List { task } => {
-            let artifacts = client.artifacts(task).await?;
+        Artifact::List { task, list } => {
+            let task = resolve::task(&client, &task).await?;
+            let query = vec![("task_id", task.to_string())];
+            let artifacts: Vec<ApiArtifact> = newest(&client, list, query, |_| true).await?;
+            let style = TableStyle::new(list.wide);
             print_list(
                 globals,
+                style,
                 &artifacts,
                 ["ARTIFACT", "PATH", "VERSION", "SIZE", "TYPE", "AGE", "BY"],
                 |artifact: &ApiArtifact| {
                     let size = output::size(u64::try_from(artifact.size).unwrap_or_default());
                     let (age, by) = (age(artifact.created_at), artifact.created_by.clone());
                     [
-                        artifact.id.to_string(),
+                        style.id(&artifact.id),
                         artifact.path.clone(),
                         artifact.version.to_string(),
                         size,
@@ -68,8 +73,9 @@ async fn put(client: &UserClient, globals: &Globals, args: ArtifactPut) -> Comma
                 .map_err(|error| Failure::usage(error.to_string()))?,
         )
     };
+    let task = resolve::task(client, &args.task).await?;
     let artifact = client
-        .put_artifact(args.task, &path, args.media_type.as_deref(), body)
+        .put_artifact(task, &path, args.media_type.as_deref(), body)
         .await?;
     let note = format!(
         "{} version {}, {} bytes, sha256 {}",
@@ -99,17 +105,17 @@ fn stream(mut from: impl AsyncRead + Unpin + Send + 'static) -> Body {
 }
 
 async fn get(client: &UserClient, args: &ArtifactGet) -> CommandResult {
-    let body = match (args.task, args.id()) {
-        (Some(task), _) => {
-            client
-                .get_artifact(task, &args.artifact, args.version)
-                .await?
-        }
+    let task = resolve::optional(args.task.as_deref(), async |task| {
+        resolve::task(client, task).await
+    })
+    .await?;
+    let body = match (task, args.id()) {
+        (Some(task), _) => by_path_or_part(client, task, args).await?,
         (None, Some(id)) => client.artifact_content(id).await?,
         (None, None) => {
             return Err(
                 Failure::usage(format!("'{}' is not an artifact's id", args.artifact))
-                    .remedy("To fetch by path, add --task."),
+                    .remedy("To fetch by path or by a part of the id, add --task."),
             );
         }
     };
@@ -121,6 +127,25 @@ async fn get(client: &UserClient, args: &ArtifactGet) -> CommandResult {
         unless_interrupted(to_file(body, &args.to)).await?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// An artifact of a task, by its path, or else by a part of its id.
+async fn by_path_or_part(
+    client: &UserClient,
+    task: TaskId,
+    args: &ArtifactGet,
+) -> Result<ArtifactBody, Failure> {
+    let by_path = client
+        .get_artifact(task, &args.artifact, args.version)
+        .await;
+    let is_missing = by_path
+        .as_ref()
+        .is_err_and(|error| error.is(ErrorCode::NotFound));
+    if !is_missing || args.version.is_some() || resolve::id_part(&args.artifact).is_none() {
+        return Ok(by_path?);
+    }
+    let id = resolve::artifact(client, task, &args.artifact).await?;
+    Ok(client.artifact_content(id).await?)
 }
 
 /// Writes the file atomically: a failed transfer keeps the existing file.

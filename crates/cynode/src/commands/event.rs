@@ -2,7 +2,7 @@
 
 use std::{process::ExitCode, time::Duration};
 
-use cynode_api::Event as ApiEvent;
+use cynode_api::{Event as ApiEvent, TaskId};
 use cynode_client::UserClient;
 use tokio::time::sleep;
 
@@ -11,7 +11,8 @@ use crate::{
     cli::{Event, EventFilter, Format, Globals},
     connect,
     failure::Failure,
-    output, sanitize,
+    output::{self, TableStyle},
+    resolve, sanitize,
 };
 
 /// How long the server holds a request until there are new events.
@@ -23,10 +24,11 @@ pub async fn run(globals: &Globals, command: Event) -> CommandResult {
     let client = connect::user_client(globals)?;
     match command {
         Event::List(filter) => {
+            let task = task(&client, &filter).await?;
             let mut events = Vec::new();
             let mut after = filter.after;
             loop {
-                let page = client.events(after, filter.task, Duration::ZERO).await?;
+                let page = client.events(after, task, Duration::ZERO).await?;
                 if page.items.is_empty() && page.next_cursor == after {
                     break;
                 }
@@ -35,6 +37,8 @@ pub async fn run(globals: &Globals, command: Event) -> CommandResult {
             }
             print_list(
                 globals,
+                // Events are for programs too: their ids stay whole.
+                TableStyle::new(true),
                 &events,
                 ["CURSOR", "AT", "TYPE", "STATE", "SUBJECT", "TASK"],
                 |event: &ApiEvent| {
@@ -53,6 +57,13 @@ pub async fn run(globals: &Globals, command: Event) -> CommandResult {
     }
 }
 
+async fn task(client: &UserClient, filter: &EventFilter) -> Result<Option<TaskId>, Failure> {
+    resolve::optional(filter.task.as_deref(), async |task| {
+        resolve::task(client, task).await
+    })
+    .await
+}
+
 fn subject(event: &ApiEvent) -> String {
     event
         .job_id
@@ -67,10 +78,11 @@ async fn follow(
     globals: &Globals,
     filter: &EventFilter,
 ) -> Result<ExitCode, Failure> {
+    let task = task(client, filter).await?;
     let mut after = filter.after;
     let mut connected = false;
     loop {
-        let page = match client.events(after, filter.task, POLL_TIMEOUT).await {
+        let page = match client.events(after, task, POLL_TIMEOUT).await {
             Ok(page) => page,
             Err(error) if connected && error.is_transient() => {
                 sleep(RETRY_DELAY).await;

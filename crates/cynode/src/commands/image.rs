@@ -5,16 +5,18 @@ use cynode_api::{
     LABEL_AGENT_COMPATIBLE,
 };
 use cynode_client::UserClient;
+use serde_json::json;
 
 use super::{
-    CommandResult, api_name, format_time, not_found, print_created, print_done, print_list,
+    CommandResult, api_name, format_time, newest, print_created, print_done, print_list,
     print_object,
 };
 use crate::{
     cli::{Globals, Image, ImageName},
     connect,
     failure::{Failure, USAGE},
-    output::Progress,
+    output::{Progress, TableStyle},
+    resolve,
 };
 
 pub async fn run(globals: &Globals, command: Image) -> CommandResult {
@@ -68,17 +70,20 @@ pub async fn run(globals: &Globals, command: Image) -> CommandResult {
         }
         Image::Allow(args) => set(&client, globals, &args, true).await,
         Image::Deny(args) => set(&client, globals, &args, false).await,
-        Image::List => {
-            let images = client.images().await?;
+        Image::Remove(args) => remove(&client, globals, &args).await,
+        Image::List { list } => {
+            let images: Vec<ApiImage> = newest(&client, list, Vec::new(), |_| true).await?;
+            let style = TableStyle::new(list.wide);
             let versions: Vec<(&ApiImage, &ImageVersion)> = images
                 .iter()
                 .flat_map(|image| image.versions.iter().map(move |version| (image, version)))
                 .collect();
             if globals.output == crate::cli::Format::Json {
-                return print_list(globals, &images, [], |_| []);
+                return print_list(globals, style, &images, [], |_| []);
             }
             print_list(
                 globals,
+                style,
                 &versions,
                 ["IMAGE", "VERSION", "ALLOWED", "STATE", "NODES", "REFERENCE"],
                 |(image, version)| {
@@ -101,7 +106,7 @@ pub async fn run(globals: &Globals, command: Image) -> CommandResult {
             )
         }
         Image::Show { image } => {
-            let (image, _) = find(client.images().await?, &image)?;
+            let (image, _) = find(&client, &image).await?;
             let mut fields = vec![
                 ("image", image.id.to_string()),
                 ("name", image.name.clone()),
@@ -200,21 +205,7 @@ async fn set(
     args: &ImageName,
     is_allowed: bool,
 ) -> CommandResult {
-    let (image, by_reference) = find(client.images().await?, &args.image)?;
-    let image_version = args.version.clone().or(by_reference);
-    if let Some(wanted) = &image_version
-        && !image
-            .versions
-            .iter()
-            .any(|version| version.version == *wanted)
-    {
-        return Err(Failure::new(
-            USAGE,
-            "not_found",
-            format!("image '{}' has no version '{wanted}'", image.name),
-        )
-        .remedy("See 'cynode image show'."));
-    }
+    let (image, image_version) = find_version(client, args).await?;
     let patch = ImagePatch {
         version: Some(API_VERSION),
         description: None,
@@ -237,34 +228,64 @@ async fn set(
     )
 }
 
-/// Finds an image by id or name, or by the reference of a version, which is returned too.
-fn find(images: Vec<ApiImage>, wanted: &str) -> Result<(ApiImage, Option<String>), Failure> {
-    let version = |image: &ApiImage| {
-        image
+async fn remove(client: &UserClient, globals: &Globals, args: &ImageName) -> CommandResult {
+    let (image, version) = find_version(client, args).await?;
+    client.remove_image(image.id, version.as_deref()).await?;
+    let which = version
+        .as_ref()
+        .map_or_else(String::new, |version| format!(" version {version}"));
+    print_done(
+        globals,
+        &json!({ "removed": image.id, "image_version": version }),
+        &format!("removed image '{}'{which}", image.name),
+    )
+}
+
+/// The image that a command names, and the version if it names one.
+async fn find_version(
+    client: &UserClient,
+    args: &ImageName,
+) -> Result<(ApiImage, Option<String>), Failure> {
+    let (image, by_reference) = find(client, &args.image).await?;
+    let version = args.version.clone().or(by_reference);
+    if let Some(wanted) = &version
+        && !image
+            .versions
+            .iter()
+            .any(|version| version.version == *wanted)
+    {
+        return Err(Failure::new(
+            USAGE,
+            "not_found",
+            format!("image '{}' has no version '{wanted}'", image.name),
+        )
+        .remedy("See 'cynode image show'."));
+    }
+    Ok((image, version))
+}
+
+/// Finds an image by name, id or part of the id, or by the reference of a version, which is
+/// returned too.
+async fn find(client: &UserClient, wanted: &str) -> Result<(ApiImage, Option<String>), Failure> {
+    let failure = match resolve::image(client, wanted).await {
+        Err(failure) if failure.is("not_found") => failure,
+        found => return found.map(|image| (image, None)),
+    };
+    for image in client.images().await? {
+        let version = image
             .versions
             .iter()
             .find(|version| version.image_ref == wanted)
-            .map(|version| version.version.clone())
-    };
-    let by_name = images
-        .iter()
-        .position(|image| image.name == wanted || image.id.to_string() == wanted);
-    let index = by_name.or_else(|| images.iter().position(|image| version(image).is_some()));
-    let image = index
-        .and_then(|index| images.into_iter().nth(index))
-        .ok_or_else(|| not_found("image", wanted))?;
-    let version = if by_name.is_some() {
-        None
-    } else {
-        version(&image)
-    };
-    Ok((image, version))
+            .map(|version| version.version.clone());
+        if version.is_some() {
+            return Ok((image, version));
+        }
+    }
+    Err(failure)
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     #[test]

@@ -2,44 +2,31 @@
 
 use std::process::ExitCode;
 
-use cynode_api::Job as ApiJob;
+use cynode_api::{Job as ApiJob, JobState};
+use cynode_client::UserClient;
 use serde_json::json;
 
-use super::{CommandResult, follow::Follower, format_time, print_done, print_list, print_object};
-use crate::{
-    cli::{Format, Globals, Job},
-    connect, output,
+use super::{
+    CommandResult, follow::Follower, format_time, note_more, print_done, print_list, print_object,
 };
+use crate::{
+    cli::{Format, Globals, Job, JobList},
+    connect,
+    output::{self, TableStyle},
+    resolve,
+};
+
+/// The states of jobs that a list shows first.
+const UNFINISHED: &str = "in_progress,accepted";
+const FINISHED: &str = "completed,failed,timeout,canceled";
 
 pub async fn run(globals: &Globals, command: Job) -> CommandResult {
     let client = connect::user_client(globals)?;
     match command {
         Job::Run(args) => super::run::from_file(&client, globals, &args).await,
-        Job::List { state, task } => {
-            let jobs = client.jobs(state, task).await?;
-            print_list(
-                globals,
-                &jobs,
-                ["JOB", "STATE", "EXIT", "STARTED", "IMAGE", "TASK"],
-                |job: &ApiJob| {
-                    let exit = job
-                        .exit_code
-                        .map(|code| code.to_string())
-                        .unwrap_or_default();
-                    let started = job.started_at.map(format_time).unwrap_or_default();
-                    [
-                        job.job_id.to_string(),
-                        job.state.to_string(),
-                        exit,
-                        started,
-                        job.image_ref.clone(),
-                        job.task_id.to_string(),
-                    ]
-                },
-            )
-        }
-        Job::Show { id } => {
-            let job = client.job(id).await?;
+        Job::List(args) => list(&client, globals, args).await,
+        Job::Show { job } => {
+            let job = client.job(resolve::job(&client, &job).await?).await?;
             let error = job
                 .error
                 .as_ref()
@@ -55,6 +42,7 @@ pub async fn run(globals: &Globals, command: Job) -> CommandResult {
                         .unwrap_or_default(),
                 ),
                 ("error", error),
+                ("command", command_line(&job)),
                 (
                     "output",
                     job.output
@@ -80,19 +68,24 @@ pub async fn run(globals: &Globals, command: Job) -> CommandResult {
             print_object(globals, &job, &fields)
         }
         Job::Logs(args) => {
+            let id = resolve::job(&client, &args.job).await?;
             if globals.output == Format::Json {
                 let page = client
-                    .job_output(args.id, &cynode_client::OutputQuery::default())
+                    .job_output(id, &cynode_client::OutputQuery::default())
                     .await?;
                 output::json(&page)?;
                 return Ok(ExitCode::SUCCESS);
             }
-            Follower::new(&client, args.id, args.raw)
+            Follower::new(&client, id, args.raw)
                 .print(args.follow)
                 .await?;
             Ok(ExitCode::SUCCESS)
         }
-        Job::Stop { ids } => {
+        Job::Stop { jobs: names } => {
+            let mut ids = Vec::new();
+            for name in &names {
+                ids.push(resolve::job(&client, name).await?);
+            }
             let mut jobs = Vec::new();
             for id in ids {
                 let job = client.stop_job(id).await?;
@@ -107,5 +100,75 @@ pub async fn run(globals: &Globals, command: Job) -> CommandResult {
                 Format::Table => Ok(ExitCode::SUCCESS),
             }
         }
+    }
+}
+
+async fn list(client: &UserClient, globals: &Globals, args: JobList) -> CommandResult {
+    let task = resolve::optional(args.task.as_deref(), async |task| {
+        resolve::task(client, task).await
+    })
+    .await?;
+    let states = match (args.state, args.all) {
+        (Some(state), _) => vec![state.to_string()],
+        (None, true) => vec![UNFINISHED.to_owned(), FINISHED.to_owned()],
+        (None, false) => vec![UNFINISHED.to_owned()],
+    };
+    let mut jobs: Vec<ApiJob> = Vec::new();
+    let mut has_more = false;
+    for state in states {
+        let mut query = vec![("state", state)];
+        query.extend(task.map(|id| ("task_id", id.to_string())));
+        let listing = client
+            .newest(query, args.list.limit - jobs.len(), |_| true)
+            .await?;
+        jobs.extend(listing.items);
+        has_more = listing.has_more;
+        if has_more {
+            break;
+        }
+    }
+    // What runs comes before what waits.
+    jobs.sort_by_key(|job| match job.state {
+        JobState::InProgress => 0,
+        JobState::Accepted => 1,
+        _ => 2,
+    });
+    note_more(args.list, has_more);
+    let style = TableStyle::new(args.list.wide);
+    print_list(
+        globals,
+        style,
+        &jobs,
+        [
+            "JOB", "STATE", "EXIT", "STARTED", "COMMAND", "IMAGE", "TASK",
+        ],
+        |job: &ApiJob| {
+            let exit = job
+                .exit_code
+                .map(|code| code.to_string())
+                .unwrap_or_default();
+            [
+                style.id(&job.job_id),
+                job.state.to_string(),
+                exit,
+                job.started_at.map(|at| style.time(at)).unwrap_or_default(),
+                command_line(job),
+                job.image_ref.clone(),
+                style.id(&job.task_id),
+            ]
+        },
+    )
+}
+
+/// The command in one line, as far as it is shown.
+fn command_line(job: &ApiJob) -> String {
+    const MAX_SHOWN: usize = 100;
+    let Some(words) = &job.command else {
+        return String::new();
+    };
+    let text = words.join(" ");
+    match text.char_indices().nth(MAX_SHOWN) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
     }
 }

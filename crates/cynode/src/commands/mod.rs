@@ -2,26 +2,32 @@
 
 pub mod artifact;
 pub mod event;
+pub mod group;
 pub mod image;
 pub mod job;
 pub mod node;
+pub mod project;
 pub mod run;
 pub mod setting;
 pub mod task;
 pub mod token;
+pub mod user;
 
 mod follow;
 
 use std::process::ExitCode;
 
+use cynode_client::{Listed, UserClient};
 use serde::Serialize;
 use serde_json::{Value, json};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
+pub use crate::output::short_id;
 use crate::{
-    cli::{Format, Globals},
+    cli::{Format, Globals, ListArgs},
     failure::{Failure, USAGE},
-    output, sanitize,
+    output::{self, TableStyle},
+    sanitize,
 };
 
 /// The result of a command: its exit code, or a failure to report.
@@ -30,15 +36,38 @@ pub type CommandResult = Result<ExitCode, Failure>;
 /// Prints a list: as one JSON object, or as a table.
 pub fn print_list<T: Serialize, const N: usize>(
     globals: &Globals,
+    style: TableStyle,
     items: &[T],
     header: [&str; N],
     row: impl Fn(&T) -> [String; N],
 ) -> CommandResult {
     match globals.output {
         Format::Json => output::json(&json!({ "items": items }))?,
-        Format::Table => output::table(header, items.iter().map(row))?,
+        Format::Table => output::table(style, header, items.iter().map(row))?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The newest items of a list that the query selects and `keep` accepts.
+pub async fn newest<T: Listed>(
+    client: &UserClient,
+    args: ListArgs,
+    query: Vec<(&'static str, String)>,
+    keep: impl Fn(&T) -> bool,
+) -> Result<Vec<T>, Failure> {
+    let listing = client.newest(query, args.limit, keep).await?;
+    note_more(args, listing.has_more);
+    Ok(listing.items)
+}
+
+/// Says that a list is longer than what is printed.
+pub fn note_more(args: ListArgs, has_more: bool) {
+    if has_more {
+        output::message(&format!(
+            "cynode: printed the newest {}; see --limit",
+            args.limit
+        ));
+    }
 }
 
 /// Prints an object: as JSON, or as lines of its non-empty fields.

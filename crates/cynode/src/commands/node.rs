@@ -1,26 +1,30 @@
 //! `node`: manages nodes.
 
-use cynode_api::{API_VERSION, Capability, LargestLimits, Node as ApiNode, NodeKeyCreate};
-use cynode_client::UserClient;
+use cynode_api::{
+    API_VERSION, Capability, LargestLimits, Node as ApiNode, NodeKeyCreate, NodeState,
+};
 
 use super::{
-    CommandResult, age, api_name, format_time, not_found, print_created, print_done, print_list,
+    CommandResult, age, api_name, format_time, newest, print_created, print_done, print_list,
     print_object, seconds,
 };
 use crate::{
     cli::{Globals, Node, NodeKey},
     connect,
-    failure::Failure,
-    output,
+    output::{self, TableStyle},
+    resolve,
 };
 
 pub async fn run(globals: &Globals, command: Node) -> CommandResult {
     let client = connect::user_client(globals)?;
     match command {
-        Node::List => {
-            let nodes = client.nodes().await?;
+        Node::List { list } => {
+            let mut nodes: Vec<ApiNode> = newest(&client, list, Vec::new(), |_| true).await?;
+            nodes.sort_by_key(|node| node.state != NodeState::Ready);
+            let style = TableStyle::new(list.wide);
             print_list(
                 globals,
+                style,
                 &nodes,
                 [
                     "NODE",
@@ -37,7 +41,7 @@ pub async fn run(globals: &Globals, command: Node) -> CommandResult {
                         node.running_sandboxes, node.capability.max_sandboxes
                     );
                     [
-                        node.id.to_string(),
+                        style.id(&node.id),
                         node.name.clone(),
                         api_name(&node.state),
                         sandboxes,
@@ -49,7 +53,7 @@ pub async fn run(globals: &Globals, command: Node) -> CommandResult {
             )
         }
         Node::Show { node } => {
-            let node = find(&client, &node).await?;
+            let node = resolve::node(&client, &node).await?;
             let capability = &node.capability;
             let fields = [
                 ("node", node.id.to_string()),
@@ -108,7 +112,7 @@ pub async fn run(globals: &Globals, command: Node) -> CommandResult {
             print_object(globals, &node, &fields)
         }
         Node::Drain { node, undo } => {
-            let id = find(&client, &node).await?.id;
+            let id = resolve::node(&client, &node).await?.id;
             let node = client.drain_node(id, !undo).await?;
             let state = if undo {
                 "accepts work again"
@@ -175,12 +179,4 @@ fn labels(node: &ApiNode) -> String {
         .map(|(key, value)| format!("{key}={value}"))
         .collect::<Vec<_>>()
         .join(",")
-}
-
-async fn find(client: &UserClient, wanted: &str) -> Result<ApiNode, Failure> {
-    let nodes = client.nodes().await?;
-    nodes
-        .into_iter()
-        .find(|node| node.name == wanted || node.id.to_string() == wanted)
-        .ok_or_else(|| not_found("node", wanted))
 }

@@ -23,7 +23,7 @@ use crate::{
     cli::{Format, Globals, JobRun, Run},
     connect,
     failure::{Failure, INTERNAL, UNREACHABLE},
-    output, retry,
+    output, resolve, retry,
     session::{
         exit_code,
         transfer::{print_flagged, send_tree},
@@ -41,7 +41,14 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(3);
 pub async fn run(globals: &Globals, args: Run) -> CommandResult {
     let client = connect::user_client(globals)?;
     let id = JobId::generate();
-    let mut request = request(&args, id);
+    let task = resolve::optional(args.task.as_deref(), async |task| {
+        resolve::task(&client, task).await
+    })
+    .await?;
+    let mut request = JobCreate {
+        task_id: task,
+        ..request(&args, id)
+    };
     if let Some(directory) = &args.workspace {
         upload_workspace(&client, &mut request, directory, id).await?;
     }
@@ -109,7 +116,6 @@ fn request(args: &Run, id: JobId) -> JobCreate {
     let limits = args.limits.request();
     JobCreate {
         version: Some(API_VERSION),
-        task_id: args.task,
         job_id: Some(id),
         image_ref: args.image.clone(),
         command: args.command.clone(),
@@ -305,6 +311,7 @@ mod tests {
             reported_by: cynode_api::Reporter::Worker,
             late_result: None,
             created_by: None,
+            command: None,
         };
         FinishedJob { job, exit: None }
     }

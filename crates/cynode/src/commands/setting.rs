@@ -1,6 +1,9 @@
 //! `setting` and `preference`: read and change settings and preferences.
 
-use cynode_api::{Preference as ApiPreference, Setting as ApiSetting};
+use cynode_api::{
+    Preference as ApiPreference, PreferenceScope, ProjectId, Setting as ApiSetting, TaskId,
+};
+use cynode_client::UserClient;
 use serde_json::Value;
 
 use super::{
@@ -8,8 +11,11 @@ use super::{
     print_object,
 };
 use crate::{
-    cli::{Globals, Preference, Setting},
+    cli::{Globals, Preference, PreferenceScopeArg, Setting},
     connect,
+    failure::Failure,
+    output::TableStyle,
+    resolve,
 };
 
 /// Prints the value, or the object as JSON.
@@ -42,6 +48,7 @@ pub async fn setting(globals: &Globals, command: Setting) -> CommandResult {
             let settings = client.settings().await?;
             print_list(
                 globals,
+                TableStyle::new(false),
                 &settings,
                 ["KEY", "VALUE", "REVISION", "BY"],
                 |setting: &ApiSetting| {
@@ -61,6 +68,7 @@ pub async fn preference(globals: &Globals, command: Preference) -> CommandResult
     let client = connect::user_client(globals)?;
     match command {
         Preference::Get { key, task, project } => {
+            let (task, project) = context(&client, task, project).await?;
             let preference = client
                 .effective_preferences(task, project)
                 .await?
@@ -75,7 +83,12 @@ pub async fn preference(globals: &Globals, command: Preference) -> CommandResult
             value: text,
         } => {
             let preference = client
-                .put_preference(scope.scope, &scope.id, &key, parse_value(&text))
+                .put_preference(
+                    scope.scope,
+                    &scope_id(&client, &scope).await?,
+                    &key,
+                    parse_value(&text),
+                )
                 .await?;
             print_done(
                 globals,
@@ -94,11 +107,18 @@ pub async fn preference(globals: &Globals, command: Preference) -> CommandResult
             scope,
         } => {
             let preferences = match scope {
-                Some(scope) => client.preferences(scope.scope, &scope.id).await?,
-                None => client.effective_preferences(task, project).await?,
+                Some(scope) => {
+                    let id = scope_id(&client, &scope).await?;
+                    client.preferences(scope.scope, &id).await?
+                }
+                None => {
+                    let (task, project) = context(&client, task, project).await?;
+                    client.effective_preferences(task, project).await?
+                }
             };
             print_list(
                 globals,
+                TableStyle::new(true),
                 &preferences,
                 ["KEY", "VALUE", "SCOPE", "REVISION", "BY"],
                 |preference: &ApiPreference| {
@@ -118,4 +138,31 @@ pub async fn preference(globals: &Globals, command: Preference) -> CommandResult
             )
         }
     }
+}
+
+/// The task and project whose preferences are effective.
+async fn context(
+    client: &UserClient,
+    task: Option<String>,
+    project: Option<String>,
+) -> Result<(Option<TaskId>, Option<ProjectId>), Failure> {
+    let task = resolve::optional(task.as_deref(), async |task| {
+        resolve::task(client, task).await
+    });
+    let project = resolve::optional(project.as_deref(), async |project| {
+        resolve::project(client, project).await
+    });
+    Ok((task.await?, project.await?))
+}
+
+/// The id of a scope, which may be given by name or by a part of the id.
+async fn scope_id(client: &UserClient, scope: &PreferenceScopeArg) -> Result<String, Failure> {
+    let id = &scope.id;
+    Ok(match scope.scope {
+        PreferenceScope::Task => resolve::task(client, id).await?.to_string(),
+        PreferenceScope::Project => resolve::project(client, id).await?.to_string(),
+        PreferenceScope::User => resolve::user(client, id).await?.to_string(),
+        PreferenceScope::Group => resolve::group(client, id).await?.to_string(),
+        PreferenceScope::System => id.clone(),
+    })
 }

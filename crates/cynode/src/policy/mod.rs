@@ -17,8 +17,8 @@ use crate::{
     commands::{CommandResult, format_time, print_done, print_list},
     connect,
     failure::{DENIED, Failure},
-    output::{self, Colour},
-    sanitize,
+    output::{self, Colour, TableStyle},
+    resolve, sanitize,
 };
 
 pub async fn run(globals: &Globals, command: Policy) -> CommandResult {
@@ -28,6 +28,7 @@ pub async fn run(globals: &Globals, command: Policy) -> CommandResult {
             let policies = client.policies().await?;
             print_list(
                 globals,
+                TableStyle::new(false),
                 &policies,
                 ["POLICY", "RULES", "DEFAULT", "REVISION", "UPDATED", "BY"],
                 |policy: &ApiPolicy| {
@@ -131,12 +132,27 @@ async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> C
     let request = PolicyTest {
         version: Some(API_VERSION),
         user: args.user,
-        token_id: args.token,
+        token_id: resolve::optional(args.token.as_deref(), async |token| {
+            resolve::token(client, token).await
+        })
+        .await?,
         action: args.action,
-        project_id: args.project,
-        task_id: args.task,
-        session_id: args.session,
-        job_id: args.job,
+        project_id: resolve::optional(args.project.as_deref(), async |project| {
+            resolve::project(client, project).await
+        })
+        .await?,
+        task_id: resolve::optional(args.task.as_deref(), async |task| {
+            resolve::task(client, task).await
+        })
+        .await?,
+        session_id: resolve::optional(args.session.as_deref(), async |session| {
+            resolve::session(client.sessions(), session).await
+        })
+        .await?,
+        job_id: resolve::optional(args.job.as_deref(), async |job| {
+            resolve::job(client, job).await
+        })
+        .await?,
         image: args.image,
         path: args.path,
         program: args.program,

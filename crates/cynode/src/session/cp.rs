@@ -12,8 +12,8 @@ use std::{
 };
 
 use cynode_api::{
-    API_VERSION, ErrorCode, ExportFormat, ExportRequest, FileType, MkdirRequest, SessionId,
-    file_limits,
+    API_VERSION, ErrorCode, ExportFormat, ExportRequest, FileType, ListRequest, MkdirRequest,
+    SessionId, file_limits, is_session_name,
 };
 use cynode_client::{FileBody, PutOptions, SessionClient};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -28,16 +28,20 @@ use crate::{
     archive::{self, PieceReader, PieceWriter},
     cli::Cp,
     failure::{Failure, INTERNAL, USAGE},
-    output::Progress,
+    output::{self, Progress},
+    resolve,
     staged::{Staged, unless_interrupted},
     umask::umask,
 };
 
+/// Digits of an id that stand for a session: fewer are a local file's name.
+const MIN_ID_PART: usize = 4;
+
 /// One side of a copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum CopySide {
-    /// `ID:PATH`.
-    Session(SessionId, PathBuf),
+    /// `SESSION:PATH`, or `:PATH` for the session of the directory.
+    Session(Option<String>, PathBuf),
     Local(PathBuf),
     /// `-`.
     Stdio,
@@ -45,46 +49,59 @@ enum CopySide {
 
 impl CopySide {
     fn parse(text: &OsStr) -> Self {
-        const ID_LENGTH: usize = 36;
         let bytes = text.as_bytes();
         if bytes == b"-" {
             return Self::Stdio;
         }
-        if bytes.get(ID_LENGTH) == Some(&b':')
-            && let Some(id) = std::str::from_utf8(&bytes[..ID_LENGTH])
-                .ok()
-                .and_then(|id| id.parse().ok())
-        {
-            let path = OsString::from_vec(bytes[ID_LENGTH + 1..].to_vec());
-            return Self::Session(
-                id,
-                if path.is_empty() {
-                    PathBuf::from(".")
-                } else {
-                    path.into()
-                },
-            );
-        }
-        Self::Local(text.into())
+        let session = bytes
+            .iter()
+            .position(|byte| *byte == b':')
+            .and_then(|colon| Some((colon, std::str::from_utf8(&bytes[..colon]).ok()?)))
+            .filter(|(_, name)| {
+                let is_part = name.len() >= MIN_ID_PART && resolve::id_part(name).is_some();
+                matches!(*name, "" | ".") || is_session_name(name) || is_part
+            });
+        let Some((colon, name)) = session else {
+            return Self::Local(text.into());
+        };
+        let path = OsString::from_vec(bytes[colon + 1..].to_vec());
+        Self::Session(
+            (!name.is_empty()).then(|| name.to_owned()),
+            if path.is_empty() {
+                PathBuf::from(".")
+            } else {
+                path.into()
+            },
+        )
     }
 }
 
 pub async fn run(client: &SessionClient, args: &Cp) -> Result<ExitCode, Failure> {
-    match (CopySide::parse(&args.source), CopySide::parse(&args.target)) {
-        (CopySide::Session(..), CopySide::Session(..)) => {
-            Err(Failure::usage("both sides are in a session")
-                .remedy("Copy to a local file first, or run cp in a session."))
-        }
-        (CopySide::Session(id, path), target) => {
-            Remote { client, id, path }.download(target, args).await
-        }
-        (source, CopySide::Session(id, path)) => {
-            Remote { client, id, path }.upload(source, args).await
-        }
-        _ => {
-            Err(Failure::usage("neither side is in a session").remedy("Write one side as ID:PATH."))
-        }
-    }?;
+    let (session, path, local, is_download) =
+        match (CopySide::parse(&args.source), CopySide::parse(&args.target)) {
+            (CopySide::Session(..), CopySide::Session(..)) => {
+                return Err(Failure::usage("both sides are in a session")
+                    .remedy("Copy to a local file first, or run cp in a session."));
+            }
+            (CopySide::Session(session, path), target) => (session, path, target, true),
+            (source, CopySide::Session(session, path)) => (session, path, source, false),
+            _ => {
+                return Err(Failure::usage("neither side is in a session").remedy(
+                    "Write one side as SESSION:PATH, or as :PATH for the session of this \
+                     directory.",
+                ));
+            }
+        };
+    let remote = Remote {
+        client,
+        id: super::target(client, session.as_deref()).await?,
+        path,
+    };
+    if is_download {
+        remote.download(local, args).await?;
+    } else {
+        remote.upload(local, args).await?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -290,6 +307,28 @@ impl Remote<'_> {
         }
     }
 
+    /// About the bytes of a tree's archive, if somebody watches and the tree is not too large to
+    /// list.
+    async fn tree_bytes(&self) -> Option<u64> {
+        if !output::shows_progress() {
+            return None;
+        }
+        let request = ListRequest {
+            version: Some(API_VERSION),
+            path: Some(utf8(&self.path).ok()?),
+            depth: Some(file_limits::MAX_DEPTH),
+            max_entries: Some(file_limits::MAX_ENTRIES),
+            hidden: Some(true),
+            ..ListRequest::default()
+        };
+        let listed = self.client.list_files(self.id, &request).await.ok()?;
+        let sizes = listed
+            .entries
+            .iter()
+            .map(|entry| archive::entry_bytes(entry.size));
+        (!listed.truncated).then(|| sizes.sum())
+    }
+
     async fn download_tree(&self, target: &Path) -> Result<(), Failure> {
         let target = if target.is_dir() {
             into_dir(target, &self.path)
@@ -302,12 +341,13 @@ impl Remote<'_> {
             base: None,
             path: Some(utf8(&self.path)?),
         };
+        let total = self.tree_bytes().await;
         let mut tar = self.client.export(self.id, &request).await?;
         let (to, from) = archive::channel();
         let unpacker = tokio::task::spawn_blocking(move || {
             archive::unpack(PieceReader::new(from), &target, umask(), |_| {})
         });
-        let progress = Progress::start("copying");
+        let progress = Progress::of_total("copying", total);
         let mut total = 0;
         let received = loop {
             match tar.chunk().await {
@@ -459,32 +499,34 @@ mod tests {
     const ID: &str = "01890000-0000-7000-8000-000000000001";
 
     #[test]
-    fn a_side_is_in_a_session_only_with_a_complete_id() {
-        let id: SessionId = ID.parse().expect("id");
+    fn a_side_is_in_a_session_with_a_name_or_digits_before_the_colon() {
         let parse = |text: &str| CopySide::parse(OsStr::new(text));
-        assert_eq!(
-            parse(&format!("{ID}:a/b:c")),
-            CopySide::Session(id, "a/b:c".into())
-        );
-        assert_eq!(parse(&format!("{ID}:")), CopySide::Session(id, ".".into()));
-        assert_eq!(
-            parse(&format!("{ID}:/etc/x")),
-            CopySide::Session(id, "/etc/x".into())
-        );
+        let session =
+            |name: &str, path: &str| CopySide::Session(Some(name.to_owned()), path.into());
+        assert_eq!(parse(&format!("{ID}:a/b:c")), session(ID, "a/b:c"));
+        assert_eq!(parse(&format!("{ID}:")), session(ID, "."));
+        assert_eq!(parse(&format!("{ID}:/etc/x")), session(ID, "/etc/x"));
+        assert_eq!(parse("brave-otter:x"), session("brave-otter", "x"));
+        assert_eq!(parse("7f3a:x"), session("7f3a", "x"));
+        assert_eq!(parse(".:x"), session(".", "x"));
+        assert_eq!(parse(":x"), CopySide::Session(None, "x".into()));
+        assert_eq!(parse(":"), CopySide::Session(None, ".".into()));
         assert_eq!(parse("-"), CopySide::Stdio);
         for local in [
             "./a:b",
             "host:path",
+            "c:x",
+            "abc:x",
             ID,
             "x",
+            "./brave-otter:x",
             &format!("./{ID}:a"),
-            "01890000-0000-7000-8000-00000000000x:a",
         ] {
             assert_eq!(parse(local), CopySide::Local(local.into()));
         }
         assert_eq!(
             CopySide::parse(OsStr::from_bytes(&[ID.as_bytes(), b":\xff"].concat())),
-            CopySide::Session(id, OsStr::from_bytes(b"\xff").into())
+            CopySide::Session(Some(ID.to_owned()), OsStr::from_bytes(b"\xff").into())
         );
     }
 

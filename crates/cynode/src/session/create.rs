@@ -11,8 +11,10 @@ use tokio::time::{Instant, sleep};
 
 use crate::{
     cli::{Create, Format, Globals},
+    connect,
     failure::{Failure, INTERNAL},
     output::{self, Progress},
+    resolve, sanitize,
 };
 
 /// Pulling a large image takes minutes.
@@ -24,7 +26,25 @@ pub async fn create(
     globals: &Globals,
     args: Create,
 ) -> Result<ExitCode, Failure> {
-    let request = request(args);
+    let task = match args.task.as_deref() {
+        // A worker has no tasks: it takes any id.
+        Some(task) if client.surface() == Surface::Worker => Some(task.parse().map_err(|_| {
+            Failure::usage(format!("'{task}' is not a task's id"))
+                .remedy("Write the whole id: this server is a worker.")
+        })?),
+        Some(task) => Some(resolve::task(&connect::user_client(globals)?, task).await?),
+        None => None,
+    };
+    let request = UserSessionCreate {
+        task_id: task,
+        ..request(args)
+    };
+    if client.surface() == Surface::Worker && request.name.is_some() {
+        return Err(
+            Failure::usage("--name needs an orchestrator; this server is a worker")
+                .remedy("Use an orchestrator, or omit --name."),
+        );
+    }
     if client.surface() == Surface::Worker && !request.node_labels.is_empty() {
         return Err(
             Failure::usage("--node-label needs an orchestrator; this server is a worker")
@@ -37,6 +57,7 @@ pub async fn create(
         Surface::Worker => client.create_session(&worker_request(request)).await?,
     };
     let session = wait_until_running(client, session, progress).await?;
+    super::remember(client, session.session_id);
     print(globals, &session)
 }
 
@@ -48,6 +69,7 @@ pub async fn resume(
     let progress = Progress::start("resuming the session");
     let session = client.resume_session(id).await?;
     let session = wait_until_running(client, session, progress).await?;
+    super::remember(client, session.session_id);
     print(globals, &session)
 }
 
@@ -60,7 +82,8 @@ fn request(args: Create) -> UserSessionCreate {
     };
     UserSessionCreate {
         version: Some(API_VERSION),
-        task_id: args.task,
+        task_id: None,
+        name: args.name,
         session_id: Some(args.id.unwrap_or_else(SessionId::generate)),
         image_ref: Some(args.image),
         workspace_ref: args.workspace,
@@ -139,9 +162,12 @@ fn print(globals: &Globals, session: &Session) -> Result<ExitCode, Failure> {
                 .map(|ms| format!(" in {ms} ms"))
                 .unwrap_or_default();
             let warm = if session.warm { ", from the pool" } else { "" };
+            let name = session.name.as_ref().map_or_else(String::new, |name| {
+                format!("; name {}", sanitize::line(name))
+            });
             output::message(&format!(
-                "running{took}{warm}; image {}, workspace {}, task {}",
-                crate::sanitize::line(&session.image_ref),
+                "running{took}{warm}{name}; image {}, workspace {}, task {}",
+                sanitize::line(&session.image_ref),
                 session.workspace_id,
                 session.task_id
             ));

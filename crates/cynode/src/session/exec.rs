@@ -41,11 +41,12 @@ const STDIN_PIECE_BYTES: usize = 64 * 1024;
 pub async fn run(
     client: &SessionClient,
     globals: &Globals,
+    session: SessionId,
     args: Exec,
 ) -> Result<ExitCode, Failure> {
     let request = request(&args)?;
     if args.detach {
-        let accepted = client.exec_background(args.id, &request).await?;
+        let accepted = client.exec_background(session, &request).await?;
         match globals.output {
             Format::Json => output::json(&accepted)?,
             Format::Table => output::line(&accepted.exec_id.to_string())?,
@@ -54,7 +55,7 @@ pub async fn run(
     }
     let running = RunningExec {
         client: client.clone(),
-        session: args.id,
+        session,
         exec: request.exec_id.unwrap_or_else(ExecId::generate),
     };
     let signals = tokio::spawn(forward_signals(running.clone()));
@@ -105,10 +106,10 @@ fn request(args: &Exec) -> Result<ExecRequest, Failure> {
 
 /// A command in progress.
 #[derive(Clone, Debug)]
-struct RunningExec {
-    client: SessionClient,
-    session: SessionId,
-    exec: ExecId,
+pub(super) struct RunningExec {
+    pub(super) client: SessionClient,
+    pub(super) session: SessionId,
+    pub(super) exec: ExecId,
 }
 
 impl RunningExec {
@@ -268,7 +269,7 @@ async fn run_streamed(
     exit_result(&exit)
 }
 
-fn print_gap(lost_before_seq: Option<u64>) {
+pub(super) fn print_gap(lost_before_seq: Option<u64>) {
     if lost_before_seq.is_some() {
         output::message("cynode: some output is missing: it is no longer stored");
     }
@@ -277,7 +278,7 @@ fn print_gap(lost_before_seq: Option<u64>) {
 /// Reopens the stream: after `last_seq` if the command is known to run, else by repeating the
 /// request. A request with the same id attaches if it arrived before, and starts the command if
 /// not.
-async fn reconnect(
+pub(super) async fn reconnect(
     running: &RunningExec,
     request: &ExecRequest,
     input: Option<&InputFile>,
@@ -300,7 +301,7 @@ async fn reconnect(
         .await?)
 }
 
-fn exit_result(exit: &ExecExit) -> Result<ExitCode, Failure> {
+pub(super) fn exit_result(exit: &ExecExit) -> Result<ExitCode, Failure> {
     if exit.oom_killed {
         output::message(
             "cynode: the sandbox ran out of memory and the command was killed; create the session \
@@ -331,7 +332,7 @@ fn exit_result(exit: &ExecExit) -> Result<ExitCode, Failure> {
         })
 }
 
-async fn forward_stdin(running: RunningExec) {
+pub(super) async fn forward_stdin(running: RunningExec) {
     let mut stdin = tokio::io::stdin();
     let mut buffer = vec![0; STDIN_PIECE_BYTES];
     loop {
@@ -387,7 +388,7 @@ async fn write_stdin(running: &RunningExec, data: &[u8]) -> Result<(), Error> {
 
 /// The first Ctrl-C interrupts the command, the second terminates its process tree, the third kills
 /// it.
-async fn forward_signals(running: RunningExec) {
+pub(super) async fn forward_signals(running: RunningExec) {
     let (Ok(mut interrupt), Ok(mut terminate)) = (
         signal(SignalKind::interrupt()),
         signal(SignalKind::terminate()),

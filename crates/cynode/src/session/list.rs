@@ -1,35 +1,39 @@
-//! `session list`, `show` and `end`.
+//! `session list` and `session show`.
 
 use std::process::ExitCode;
 
-use cynode_api::{API_VERSION, Session, SessionEnd, SessionId, SessionState, WorkspaceDisposal};
-use cynode_client::{SessionClient, SessionFilter};
+use cynode_api::{Session, SessionId, SessionState};
+use cynode_client::{SessionClient, SessionFilter, Surface};
 use serde_json::json;
 use time::OffsetDateTime;
 
 use crate::{
-    cli::{End, Format, Globals, List},
-    commands::format_time,
+    cli::{Format, Globals, List},
+    commands::{format_time, note_more},
+    connect,
     failure::Failure,
-    output::{self, Progress},
-    sanitize,
+    output::{self, TableStyle},
+    resolve, sanitize,
 };
+
+/// The states that a list shows first, and those that it shows only with `--all`.
+const LIVE: &str = "running,creating,ending,lost";
+const OVER: &str = "ended,failed";
 
 pub async fn list(
     client: &SessionClient,
     globals: &Globals,
     args: List,
 ) -> Result<ExitCode, Failure> {
-    let sessions = client
-        .list_sessions(&SessionFilter {
-            state: args.state,
-            task_id: args.task,
-            labels: args.label,
-        })
-        .await?;
+    let (sessions, has_more) = match client.surface() {
+        Surface::User => newest(client, globals, &args).await?,
+        Surface::Worker => newest_of_worker(client, &args).await?,
+    };
+    note_more(args.list, has_more);
     match globals.output {
         Format::Json => output::json(&json!({ "items": sessions }))?,
         Format::Table => {
+            let style = TableStyle::new(args.list.wide);
             let now = OffsetDateTime::now_utc();
             let rows = sessions.iter().map(|session| {
                 let left = if session.ended_at.is_some() {
@@ -38,24 +42,112 @@ pub async fn list(
                     output::span((session.expires_at - now).whole_seconds())
                 };
                 [
-                    session.session_id.to_string(),
+                    style.id(&session.session_id),
+                    session.name.clone().unwrap_or_else(|| "-".to_owned()),
                     session.state.to_string(),
-                    session.image_ref.clone(),
                     output::span((now - session.created_at).whole_seconds()),
                     left,
                     session.running_execs.to_string(),
+                    session.image_ref.clone(),
                     labels(session),
                 ]
             });
             output::table(
+                style,
                 [
-                    "SESSION", "STATE", "IMAGE", "AGE", "LEFT", "EXECS", "LABELS",
+                    "SESSION", "NAME", "STATE", "AGE", "LEFT", "EXECS", "IMAGE", "LABELS",
                 ],
                 rows,
             )?;
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The newest sessions that the arguments select, those that run first; and whether there are more.
+async fn newest(
+    client: &SessionClient,
+    globals: &Globals,
+    args: &List,
+) -> Result<(Vec<Session>, bool), Failure> {
+    let task = resolve::optional(args.task.as_deref(), async |task| {
+        resolve::task(&connect::user_client(globals)?, task).await
+    })
+    .await?;
+    let states = match (args.state, args.all) {
+        (Some(state), _) => vec![state.to_string()],
+        (None, true) => vec![LIVE.to_owned(), OVER.to_owned()],
+        (None, false) => vec![LIVE.to_owned()],
+    };
+    let mut sessions: Vec<Session> = Vec::new();
+    for state in states {
+        let mut query = vec![("state", state)];
+        query.extend(task.map(|id| ("task_id", id.to_string())));
+        // The API filters by one label; the client checks the others.
+        query.extend(
+            args.label
+                .first()
+                .map(|(key, value)| ("label", format!("{key}={value}"))),
+        );
+        let listing = client
+            .newest(query, args.list.limit - sessions.len(), |session| {
+                has_labels(session, args)
+            })
+            .await?;
+        sessions.extend(listing.items);
+        if listing.has_more {
+            sessions.sort_by_key(|session| rank(session.state));
+            return Ok((sessions, true));
+        }
+    }
+    sessions.sort_by_key(|session| rank(session.state));
+    Ok((sessions, false))
+}
+
+/// The same of a worker, whose list is short and knows neither order nor several states.
+async fn newest_of_worker(
+    client: &SessionClient,
+    args: &List,
+) -> Result<(Vec<Session>, bool), Failure> {
+    let task_id = args.task.as_deref().map(str::parse).transpose();
+    let task_id = task_id.map_err(|_| {
+        Failure::usage("--task: not a task's id")
+            .remedy("Write the whole id: this server is a worker.")
+    })?;
+    let filter = SessionFilter {
+        state: args.state,
+        task_id,
+        labels: args.label.clone(),
+    };
+    let is_listed = |session: &Session| {
+        args.all
+            || args.state.is_some()
+            || !matches!(session.state, SessionState::Ended | SessionState::Failed)
+    };
+    let mut sessions = client.list_sessions(&filter).await?;
+    sessions.retain(is_listed);
+    sessions.reverse();
+    let has_more = sessions.len() > args.list.limit;
+    sessions.truncate(args.list.limit);
+    sessions.sort_by_key(|session| rank(session.state));
+    Ok((sessions, has_more))
+}
+
+fn has_labels(session: &Session, args: &List) -> bool {
+    args.label
+        .iter()
+        .all(|(key, value)| session.labels.get(key) == Some(value))
+}
+
+/// What runs comes first.
+const fn rank(state: SessionState) -> u8 {
+    match state {
+        SessionState::Running => 0,
+        SessionState::Creating => 1,
+        SessionState::Ending => 2,
+        SessionState::Lost => 3,
+        SessionState::Ended | SessionState::Failed => 4,
+    }
 }
 
 pub async fn show(
@@ -71,6 +163,7 @@ pub async fn show(
     let limits = &session.limits;
     let fields = [
         ("session", session.session_id.to_string()),
+        ("name", session.name.clone().unwrap_or_default()),
         ("state", session.state.to_string()),
         ("end reason", session.end_reason.clone().unwrap_or_default()),
         ("task", session.task_id.to_string()),
@@ -120,73 +213,6 @@ pub async fn show(
         output::line(&format!("{name:<12}{}", sanitize::line(value)))?;
     }
     Ok(ExitCode::SUCCESS)
-}
-
-pub async fn end(
-    client: &SessionClient,
-    globals: &Globals,
-    args: End,
-) -> Result<ExitCode, Failure> {
-    let ids = if args.all {
-        live_sessions(client).await?
-    } else {
-        args.ids
-    };
-    let workspace = if args.keep_workspace {
-        WorkspaceDisposal::Keep
-    } else {
-        WorkspaceDisposal::Delete
-    };
-    let body = SessionEnd {
-        version: Some(API_VERSION),
-        reason: args.reason,
-        workspace: Some(workspace),
-    };
-    let progress = Progress::start("ending");
-    let mut ended = Vec::new();
-    let mut first_failure = None;
-    for id in &ids {
-        progress.set_message(format!("ending session {id}"));
-        match client.end_session(*id, &body).await {
-            Ok(session) => ended.push(session),
-            // Continue with the other sessions.
-            Err(error) => {
-                let failure = Failure::from(error);
-                if ids.len() > 1 && globals.output == Format::Table {
-                    output::message(&format!("session {id}:"));
-                }
-                failure.report(globals.output);
-                first_failure.get_or_insert(Failure::reported(failure.exit));
-            }
-        }
-    }
-    drop(progress);
-    match (globals.output, &ended[..]) {
-        (Format::Json, [session]) if !args.all && ids.len() == 1 => output::json(session)?,
-        // The failure was reported.
-        (Format::Json, []) if !args.all && ids.len() == 1 => {}
-        (Format::Json, sessions) => output::json(&json!({ "items": sessions }))?,
-        (Format::Table, sessions) => {
-            for session in sessions {
-                let kept = if args.keep_workspace {
-                    format!("; kept workspace {}", session.workspace_id)
-                } else {
-                    String::new()
-                };
-                output::message(&format!("ended session {}{kept}", session.session_id));
-            }
-        }
-    }
-    first_failure.map_or(Ok(ExitCode::SUCCESS), Err)
-}
-
-async fn live_sessions(client: &SessionClient) -> Result<Vec<SessionId>, Failure> {
-    let sessions = client.list_sessions(&SessionFilter::default()).await?;
-    Ok(sessions
-        .iter()
-        .filter(|session| !matches!(session.state, SessionState::Ended | SessionState::Failed))
-        .map(|session| session.session_id)
-        .collect())
 }
 
 pub fn unenforced(session: &Session) -> String {

@@ -1,8 +1,11 @@
 //! `session`: manages sandboxes that run many commands.
 
+mod control;
 mod cp;
 mod create;
+mod end;
 mod exec;
+mod follow;
 mod input;
 mod list;
 mod shell;
@@ -11,23 +14,61 @@ pub mod transfer;
 
 use std::process::ExitCode;
 
+use cynode_api::SessionId;
+use cynode_client::SessionClient;
+
 use crate::{
     cli::{Globals, Session},
     connect,
+    directories::{self, Directories},
     failure::Failure,
+    resolve,
 };
 
 pub async fn run(globals: &Globals, command: Session) -> Result<ExitCode, Failure> {
     let client = connect::client(globals).await?;
     match command {
         Session::Create(args) => create::create(&client, globals, *args).await,
-        Session::Resume { id } => create::resume(&client, globals, id).await,
-        Session::Exec(args) => exec::run(&client, globals, args).await,
-        Session::Shell(args) => shell::run(&client, args).await,
+        Session::Resume(args) => {
+            let id = target(&client, args.session.as_deref()).await?;
+            create::resume(&client, globals, id).await
+        }
+        Session::Exec(args) => {
+            let id = target(&client, args.session.as_deref()).await?;
+            exec::run(&client, globals, id, args).await
+        }
+        Session::Shell(args) => {
+            let id = target(&client, args.session.as_deref()).await?;
+            shell::run(&client, id, args).await
+        }
         Session::List(args) => list::list(&client, globals, args).await,
-        Session::Show { id } => list::show(&client, globals, id).await,
-        Session::End(args) => list::end(&client, globals, args).await,
+        Session::Show(args) => {
+            let id = target(&client, args.session.as_deref()).await?;
+            list::show(&client, globals, id).await
+        }
+        Session::End(args) => end::run(&client, globals, args).await,
         Session::Cp(args) => cp::run(&client, &args).await,
+        Session::Logs(args) => follow::logs(&client, globals, args).await,
+        Session::Attach(args) => follow::attach(&client, globals, args).await,
+        Session::Kill(args) => control::kill(&client, globals, args).await,
+        Session::Extend(args) => control::extend(&client, globals, args).await,
+    }
+}
+
+/// The session that a command names, or that of the current directory.
+async fn target(client: &SessionClient, session: Option<&str>) -> Result<SessionId, Failure> {
+    match session {
+        None | Some(".") => Directories::of(client.base())
+            .ok_or_else(directories::none_here)?
+            .current_session(),
+        Some(text) => resolve::session(client, text).await,
+    }
+}
+
+/// Remembers a session as that of the current directory.
+fn remember(client: &SessionClient, id: SessionId) {
+    if let Some(directories) = Directories::of(client.base()) {
+        directories.remember(id);
     }
 }
 

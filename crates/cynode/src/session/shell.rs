@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use cynode_api::ErrorCode;
+use cynode_api::{ErrorCode, SessionId};
 use cynode_client::{Pty, PtyMessage, PtyOpen, SessionClient};
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 use tokio::{
@@ -47,11 +47,11 @@ impl Drop for RawMode {
     }
 }
 
-pub async fn run(client: &SessionClient, args: Shell) -> Result<ExitCode, Failure> {
+pub async fn run(client: &SessionClient, id: SessionId, args: Shell) -> Result<ExitCode, Failure> {
     let (cols, rows) = size();
     let mut pty = client
         .open_pty(
-            args.id,
+            id,
             &PtyOpen {
                 cols,
                 rows,

@@ -17,8 +17,17 @@ pub async fn send_tree<T>(
     send: impl AsyncFnOnce(Body) -> cynode_client::Result<T>,
 ) -> Result<(T, Vec<String>), Failure> {
     let (sender, receiver) = archive::channel();
-    let progress = Progress::start("copying");
     let root = root.to_owned();
+    let total = if output::shows_progress() {
+        let root = root.clone();
+        // A tree that can't be read fails when it is packed.
+        tokio::task::spawn_blocking(move || archive::tree_bytes(&root).ok())
+            .await
+            .unwrap_or_default()
+    } else {
+        None
+    };
+    let progress = Progress::of_total("copying", total);
     let packer = tokio::task::spawn_blocking(move || {
         feed(PieceWriter::new(sender), |writer| {
             archive::pack_tree(&root, writer)
