@@ -6,9 +6,12 @@ use time::OffsetDateTime;
 use tokio::{sync::mpsc, task::block_in_place};
 
 use super::{Error, Signer, heads::OVERDUE};
+use crate::db::{Snapshot, StoredRecord};
 
 /// Records between progress reports.
 const PROGRESS_RECORDS: u64 = 20_000;
+/// Batches of records that wait while another is verified.
+const BATCHES_AHEAD: usize = 1;
 
 impl Signer {
     /// Verifies all records up to now, and reports progress (checked, total) by the channel.
@@ -48,8 +51,11 @@ impl Signer {
             verifier.table(changed);
         }
         let (mut checked, mut reported_at) = (0_u64, 0);
+        let count = trail.count;
+        let mut batches = read_ahead(trail);
         loop {
-            let records = trail.next().await?;
+            // Without the empty batch at the end, records may be missing.
+            let records = batches.recv().await.ok_or(Error::Interrupted)??;
             if records.is_empty() {
                 break;
             }
@@ -63,7 +69,7 @@ impl Signer {
             if checked - reported_at >= PROGRESS_RECORDS {
                 reported_at = checked;
                 // The client has disconnected.
-                if progress.send((checked, trail.count)).await.is_err() {
+                if progress.send((checked, count)).await.is_err() {
                     return Err(Error::Interrupted);
                 }
             }
@@ -92,4 +98,20 @@ impl Signer {
             && self.checkpoints.cursor() >= waiting.last_cursor;
         (!is_signed).then(|| own.unwrap_or_else(|| (now - waiting.since).whole_seconds()))
     }
+}
+
+/// Reads the batches of a trail in a task of its own, the empty one at the end included, so that
+/// the database reads while the processor verifies.
+fn read_ahead(mut trail: Snapshot) -> mpsc::Receiver<Result<Vec<StoredRecord>, Error>> {
+    let (sender, receiver) = mpsc::channel(BATCHES_AHEAD);
+    tokio::spawn(async move {
+        loop {
+            let batch = trail.next().await.map_err(Error::from);
+            let is_last = batch.as_ref().map_or(true, Vec::is_empty);
+            if sender.send(batch).await.is_err() || is_last {
+                return;
+            }
+        }
+    });
+    receiver
 }

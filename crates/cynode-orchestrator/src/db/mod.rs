@@ -82,7 +82,9 @@ use uuid::Uuid;
 use crate::caller::Scope;
 
 pub(crate) use artifacts::NewArtifact;
-pub(crate) use audit::{AppendOutcome, OpenCallRow, SigningConditions, SigningOutcome};
+pub(crate) use audit::{
+    AppendOutcome, OpenCallRow, SigningConditions, SigningOutcome, Snapshot, StoredRecord,
+};
 pub(crate) use audit_pages::AuditFilter;
 use dedicated::Lookups;
 pub(crate) use dedicated::{DedicatedConnection, IdentityLookup};
