@@ -138,10 +138,11 @@ pub struct SearchResult {
 pub struct PatchRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
-    /// A unified diff, with git's extensions. A symbolic link (mode 120000) is itself patched,
-    /// never followed.
+    /// A unified diff, with git's extensions, or a patch that begins with `*** Begin Patch`. A
+    /// symbolic link (mode 120000) is itself patched, never followed. Wrong hunk headers of a diff
+    /// are repaired, and a hunk without line numbers must fit exactly one place.
     pub diff: String,
-    /// Leading path components to strip; 1 by default.
+    /// Leading path components to strip from the names of a diff; 1 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strip: Option<u32>,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -178,9 +179,28 @@ pub struct PatchedFile {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PatchResult {
     pub files: Vec<PatchedFile>,
+    /// The hunks that were read in another way than they are written. Also a member of
+    /// `patch_rejected`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub repaired: Vec<PatchRepair>,
     #[serde(flatten)]
     pub flags: Flags,
 }
+
+/// A hunk of a diff whose header is wrong.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct PatchRepair {
+    /// Escaped, and truncated if it is long.
+    pub path: String,
+    /// Starts at 1.
+    pub hunk: u32,
+    /// How the hunk was read.
+    pub what: String,
+}
+
+/// The media type of a patch that an orchestrator has parsed and encoded, as workers take it
+/// instead of a [`PatchRequest`].
+pub const ENCODED_PATCH: &str = "application/vnd.cynode.patch";
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PatchReject {

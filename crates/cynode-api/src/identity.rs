@@ -69,7 +69,18 @@ pub struct TokenCreate {
     pub expires_in_seconds: Option<u64>,
 }
 
-/// The only response that contains the token itself.
+/// A new secret for a token. Its id, its kind and what it is restricted to stay.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TokenRenew {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    /// From now on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires_in_seconds: Option<u64>,
+}
+
+/// The response of a creation or a renewal: the only one that contains the token itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct TokenCreated {
     pub id: TokenId,

@@ -19,6 +19,7 @@ mod job;
 mod node;
 mod policy;
 mod problem;
+pub mod sba;
 mod session;
 mod setting;
 mod work;
@@ -41,15 +42,15 @@ pub use exec::{
     exec_limits,
 };
 pub use files::{
-    EditRequest, ExportFormat, ExportRequest, FileEdited, FileEntry, FileEvent, FileEventKind,
-    FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchOperation,
-    PatchReject, PatchRequest, PatchResult, PatchedFile, SearchMatch, SearchRequest, SearchResult,
-    file_limits, json_text_bytes,
+    ENCODED_PATCH, EditRequest, ExportFormat, ExportRequest, FileEdited, FileEntry, FileEvent,
+    FileEventKind, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest,
+    PatchOperation, PatchReject, PatchRepair, PatchRequest, PatchResult, PatchedFile, SearchMatch,
+    SearchRequest, SearchResult, file_limits, json_text_bytes,
 };
 pub use flagged::{FlaggedFile, Flags, ImportResult, flagged_limits};
 pub use identity::{
     DEFAULT_TOKEN_SECONDS, Group, GroupCreate, MAX_TOKEN_SECONDS, TOKEN_PREFIX, Token, TokenCreate,
-    TokenCreated, TokenKind, User, UserCreate,
+    TokenCreated, TokenKind, TokenRenew, User, UserCreate,
 };
 pub use ids::{
     ArtifactId, CallId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId,

@@ -24,6 +24,10 @@ pub struct Capability {
     /// The maximum sum of the memory limits of all sandboxes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promised_memory_bytes: Option<u64>,
+    /// The newest version of encoded patches that the worker reads. Absent for workers that read
+    /// diffs only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encoded_patches: Option<u32>,
     #[serde(default)]
     pub unenforced: BTreeSet<Unenforced>,
     #[serde(default)]

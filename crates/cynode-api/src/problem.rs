@@ -117,12 +117,19 @@ codes! {
     ImageInUse = "image_in_use", 409,
         "The image is in use",
         "End the sessions and jobs that use it, or deny it ('cynode image deny').";
+    TokenRevoked = "token_revoked", 409,
+        "The token is revoked",
+        "Create another token.";
     NotResumable = "not_resumable", 409,
         "The session can't be resumed",
         "Create a new session.";
     AgentRequired = "agent_required", 409,
         "This needs the in-sandbox agent, which is disabled",
         "Set worker.exec_via to \"agent\".";
+    AgentOutdated = "agent_outdated", 409,
+        "The session's agent, or its node, is too old for this",
+        "Create a new session, or have the node upgraded; a unified diff with line numbers works \
+         on old ones too.";
     NotAFile = "not_a_file", 409,
         "The path is not a regular file",
         "Name a regular file.";

@@ -13,8 +13,10 @@
 )]
 
 mod codec;
+mod jobs;
 
 pub use self::codec::{replies, requests};
+pub use self::jobs::{jobs, results};
 pub use crate::files::fuzz::{archives, diffs, forms, patches, paths, searches};
 
 /// A fuzz target.
@@ -25,10 +27,12 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("archives", archives),
     ("diffs", diffs),
     ("forms", forms),
+    ("jobs", jobs),
     ("patches", patches),
     ("paths", paths),
     ("replies", replies),
     ("requests", requests),
+    ("results", results),
     ("searches", searches),
 ];
 
@@ -117,6 +121,16 @@ mod tests {
     #[test]
     fn patches_of_other_forms_that_fuzzing_found_apply_completely_or_not_at_all() {
         replay("forms");
+    }
+
+    #[test]
+    fn jobs_that_fuzzing_found_survive_a_round_trip() {
+        replay("jobs");
+    }
+
+    #[test]
+    fn results_that_fuzzing_found_survive_a_round_trip() {
+        replay("results");
     }
 
     #[test]

@@ -21,21 +21,26 @@ mod peer;
 mod processes;
 mod spawn;
 mod sys;
+mod validate;
 
 use std::{path::PathBuf, process::ExitCode, rc::Rc, time::Duration};
 
 use cynode_sba_proto::CONTROL_SOCKET;
 use tokio::io::Interest;
 
-use crate::{exec::Execs, link::Link};
+use crate::{exec::Execs, link::Link, validate::Format};
 
-const USAGE: &str = "usage: cynode-sba agent [--control SOCKET] | --version";
+const USAGE: &str = "usage: cynode-sba agent [--control SOCKET] | schema | \
+                     validate FILE|- [--output json] | --version";
 const EXIT_USAGE: u8 = 64;
 const EXIT_UNSAFE: u8 = 77;
 
 /// Runs the agent.
 pub fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<String> = std::env::args_os()
+        .skip(1)
+        .map(|argument| argument.to_string_lossy().into_owned())
+        .collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let control = match arguments.as_slice() {
         ["--version"] => {
@@ -44,6 +49,13 @@ pub fn main() -> ExitCode {
                 println!("cynode-sba {}", env!("CARGO_PKG_VERSION"));
             }
             return ExitCode::SUCCESS;
+        }
+        ["schema"] => return validate::print_schema(),
+        ["validate", file] if is_file(file) => return validate::run(file, Format::Text),
+        ["validate", file, "--output", "json"] | ["validate", "--output", "json", file]
+            if is_file(file) =>
+        {
+            return validate::run(file, Format::Json);
         }
         ["agent"] => PathBuf::from(CONTROL_SOCKET),
         ["agent", "--control", path] => PathBuf::from(path),
@@ -62,11 +74,13 @@ pub fn main() -> ExitCode {
     }
 }
 
+/// Whether an argument names a file, or standard input.
+fn is_file(argument: &str) -> bool {
+    argument == "-" || !argument.starts_with('-')
+}
+
 fn fail(code: u8, message: &str) -> ExitCode {
-    #[expect(
-        clippy::print_stderr,
-        reason = "the connection to the worker doesn't exist yet"
-    )]
+    #[expect(clippy::print_stderr, reason = "there is no connection to a worker")]
     {
         eprintln!("cynode-sba: {message}");
     }
