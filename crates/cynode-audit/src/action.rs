@@ -40,7 +40,9 @@ pub(crate) fn verb(action: &str) -> Verb {
             "read" | "get" | "list" | "show" | "search" | "output" | "export" | "verify"
             | "stat" | "download" | "test" => Some(Verb::Read),
             "update" | "patch" | "set" | "put" | "write" | "import" | "upload" | "extend"
-            | "resume" | "drain" | "allow" | "deny" | "apply" | "rotate" => Some(Verb::Update),
+            | "resume" | "drain" | "allow" | "deny" | "apply" | "rotate" | "renew" => {
+                Some(Verb::Update)
+            }
             "delete" | "revoke" | "end" | "destroy" | "stop" | "remove" => Some(Verb::Delete),
             "move" | "rename" => Some(Verb::Move),
             _ => None,
@@ -80,6 +82,7 @@ mod tests {
             ),
             ("file.move", (TargetKind::File, Verb::Move)),
             ("artifact.put", (TargetKind::Artifact, Verb::Update)),
+            ("token.renew", (TargetKind::Other, Verb::Update)),
             ("token.revoke", (TargetKind::Other, Verb::Delete)),
             ("weather", (TargetKind::Other, Verb::Other)),
             ("", (TargetKind::Other, Verb::Other)),

@@ -399,7 +399,7 @@ pub(crate) async fn json<T: DeserializeOwned>(response: Response) -> Result<T> {
     serde_json::from_slice(&body).map_err(|error| Error::answer(&url, error))
 }
 
-fn refusal(url: String, status: u16, body: &[u8]) -> Error {
+pub(crate) fn refusal(url: String, status: u16, body: &[u8]) -> Error {
     match serde_json::from_slice::<Problem>(body) {
         Ok(problem) => Error::Problem(Box::new(problem)),
         Err(_) => Error::Status {
@@ -436,7 +436,7 @@ fn reason(body: &[u8]) -> String {
     }
 }
 
-async fn read_bounded(mut response: Response, limit: usize) -> Result<Bytes> {
+pub(crate) async fn read_bounded(mut response: Response, limit: usize) -> Result<Bytes> {
     let url = display_url(response.url());
     let mut body = BytesMut::new();
     while let Some(chunk) = response

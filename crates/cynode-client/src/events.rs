@@ -1,9 +1,9 @@
-//! The typed event stream of an exec.
+//! The typed event streams of execs and watches.
 
 use std::{collections::VecDeque, time::Duration};
 
 use bytes::Bytes;
-use cynode_api::{ErrorCode, ExecExit, ExecId, Problem, Stream, StreamEvent};
+use cynode_api::{ErrorCode, ExecExit, ExecId, FileEvent, Problem, Stream, StreamEvent};
 use reqwest::Response;
 use serde::Deserialize;
 
@@ -36,61 +36,34 @@ pub enum ExecEvent {
     Exit(ExecExit),
 }
 
-/// The events of one exec, in order. After an error that [`Error::is_transient`], resume with
-/// [`exec_output_stream`](crate::SessionClient::exec_output_stream) from [`Self::last_seq`].
+/// The events of a response, whatever they mean.
 #[derive(Debug)]
-pub struct ExecEvents {
+pub(crate) struct RawEvents {
     response: Response,
-    url: String,
+    pub(crate) url: String,
     parser: Parser,
     parsed: VecDeque<sse::Event>,
-    last_seq: u64,
-    finished: bool,
 }
 
-impl ExecEvents {
-    pub(crate) fn new(response: Response, last_seq: u64) -> Self {
-        let url = display_url(response.url());
+impl RawEvents {
+    pub(crate) fn new(response: Response) -> Self {
         Self {
+            url: display_url(response.url()),
             response,
-            url,
             parser: Parser::default(),
             parsed: VecDeque::new(),
-            last_seq,
-            finished: false,
         }
     }
 
-    /// The number of the last chunk yielded.
-    #[must_use]
-    pub fn last_seq(&self) -> u64 {
-        self.last_seq
-    }
-
-    /// The next event; `None` after `Exit`. A stream that stops without one is [`Error::Broken`].
-    pub async fn next(&mut self) -> Result<Option<ExecEvent>> {
-        while !self.finished {
+    /// The next event; `None` at the end.
+    pub(crate) async fn next(&mut self) -> Result<Option<sse::Event>> {
+        loop {
             if let Some(event) = self.parsed.pop_front() {
-                let Some(event) = typed(&event).map_err(|error| error.at(&self.url))? else {
-                    continue;
-                };
-                match &event {
-                    // A resumed stream may repeat chunks.
-                    ExecEvent::Output { seq, .. } if *seq <= self.last_seq => continue,
-                    ExecEvent::Output { seq, .. } => self.last_seq = *seq,
-                    ExecEvent::Exit(_) => self.finished = true,
-                    ExecEvent::Start { .. } => {}
-                }
                 return Ok(Some(event));
             }
             let chunk = match tokio::time::timeout(SILENCE_TIMEOUT, self.response.chunk()).await {
                 Ok(Ok(Some(chunk))) => chunk,
-                Ok(Ok(None)) => {
-                    return Err(Error::Broken {
-                        url: self.url.clone(),
-                        source: None,
-                    });
-                }
+                Ok(Ok(None)) => return Ok(None),
                 Ok(Err(error)) => return Err(Error::broken(&self.url, error)),
                 Err(silence) => {
                     return Err(Error::Broken {
@@ -105,7 +78,89 @@ impl ExecEvents {
                 .map_err(|error| Error::answer(&self.url, error))?;
             self.parsed.extend(events);
         }
+    }
+}
+
+/// The events of one exec, in order. After an error that [`Error::is_transient`], resume with
+/// [`exec_output_stream`](crate::SessionClient::exec_output_stream) from [`Self::last_seq`].
+#[derive(Debug)]
+pub struct ExecEvents {
+    events: RawEvents,
+    last_seq: u64,
+    finished: bool,
+}
+
+impl ExecEvents {
+    pub(crate) fn new(response: Response, last_seq: u64) -> Self {
+        Self {
+            events: RawEvents::new(response),
+            last_seq,
+            finished: false,
+        }
+    }
+
+    /// The number of the last chunk yielded.
+    #[must_use]
+    pub fn last_seq(&self) -> u64 {
+        self.last_seq
+    }
+
+    /// The next event; `None` after `Exit`. A stream that stops without one is [`Error::Broken`].
+    pub async fn next(&mut self) -> Result<Option<ExecEvent>> {
+        while !self.finished {
+            let Some(event) = self.events.next().await? else {
+                return Err(Error::Broken {
+                    url: self.events.url.clone(),
+                    source: None,
+                });
+            };
+            let Some(event) = typed(&event).map_err(|error| error.at(&self.events.url))? else {
+                continue;
+            };
+            match &event {
+                // A resumed stream may repeat chunks.
+                ExecEvent::Output { seq, .. } if *seq <= self.last_seq => continue,
+                ExecEvent::Output { seq, .. } => self.last_seq = *seq,
+                ExecEvent::Exit(_) => self.finished = true,
+                ExecEvent::Start { .. } => {}
+            }
+            return Ok(Some(event));
+        }
         Ok(None)
+    }
+}
+
+/// The changes of files below a watched path.
+#[derive(Debug)]
+pub struct FileEvents(RawEvents);
+
+impl FileEvents {
+    pub(crate) fn new(response: Response) -> Self {
+        Self(RawEvents::new(response))
+    }
+
+    /// The next change; `None` when the watch has ended, as it does with its session and after an
+    /// hour.
+    pub async fn next(&mut self) -> Result<Option<FileEvent>> {
+        while let Some(event) = self.0.next().await? {
+            if let Some(change) = change(&event).map_err(|error| error.at(&self.0.url))? {
+                return Ok(Some(change));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// `None` for events that are no changes: the start, and kinds that newer servers may send.
+fn change(event: &sse::Event) -> Result<Option<FileEvent>, Malformed> {
+    match event.event.as_str() {
+        "created" | "modified" | "deleted" | "moved" | "overflow" => {
+            serde_json::from_str(&event.data)
+                .map(Some)
+                .map_err(Malformed::Json)
+        }
+        "error" => Err(Malformed::Problem(Box::new(problem(&event.data)?))),
+        _ => Ok(None),
     }
 }
 
@@ -228,6 +283,28 @@ mod tests {
                 if problem.is(ErrorCode::OutputExpired) && problem.detail == "gone"
         ));
         assert!(matches!(parse("error", "oops"), Err(Malformed::Json(_))));
+    }
+
+    #[test]
+    fn changes_of_files_are_told_from_other_events() {
+        let parse = |event: &str, data: &str| {
+            change(&sse::Event {
+                event: event.into(),
+                data: data.into(),
+                id: None,
+            })
+        };
+        let moved = parse("moved", r#"{"path":"b","kind":"moved","from":"a"}"#);
+        assert!(
+            matches!(moved, Ok(Some(change)) if change.path == "b" && change.from.as_deref() == Some("a"))
+        );
+        assert!(matches!(parse("start", "{}"), Ok(None)));
+        assert!(matches!(parse("weather", "sunny"), Ok(None)));
+        assert!(matches!(parse("created", "sunny"), Err(Malformed::Json(_))));
+        assert!(matches!(
+            parse("error", r#"{"code":"session_ended","detail":"gone"}"#),
+            Err(Malformed::Problem(problem)) if problem.is(ErrorCode::SessionEnded)
+        ));
     }
 
     #[test]

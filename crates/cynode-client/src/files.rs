@@ -13,8 +13,9 @@ use reqwest::{Body, Response};
 use serde::Serialize;
 
 use crate::{
-    Error, Result, SessionClient,
+    Error, FileEvents, Result, SessionClient,
     client::{CALL_TIMEOUT, accept, display_url, json, send},
+    execs::EVENT_STREAM,
 };
 
 /// File metadata from response headers.
@@ -209,6 +210,15 @@ impl SessionClient {
     pub async fn edit_file(&self, session: SessionId, request: &EditRequest) -> Result<FileEdited> {
         self.call(Method::POST, &self.session(session, "/files:edit"), request)
             .await
+    }
+
+    /// Watches a file, or a directory with what is below it. Returns when the watch has begun.
+    pub async fn watch_files(&self, session: SessionId, path: &Path) -> Result<FileEvents> {
+        let request = self
+            .request(Method::GET, &self.session(session, "/files:watch"))
+            .header(header::ACCEPT, EVENT_STREAM)
+            .query(&PathQuery::new(path));
+        Ok(FileEvents::new(accept(send(request).await?).await?))
     }
 
     pub async fn move_file(&self, session: SessionId, request: &MoveRequest) -> Result<()> {

@@ -8,7 +8,7 @@ use cynode_api::{
     ImageId, ImagePatch, Job, JobCreate, JobId, JobState, Node, NodeDrain, NodeId, NodeKeyCreate,
     NodeKeyCreated, OutputPage, OutputQuery, Page, Preference, PreferenceScope, Project,
     ProjectCreate, ProjectId, ProjectPatch, Setting, Task, TaskCreate, TaskId, Token, TokenCreate,
-    TokenCreated, TokenId, User, UserCreate, UserId, ValuePut, event_limits,
+    TokenCreated, TokenId, TokenRenew, User, UserCreate, UserId, ValuePut, event_limits,
 };
 use http::{Method, header};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
@@ -283,6 +283,12 @@ impl UserClient {
 
     pub async fn tokens(&self) -> Result<Vec<Token>> {
         self.all("/v1/tokens", Vec::new()).await
+    }
+
+    /// Replaces the secret of a token, which keeps its id.
+    pub async fn renew_token(&self, id: TokenId, request: &TokenRenew) -> Result<TokenCreated> {
+        self.send(Method::POST, &format!("/v1/tokens/{id}/renew"), request)
+            .await
     }
 
     pub async fn revoke_token(&self, id: TokenId) -> Result<()> {

@@ -281,30 +281,50 @@ impl<'a> BinaryHunk<'a> {
         Ok(bytes)
     }
 
-    /// Calls `feed` with all bytes that are not from the old content. Invalid content is fed up to
-    /// the place where it becomes invalid; it can't be applied.
-    pub(crate) fn each_added(&self, mut feed: impl FnMut(&[u8])) {
+    /// Calls `feed` with all bytes that are not from the old content. With `joined`, copies between
+    /// them leave no trace; otherwise a line end stands for them. Invalid content is fed up to the
+    /// place where it becomes invalid; it can't be applied.
+    pub(crate) fn each_added(&self, joined: bool, mut feed: impl FnMut(&[u8])) {
         if self.form == Form::Literal {
             let _end = self.inflate(feed);
             return;
         }
+        // Insertions are short, so a long one comes in pieces.
+        let mut is_cut = false;
+        self.each_step(|step| match step {
+            DeltaStep::Insert(bytes) => {
+                if is_cut && !joined {
+                    feed(b"\n");
+                }
+                is_cut = false;
+                feed(bytes);
+            }
+            DeltaStep::Copy { .. } => is_cut = true,
+        });
+    }
+
+    /// Whether the new content mixes insertions with bytes of the old content.
+    pub(crate) fn is_partial(&self) -> bool {
+        let (mut inserts, mut copies) = (false, false);
+        if self.form == Form::Delta {
+            self.each_step(|step| match step {
+                DeltaStep::Insert(_) => inserts = true,
+                DeltaStep::Copy { .. } => copies = true,
+            });
+        }
+        inserts && copies
+    }
+
+    /// Calls `take` with the steps of a delta, up to the place where it becomes invalid.
+    fn each_step(&self, mut take: impl FnMut(DeltaStep<'_>)) {
         let mut delta = Vec::with_capacity(self.size);
         let _end = self.inflate(|piece| delta.extend_from_slice(piece));
         let Ok(delta) = Delta::parse(&delta) else {
             return;
         };
-        // Insertions are short, so a long one comes in pieces.
-        let mut is_cut = false;
         for step in delta {
             match step {
-                Ok(DeltaStep::Insert(bytes)) => {
-                    if is_cut {
-                        feed(b"\n");
-                    }
-                    is_cut = false;
-                    feed(bytes);
-                }
-                Ok(DeltaStep::Copy { .. }) => is_cut = true,
+                Ok(step) => take(step),
                 Err(_) => return,
             }
         }

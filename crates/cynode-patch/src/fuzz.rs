@@ -12,8 +12,8 @@ use std::{
 };
 
 use crate::{
-    File, Hunk, Line, Location, Patch, Place, PriorState, Problem, SearchBudget, Side, Tree,
-    TreeNode, apply, plan,
+    File, Hunk, Line, Location, Patch, Place, PriorState, Problem, SearchBudget, Section, Side,
+    Tree, TreeNode, apply, plan,
 };
 
 /// The number of filler lines between two hunks of a reconstructed file.
@@ -141,6 +141,8 @@ pub enum PatchForm {
     BeginPatch,
     Lenient,
     Wire,
+    /// What callers may write, as the gate tells the forms apart.
+    Any,
 }
 
 /// The patch of a text in a form; `None` if it is refused.
@@ -151,12 +153,60 @@ pub fn parse_form(form: PatchForm, text: &[u8], strip: u32) -> Option<Patch<'_>>
             .ok()
             .map(|(patch, _)| patch),
         PatchForm::Wire => Patch::from_wire(text).ok(),
+        PatchForm::Any => Patch::parse_any(text, strip).ok().map(|(patch, _)| patch),
     }
+}
+
+/// An agent does nothing with a caller's text but what the gate has checked of it: every path that
+/// it touches is one of the gate's, and every line that it brings in was scanned. That holds for
+/// agents that read encoded patches, and for older ones, which read diffs only.
+pub fn gate_and_agent(text: &[u8], strip: u32, tree: &Memory) {
+    let Ok((patch, _)) = Patch::parse_any(text, strip) else {
+        return;
+    };
+    let Ok(wire) = patch.to_wire() else {
+        return;
+    };
+    let mut scanned = Vec::new();
+    for section in patch.sections() {
+        section.each_added(|bytes| scanned.extend_from_slice(bytes));
+    }
+    let known: BTreeSet<&[u8]> = tree
+        .0
+        .values()
+        .map(|file| file.bytes.as_slice())
+        .chain([scanned.as_slice()])
+        .flat_map(text_lines)
+        .collect();
+    let diff = Patch::parse(&wire, 0);
+    assert_eq!(
+        diff.is_err(),
+        patch.needs_extensions(),
+        "an agent that reads diffs only was taken for another"
+    );
+    for read in [Patch::from_wire(&wire), diff].into_iter().flatten() {
+        assert_eq!(read.paths(), patch.paths(), "an agent reads other paths");
+        let mut after = tree.clone();
+        if !after.apply(&read) || patch.sections().iter().any(Section::is_partial) {
+            continue;
+        }
+        for line in after.0.values().flat_map(|file| text_lines(&file.bytes)) {
+            assert!(known.contains(line), "{line:?} was not scanned");
+        }
+    }
+}
+
+/// The lines of a content. Carriage returns may be lost in transit.
+fn text_lines(content: &[u8]) -> impl Iterator<Item = &[u8]> {
+    content
+        .split(|byte| *byte == b'\n')
+        .map(|line| line.strip_suffix(b"\r").unwrap_or(line))
 }
 
 /// Whatever form a text has, its patch stays within its paths and its declared sizes, survives
 /// encoding, and is what strict parsing reads unless something was repaired.
 pub fn forms(text: &[u8], strip: u32, tree: &Memory) {
+    gate_and_agent(text, strip, tree);
     for form in [PatchForm::BeginPatch, PatchForm::Lenient, PatchForm::Wire] {
         let Some(patch) = parse_form(form, text, strip) else {
             continue;

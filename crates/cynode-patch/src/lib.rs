@@ -36,7 +36,7 @@ pub use self::{
         Problem, Reject, Tree, TreeNode, plan,
     },
     repair::Repair,
-    wire::MAX_WIRE_BYTES,
+    wire::{MAX_WIRE_BYTES, WIRE_VERSION},
 };
 
 /// Longest path, and longest target of a symbolic link.

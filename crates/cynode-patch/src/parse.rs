@@ -25,7 +25,7 @@ pub(crate) const MAX_SECTIONS: usize = 10_000;
 pub(crate) const MAX_HUNKS: usize = 100_000;
 
 /// A parsed diff.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub struct Patch<'a> {
     pub(crate) sections: Vec<Section<'a>>,
 }
@@ -177,8 +177,24 @@ impl Section<'_> {
             }
         }
         if let Some(Binary::Hunk(hunk)) = self.binary {
-            hunk.each_added(feed);
+            hunk.each_added(false, feed);
         }
+    }
+
+    /// Calls `feed` with the insertions of a binary delta, as if it copied nothing between them.
+    /// Other sections add nothing that [`Section::each_added`] takes apart.
+    pub fn each_added_joined(&self, feed: impl FnMut(&[u8])) {
+        if let Some(Binary::Hunk(hunk)) = self.binary
+            && hunk.is_partial()
+        {
+            hunk.each_added(true, feed);
+        }
+    }
+
+    /// Whether the section is a binary delta that completes what it adds with bytes of the old
+    /// content, so that the patch alone does not tell the new one.
+    pub fn is_partial(&self) -> bool {
+        matches!(self.binary, Some(Binary::Hunk(hunk)) if hunk.is_partial())
     }
 }
 

@@ -417,6 +417,20 @@ pub(crate) fn section() -> impl Strategy<Value = String> {
     ]
 }
 
+/// Hunk headers that are wrong, or right by chance.
+fn wrong_header() -> impl Strategy<Value = &'static str> {
+    proptest::sample::select(
+        &[
+            "@@ @@",
+            "@@ ... @@ fn",
+            "@@ -1,7 +1,9 @@",
+            "@@ -3 +3,2 @@",
+            "@@ -0,0 +1,2 @@",
+            "@@",
+        ][..],
+    )
+}
+
 /// Valid patches in all forms.
 const SEEDS: &[&str] = &[
     "--- a/f\n+++ b/f\n@@ -1 +1,2 @@\n x\n+y\n--- a/g\n+++ /dev/null\n@@ -1 +0,0 @@\n-t\n\\ No newline at end of file\n",
@@ -485,6 +499,29 @@ proptest! {
         strip in 0_u32..3,
     ) {
         let _applied = sample_tree().patch(sections.concat().as_bytes(), strip);
+    }
+
+    /// Callers write diffs, diffs with wrong hunk headers and patches that begin with
+    /// `*** Begin Patch`; agents get what the gate encodes.
+    #[test]
+    // invariant: one-reader
+    fn the_gate_sees_every_path_and_line_that_an_agent_applies_in_any_form(
+        sections in proptest::collection::vec(section(), 1..4),
+        headers in proptest::collection::vec(wrong_header(), 1..4),
+        begin in proptest::collection::vec(crate::begin_patch::tests::section(), 1..4),
+        strip in 0_u32..3,
+    ) {
+        let tree = sample_tree();
+        let diff = sections.concat();
+        crate::fuzz::gate_and_agent(diff.as_bytes(), strip, &tree);
+        for header in ["@@ -1 +1 @@", "@@ -0,0 +1 @@", "@@ -1 +0,0 @@"] {
+            for wrong in &headers {
+                let repaired = diff.replace(header, wrong);
+                crate::fuzz::gate_and_agent(repaired.as_bytes(), strip, &tree);
+            }
+        }
+        let text = format!("*** Begin Patch\n{}*** End Patch\n", begin.concat());
+        crate::fuzz::gate_and_agent(text.as_bytes(), strip, &tree);
     }
 
     #[test]

@@ -16,6 +16,8 @@ use crate::{
     parse::{Change, Patch, Reader, Section},
 };
 
+/// The version of this form. Workers and agents report the newest that they read.
+pub const WIRE_VERSION: u32 = 1;
 /// The first line.
 const VERSION: &[u8] = b"cynode-patch 1\n";
 /// Longest patch in this form. Quoting makes a diff longer.
@@ -40,6 +42,14 @@ impl<'a> Patch<'a> {
             ));
         }
         Ok(out)
+    }
+
+    /// Whether the encoded patch has parts that a reader of plain diffs refuses.
+    pub fn needs_extensions(&self) -> bool {
+        self.sections.iter().any(|section| {
+            let is_unique = |hunk: &Hunk<'_>| matches!(hunk.place, Place::Unique { .. });
+            section.any_content || section.hunks.iter().any(is_unique)
+        })
     }
 
     /// Decodes a patch. Checks everything that parsing a diff checks.

@@ -69,6 +69,7 @@ actions! {
     TokenCreate = "token.create" in "write";
     TokenList = "token.list" in "read";
     TokenShow = "token.show" in "read";
+    TokenRenew = "token.renew" in "write";
     TokenRevoke = "token.revoke" in "write";
 
     SettingList = "setting.list" in "read";

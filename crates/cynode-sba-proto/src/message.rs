@@ -26,6 +26,10 @@ pub struct Hello {
     /// Largest frame that the agent accepts. Older agents omit it and accept 8 MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_frame: Option<usize>,
+    /// The newest version of encoded patches that the agent reads. Older agents omit it and read
+    /// those that are diffs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encoded_patches: Option<u32>,
 }
 
 /// A worker's request, one per connection.
@@ -459,14 +463,16 @@ mod tests {
                 any::<u32>(),
                 any::<String>(),
                 select(&[Role::Watch, Role::Request][..]),
-                any::<Option<usize>>()
+                any::<Option<usize>>(),
+                any::<Option<u32>>()
             )
-                .prop_map(|(protocol, version, role, max_frame)| {
+                .prop_map(|(protocol, version, role, max_frame, encoded_patches)| {
                     Reply::Hello(Hello {
                         protocol,
                         version,
                         role,
                         max_frame,
+                        encoded_patches,
                     })
                 }),
             any::<i32>().prop_map(|pid| Reply::Started { pid }),

@@ -83,6 +83,7 @@ impl Link {
                 version: env!("CARGO_PKG_VERSION").to_owned(),
                 role,
                 max_frame: Some(MAX_WORKER_FRAME),
+                encoded_patches: Some(cynode_patch::WIRE_VERSION),
             }),
             &mut hello,
         );

@@ -126,7 +126,11 @@ const SESSION: &[(&str, &[ErrorCode])] = &[
     ("POST /{id}/files:patch", FILES),
     (
         "POST /{id}/files:patch",
-        &[ErrorCode::PatchRejected, ErrorCode::NoSpace],
+        &[
+            ErrorCode::AgentOutdated,
+            ErrorCode::PatchRejected,
+            ErrorCode::NoSpace,
+        ],
     ),
     ("POST /{id}/files:edit", FILES),
     (

@@ -203,6 +203,24 @@ impl<S: Send + Sync> FromRequest<S> for JsonBytes {
     }
 }
 
+/// The bytes of a body that is not JSON. Holds the permit for its size while it lives.
+#[derive(Debug)]
+pub struct RawBytes {
+    pub bytes: Bytes,
+    _large: Option<SemaphorePermit<'static>>,
+}
+
+impl RawBytes {
+    /// Reads a body to its end, up to a limit.
+    pub async fn read(request: Request, max_bytes: usize) -> Result<Self, ApiError> {
+        let (bytes, large) = buffer(request, max_bytes, false, |_| Ok(())).await?;
+        Ok(Self {
+            bytes,
+            _large: large,
+        })
+    }
+}
+
 /// The body limit of a route, instead of the default.
 #[derive(Clone, Copy, Debug)]
 pub struct BodyLimit(pub usize);
@@ -223,11 +241,24 @@ async fn take(
             .extensions()
             .get::<Connection>()
             .is_some_and(|connection| !connection.is_authenticated());
+    let mut scan = json::Scan::default();
+    let inspect = |piece: &[u8]| scan.feed(piece);
+    let (bytes, large) = buffer(request, max_bytes, is_reserved, inspect).await?;
+    Ok((bytes, scan.nodes(), large))
+}
+
+/// Reads a body to its end. A long one needs a permit unless its caller holds one.
+async fn buffer(
+    request: Request,
+    max_bytes: usize,
+    is_reserved: bool,
+    mut inspect: impl FnMut(&[u8]) -> Result<(), ApiError>,
+) -> Result<(Bytes, Option<SemaphorePermit<'static>>), ApiError> {
     let mut pieces = request.into_limited_body().into_data_stream();
-    let (mut bytes, mut scan, mut large) = (Vec::new(), json::Scan::default(), None);
+    let (mut bytes, mut large) = (Vec::new(), None);
     while let Some(piece) = pieces.next().await {
         let piece = piece.map_err(|error| body_error(&error))?;
-        scan.feed(&piece)?;
+        inspect(&piece)?;
         if large.is_none() && !is_reserved && bytes.len() + piece.len() > compute::INLINE_BYTES {
             large = LARGE_BODIES.acquire().await.ok();
         }
@@ -236,7 +267,7 @@ async fn take(
         }
         bytes.extend_from_slice(&piece);
     }
-    Ok((bytes.into(), scan.nodes(), large))
+    Ok((bytes.into(), large))
 }
 
 fn too_large(max_bytes: usize) -> ApiError {

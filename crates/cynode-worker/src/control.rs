@@ -374,6 +374,7 @@ impl ControlClient {
             max_sandboxes: config.max_sandboxes,
             largest: Some(self.sessions.capacity.largest),
             promised_memory_bytes: Some(self.sessions.capacity.promised_memory_bytes),
+            encoded_patches: Some(cynode_patch::WIRE_VERSION),
             unenforced: config.allow_unenforced.clone(),
             labels: config.labels.clone(),
             images,

@@ -27,7 +27,7 @@ pub use orchestrator::{ControlPlane, HoldGuard, Postgres, RunningOrchestrator, p
 pub use random::Random;
 pub use relay::Relay;
 pub use requests::{Answer, Http};
-pub use simulated::{Fault, LARGEST_LIMITS, PROMISED_MEMORY_BYTES, SimulatedWorker};
+pub use simulated::{Fault, LARGEST_LIMITS, PROMISED_MEMORY_BYTES, ReceivedPatch, SimulatedWorker};
 pub use world::{
     Engine, Options, RunningWorker, World, eventually, memory, repository, reset_memory_peak,
 };

@@ -25,6 +25,7 @@ impl From<db::Error> for ApiError {
             Error::Duplicate | Error::ImageExists => ErrorCode::AlreadyExists,
             Error::NameTaken => ErrorCode::NameInUse,
             Error::ImageInUse { .. } => ErrorCode::ImageInUse,
+            Error::TokenRevoked(_) => ErrorCode::TokenRevoked,
             Error::ImageSeeded => {
                 return Problem::new(ErrorCode::ImageInUse, error.to_string())
                     .with_remedy("Deny it instead ('cynode image deny').")

@@ -5,9 +5,10 @@ use std::time::Duration;
 use axum::{Json, extract::State};
 use cynode_api::{
     DEFAULT_TOKEN_SECONDS, ErrorCode, Group, GroupCreate, GroupId, MAX_TOKEN_SECONDS, Page,
-    Problem, Token, TokenCreate, TokenCreated, TokenId, TokenKind, User, UserCreate, UserId,
+    Problem, Token, TokenCreate, TokenCreated, TokenId, TokenKind, TokenRenew, User, UserCreate,
+    UserId,
 };
-use cynode_policy::{Action, Call};
+use cynode_policy::{Action, Call, Resource};
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
 use serde::Deserialize;
@@ -22,6 +23,8 @@ use crate::{
     keys,
 };
 
+/// Who creates the token in the administrator's file. No user has this name.
+const SYSTEM: &str = "system";
 /// Users in one group.
 const MAX_MEMBERS: usize = 1_000;
 
@@ -35,7 +38,7 @@ pub(super) async fn create_user(
 ) -> Result<(StatusCode, Json<User>), ApiError> {
     check_version(body.version)?;
     check_name("name", &body.name)?;
-    if body.name == "system" || body.name.parse::<UserId>().is_ok() {
+    if body.name == SYSTEM || body.name.parse::<UserId>().is_ok() {
         return Err(ApiError::invalid("name: must not be 'system' or an id"));
     }
     // The right to create users does not include creating administrators.
@@ -185,12 +188,7 @@ pub(super) async fn create_token(
     Body(body): Body<TokenCreate>,
 ) -> Result<(StatusCode, Json<TokenCreated>), ApiError> {
     check_version(body.version)?;
-    let seconds = body.expires_in_seconds.unwrap_or(DEFAULT_TOKEN_SECONDS);
-    if !(1..=MAX_TOKEN_SECONDS).contains(&seconds) {
-        return Err(ApiError::invalid(format!(
-            "expires_in_seconds: must lie between 1 and {MAX_TOKEN_SECONDS}"
-        )));
-    }
+    let expires_at = expiry(body.expires_in_seconds)?;
     let user_id = match &body.user {
         None => caller.scope.user_id,
         Some(name) => {
@@ -204,29 +202,8 @@ pub(super) async fn create_token(
         }
     };
     check_scope(&orchestrator, &caller, &body).await?;
-    // Every project and task that the token covers is authorized.
-    let call = Call {
-        token_kind: Some(body.kind.as_str().to_owned()),
-        ..Call::default()
-    };
-    if let Some(id) = body.project_id {
-        orchestrator.check(
-            &caller,
-            Action::TokenCreate,
-            &orchestrator.project_target(&caller, id).await?.resource,
-            &call,
-        )?;
-    }
-    for id in &body.task_ids {
-        orchestrator.check(
-            &caller,
-            Action::TokenCreate,
-            &orchestrator.task_target(&caller, *id).await?.resource,
-            &call,
-        )?;
-    }
+    authorize_creation(&orchestrator, &caller, &body).await?;
     let token = keys::random_token();
-    let expires_at = OffsetDateTime::now_utc() + Duration::from_secs(seconds);
     let new = NewToken {
         id: TokenId::generate(),
         hash: caller::hash(&token),
@@ -248,6 +225,40 @@ pub(super) async fn create_token(
             expires_at,
         }),
     ))
+}
+
+fn expiry(seconds: Option<u64>) -> Result<OffsetDateTime, ApiError> {
+    let seconds = seconds.unwrap_or(DEFAULT_TOKEN_SECONDS);
+    if !(1..=MAX_TOKEN_SECONDS).contains(&seconds) {
+        return Err(ApiError::invalid(format!(
+            "expires_in_seconds: must lie between 1 and {MAX_TOKEN_SECONDS}"
+        )));
+    }
+    Ok(OffsetDateTime::now_utc() + Duration::from_secs(seconds))
+}
+
+/// Authorizes every project and task that the token covers.
+async fn authorize_creation(
+    orchestrator: &Orchestrator,
+    caller: &Caller,
+    body: &TokenCreate,
+) -> Result<(), ApiError> {
+    let call = Call {
+        token_kind: Some(body.kind.as_str().to_owned()),
+        ..Call::default()
+    };
+    let check =
+        |resource: &Resource| orchestrator.check(caller, Action::TokenCreate, resource, &call);
+    if body.project_id.is_none() && body.task_ids.is_empty() {
+        check(&Resource::System)?;
+    }
+    if let Some(id) = body.project_id {
+        check(&orchestrator.project_target(caller, id).await?.resource)?;
+    }
+    for id in &body.task_ids {
+        check(&orchestrator.task_target(caller, *id).await?.resource)?;
+    }
+    Ok(())
 }
 
 /// A token names its scope, and nothing that its creator may not access.
@@ -357,6 +368,51 @@ pub(super) async fn show_token(
     Id(id): Id<TokenId>,
 ) -> Result<Json<Token>, ApiError> {
     Ok(Json(orchestrator.db.token(&caller.scope, id).await?))
+}
+
+/// Renew a token: it keeps its id, its kind and its scope, and gets a new secret, which is shown
+/// once. The old one is invalid from the next call on. The caller must be allowed to create such a
+/// token.
+#[utoipa::path(post, path = "/v1/tokens/{id}/renew", tag = "identity", params(("id" = TokenId, Path)), request_body = TokenRenew,
+    responses((status = 200, body = TokenCreated), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn renew_token(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<TokenId>,
+    Body(body): Body<TokenRenew>,
+) -> Result<Json<TokenCreated>, ApiError> {
+    check_version(body.version)?;
+    let expires_at = expiry(body.expires_in_seconds)?;
+    let current = orchestrator.db.token(&caller.scope, id).await?;
+    if current.created_by == SYSTEM {
+        return Err(ApiError::new(
+            ErrorCode::Forbidden,
+            "the administrator's token is renewed by its file",
+        )
+        .with_remedy("Create another token with 'cynode token create'."));
+    }
+    let same = TokenCreate {
+        version: None,
+        kind: current.kind,
+        user: None,
+        project_id: current.project_id,
+        task_ids: current.task_ids,
+        job_id: current.job_id,
+        session_id: current.session_id,
+        expires_in_seconds: None,
+    };
+    check_scope(&orchestrator, &caller, &same).await?;
+    authorize_creation(&orchestrator, &caller, &same).await?;
+    let token = keys::random_token();
+    orchestrator
+        .db
+        .renew_token(&caller.scope, id, &caller::hash(&token), expires_at)
+        .await?;
+    Ok(Json(TokenCreated {
+        id,
+        token,
+        expires_at,
+    }))
 }
 
 /// Revoke a token. It is invalid from the next call on.

@@ -10,6 +10,7 @@ mod images;
 mod jobs;
 mod nodes;
 mod output;
+mod patches;
 mod policies;
 mod requests;
 mod sessions;
@@ -74,6 +75,7 @@ fn documented() -> OpenApiRouter<Orchestrator> {
         .routes(routes!(identity::show_group))
         .routes(routes!(identity::create_token, identity::list_tokens))
         .routes(routes!(identity::show_token, identity::revoke_token))
+        .routes(routes!(identity::renew_token))
         .routes(routes!(settings::list_settings))
         .routes(routes!(settings::show_setting, settings::put_setting))
         .routes(routes!(settings::effective))
@@ -171,6 +173,15 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
             ErrorCode::NotFound,
             ErrorCode::SessionNotFound,
             ErrorCode::JobNotFound,
+        ],
+    ),
+    (
+        "POST /v1/tokens/{id}/renew",
+        &[
+            ErrorCode::NotFound,
+            ErrorCode::SessionNotFound,
+            ErrorCode::JobNotFound,
+            ErrorCode::TokenRevoked,
         ],
     ),
     ("PUT /v1/settings/{key}", &[ErrorCode::PreconditionFailed]),

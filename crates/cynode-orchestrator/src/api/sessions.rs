@@ -16,14 +16,14 @@ use cynode_api::{
     SearchRequest, SearchResult, Session, SessionEnd, SessionId, SessionPatch, SessionState,
     SignalExec, SignalSession, StdinWrite, TaskId, UserSessionCreate, artifact_limits,
 };
-use cynode_service::{ApiError, QueryParams, checks::check_reason};
+use cynode_service::{ApiError, JsonBody, QueryParams, checks::check_reason, json};
 use futures_util::TryStreamExt as _;
-use http::StatusCode;
+use http::{StatusCode, header};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
 use super::{
-    Body, Id, check_version, page_request,
+    Body, Id, check_version, page_request, patches,
     requests::{check_session, check_session_name},
     states,
 };
@@ -33,7 +33,7 @@ use crate::{
     db::{NewArtifact, Order, SessionAt, SessionQuery},
     fleet::response_for,
     forward,
-    gate::{self, AuthorizedSession},
+    gate::{self, AdmittedPatch, AuthorizedSession},
 };
 
 /// How long a node may take to change a session.
@@ -207,7 +207,7 @@ pub(super) struct NodeCall {
     ids: Ids,
     /// The route's pattern, such as `/v1/sessions/{id}/exec`.
     route: String,
-    uri: http::Uri,
+    query: Option<String>,
     request: Request,
 }
 
@@ -231,31 +231,40 @@ impl FromRequest<Orchestrator> for NodeCall {
             caller,
             ids,
             route: route.as_str().to_owned(),
-            uri,
+            query: uri.query().map(str::to_owned),
             request: Request::from_parts(parts, body),
         })
     }
 }
 
 impl NodeCall {
+    /// The session that the gate has authorized.
+    fn session(&self) -> Result<SessionAt, ApiError> {
+        let session = self.request.extensions().get::<AuthorizedSession>();
+        let Ids(id, _) = self.ids;
+        let missing = || {
+            ApiError::new(
+                ErrorCode::SessionNotFound,
+                format!("there is no session {id}"),
+            )
+        };
+        session
+            .map(|AuthorizedSession(session)| *session)
+            .ok_or_else(missing)
+    }
+
     /// Forwards the call to the session that the gate has authorized. The path on the node is built
     /// from the route's pattern and from parsed ids: no text of the caller's path gets into it.
     async fn forward(self) -> Result<Response, ApiError> {
+        let SessionAt { node_id, state } = self.session()?;
         let Self {
             orchestrator,
             caller,
             ids: Ids(id, exec_id),
             route,
-            uri,
+            query,
             request,
         } = self;
-        let session = request.extensions().get::<AuthorizedSession>().copied();
-        let AuthorizedSession(SessionAt { node_id, state }) = session.ok_or_else(|| {
-            ApiError::new(
-                ErrorCode::SessionNotFound,
-                format!("there is no session {id}"),
-            )
-        })?;
         if state == SessionState::Creating {
             return Err(ApiError::new(
                 ErrorCode::NotRunning,
@@ -271,9 +280,7 @@ impl NodeCall {
                 "{exec_id}",
                 &exec_id.map(|id| id.to_string()).unwrap_or_default(),
             );
-        let query = uri
-            .query()
-            .map_or_else(String::new, |query| format!("?{query}"));
+        let query = query.map_or_else(String::new, |query| format!("?{query}"));
         let path = format!("/v1/worker{below}{query}");
         let is_websocket = request
             .headers()
@@ -571,7 +578,7 @@ pub(super) async fn search_files(call: NodeCall) -> Result<Response, ApiError> {
     call.forward().await
 }
 
-/// Apply a unified diff, whole or not at all.
+/// Apply a patch, whole or not at all.
 #[utoipa::path(
     post,
     path = "/v1/sessions/{id}/files:patch",
@@ -584,6 +591,24 @@ pub(super) async fn search_files(call: NodeCall) -> Result<Response, ApiError> {
     ),
 )]
 pub(super) async fn patch_files(call: NodeCall) -> Result<Response, ApiError> {
+    let SessionAt { node_id, .. } = call.session()?;
+    let capability = call.orchestrator.db.node(node_id).await?.capability;
+    let (mut parts, body) = call.request.into_parts();
+    let patch = parts.extensions.remove::<AdmittedPatch>();
+    let read = Request::from_parts(parts.clone(), body);
+    let JsonBody(request) = JsonBody::<PatchRequest>::from_request(read, &()).await?;
+    let outgoing = patches::outgoing(&request, patch, capability.encoded_patches)?;
+    drop(request);
+    parts
+        .headers
+        .insert(header::CONTENT_TYPE, outgoing.media_type);
+    parts.headers.remove(header::CONTENT_LENGTH);
+    let room = json::room(outgoing.body.len(), 0).await;
+    let call = NodeCall {
+        request: Request::from_parts(parts, json::body(outgoing.body, room)),
+        query: outgoing.query,
+        ..call
+    };
     call.forward().await
 }
 

@@ -53,6 +53,8 @@ pub(crate) enum Error {
     /// A node's next report would add it again, allowed.
     #[error("the image comes with the system (orchestrator.seed_images)")]
     ImageSeeded,
+    #[error("token {0} is revoked")]
+    TokenRevoked(TokenId),
     #[error("{key}: its revision is another one")]
     StaleRevision { key: String },
     #[error("the policy is at revision {current}")]

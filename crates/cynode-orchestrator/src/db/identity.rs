@@ -295,6 +295,29 @@ impl Db {
             .ok_or(Error::NotFound(Missing::Token(id)))
     }
 
+    /// Replaces the secret of a token, unless it is revoked.
+    pub(crate) async fn renew_token(
+        &self,
+        scope: &Scope,
+        id: TokenId,
+        hash: &[u8; 32],
+        expires_at: OffsetDateTime,
+    ) -> Result<(), Error> {
+        let renewed = sqlx::query("update api_tokens set hash = $4, expires_at = $5 where id = $1 and ($2 or user_id = $3) and revoked_at is null")
+            .bind(id.as_uuid())
+            .bind(scope.sees_all)
+            .bind(scope.user_id.as_uuid())
+            .bind(hash.as_slice())
+            .bind(expires_at)
+            .execute(&self.pool)
+            .await?;
+        if renewed.rows_affected() == 0 {
+            self.token(scope, id).await?;
+            return Err(Error::TokenRevoked(id));
+        }
+        Ok(())
+    }
+
     /// Idempotent.
     pub(crate) async fn revoke_token(&self, scope: &Scope, id: TokenId) -> Result<(), Error> {
         let revoked = sqlx::query("update api_tokens set revoked_at = coalesce(revoked_at, now()) where id = $1 and ($2 or user_id = $3)")

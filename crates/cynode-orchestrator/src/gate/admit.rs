@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use axum::extract::Request;
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{
-    AuditDecision, CallId, ErrorCode, ExecId, Flags, JobId, ProjectId, SessionId, TokenKind,
+    AuditDecision, CallId, ErrorCode, ExecId, Flags, JobId, PatchRepair, ProjectId, SessionId,
+    TokenKind,
 };
 use cynode_policy::{Action, Channel, ShapeAction, ShapePolicy};
 use cynode_service::{ApiError, compute, edge, json as service_json};
@@ -18,6 +19,7 @@ use super::{
     call::{AdmittedCall, Call, tool_detail},
     detail,
     leaks::{self, Leak},
+    patches::{AdmittedPatch, CallerPatch},
     policy_calls::PolicyCalls,
     refusal::denied,
     request_body::{BodyContext, ForwardedBody, IncomingBody, RequestBody},
@@ -25,6 +27,15 @@ use super::{
     targets::{Target, TargetNames},
 };
 use crate::{db, identity::SessionSnapshot};
+
+/// What the gate knows of a call that may enter.
+struct Admission {
+    /// What is admitted but flagged.
+    flags: Flags,
+    patch: Option<AdmittedPatch>,
+    /// The hunks of the patch that were repaired.
+    repaired: Vec<PatchRepair>,
+}
 
 /// The number of paths that one call may touch.
 const MAX_PATHS: usize = 10_000;
@@ -72,12 +83,13 @@ impl Call<'_> {
             return Err(refusal);
         }
         let permit = compute::permit(size).await;
-        let mut flags = permit.run(|| self.scan_and_authorize(&address, &body, &target))?;
+        let mut admission = permit.run(|| self.scan_and_authorize(&address, &body, &target))?;
         self.authorize_implied(&target, &parts.headers, body.json())
             .await?;
-        self.read_stdin(&mut body, &target, &mut flags).await?;
-        leaks::record_flags(&flags, &mut self.intent.detail);
-        Ok(self.admitted(parts, body, &target, flags))
+        self.read_stdin(&mut body, &target, &mut admission.flags)
+            .await?;
+        leaks::record_flags(&admission.flags, &mut self.intent.detail);
+        Ok(self.admitted(parts, body, &target, admission))
     }
 
     fn check_token_kind(&self) -> Result<(), ApiError> {
@@ -144,8 +156,8 @@ impl Call<'_> {
             &Value::Null,
             &address.query,
             std::iter::empty(),
-        )
-        .map_err(Stage::Arguments.refuse())?;
+            None,
+        );
         self.authorize(self.route.action, &target, &calls)?;
         Ok(target.project_id)
     }
@@ -202,24 +214,35 @@ impl Call<'_> {
         }
     }
 
-    /// Records the call's arguments, scans them for secrets and authorizes the call. Returns what
-    /// may enter but is flagged.
+    /// Records the call's arguments, scans them for secrets and authorizes the call.
     fn scan_and_authorize(
         &mut self,
         address: &Address,
         body: &RequestBody,
         target: &Target,
-    ) -> Result<Flags, Refusal> {
+    ) -> Result<Admission, Refusal> {
         let action = self.route.action;
-        let calls = address
-            .check_path_bytes(body.archive_paths())
-            .and_then(|()| {
-                PolicyCalls::new(action, body.json(), &address.query, body.archive_paths())
-            });
+        let (patch, calls) = match CallerPatch::read(action, body.json()) {
+            Ok(patch) => {
+                let paths = || body.archive_paths();
+                let calls = address.check_path_bytes(paths()).map(|()| {
+                    PolicyCalls::new(action, body.json(), &address.query, paths(), patch.as_ref())
+                });
+                (patch, calls)
+            }
+            Err(error) => (None, Err(error)),
+        };
+        let repaired = patch
+            .as_ref()
+            .map(CallerPatch::repaired)
+            .unwrap_or_default();
         let mut detail = detail::describe(action, body.json(), &address.query);
         detail.extend(tool_detail(self.tool));
         if let Ok(calls) = &calls {
             calls.describe(action, &mut detail);
+        }
+        if !repaired.is_empty() {
+            detail.insert("repaired".to_owned(), json!(repaired.len()));
         }
         body.describe(&mut detail);
         self.intent.detail = detail::bounded(detail);
@@ -227,7 +250,7 @@ impl Call<'_> {
         if self.route.enters_sandbox {
             let shapes = self.orchestrator.shapes.for_project(target.project_id);
             flags = self
-                .check_secrets(shapes, body, address)
+                .check_secrets(shapes, body, address, patch.as_ref())
                 .map_err(|leak| self.leaked(&leak, target))?;
         }
         self.redact();
@@ -247,7 +270,12 @@ impl Call<'_> {
             error: target.error_or_missing(error),
         })?;
         self.authorize(action, target, &calls)?;
-        Ok(flags)
+        let patch = patch.map(|patch| patch.admit()).transpose();
+        Ok(Admission {
+            flags,
+            patch: patch.map_err(Stage::Arguments.refuse())?,
+            repaired,
+        })
     }
 
     /// The refusal of a secret. The record names its place and drops everything that could contain
@@ -268,6 +296,7 @@ impl Call<'_> {
         shapes: ShapePolicy,
         body: &RequestBody,
         address: &Address,
+        patch: Option<&CallerPatch<'_>>,
     ) -> Result<Flags, Leak> {
         let mut flags = Flags::default();
         // The address comes first: a leak in the body is reported by names that appear in it.
@@ -305,7 +334,7 @@ impl Call<'_> {
                 (None, _) => {}
             }
         }
-        let body_flags = body.check_secrets(self.orchestrator, self.route.action, shapes)?;
+        let body_flags = body.check_secrets(self.orchestrator, self.route.action, shapes, patch)?;
         Ok(if flags.is_empty() { body_flags } else { flags })
     }
 
@@ -428,8 +457,13 @@ impl Call<'_> {
         mut parts: Parts,
         body: RequestBody,
         target: &Target,
-        flags: Flags,
+        admission: Admission,
     ) -> AdmittedCall {
+        let Admission {
+            flags,
+            patch,
+            repaired,
+        } = admission;
         let ForwardedBody {
             body,
             secret,
@@ -438,6 +472,9 @@ impl Call<'_> {
         } = body.into_forwarded();
         if let Some(scan) = scan {
             parts.extensions.insert(scan);
+        }
+        if let Some(patch) = patch {
+            parts.extensions.insert(patch);
         }
         if let Some(content_type) = content_type {
             parts
@@ -463,6 +500,7 @@ impl Call<'_> {
             request: Request::from_parts(parts, body),
             secret,
             flags,
+            repaired,
         }
     }
 }

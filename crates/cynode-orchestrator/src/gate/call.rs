@@ -5,7 +5,7 @@ use axum::{
     middleware::Next,
     response::{IntoResponse as _, Response},
 };
-use cynode_api::{AuditBody, AuditKind, ErrorCode, Flags};
+use cynode_api::{AuditBody, AuditKind, ErrorCode, Flags, PatchRepair};
 use cynode_service::ApiError;
 use http::request::Parts;
 use serde_json::{Map, Value, json};
@@ -43,6 +43,8 @@ pub(super) struct AdmittedCall {
     /// Set while the body streams through, if it contains a secret.
     pub(super) secret: SecretHit,
     pub(super) flags: Flags,
+    /// The hunks of its patch that were repaired.
+    pub(super) repaired: Vec<PatchRepair>,
 }
 
 impl<'a> Call<'a> {
@@ -199,6 +201,7 @@ async fn carry_out(
         request,
         secret,
         flags,
+        repaired,
     } = admitted;
     open.start();
     let mut response = next.run(request).await;
@@ -207,5 +210,6 @@ async fn carry_out(
         response = Leak::system("body", kind).error().into_response();
     }
     let response = open.conclude(route, response).await;
+    let response = leaks::report_repairs(response, &repaired);
     leaks::flag_answer(route.action, response, &flags)
 }

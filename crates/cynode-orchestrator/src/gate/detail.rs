@@ -70,6 +70,7 @@ fn repeated(action: Action) -> &'static [&'static str] {
             "session_id",
             "expires_in_seconds",
         ],
+        Action::TokenRenew => &["expires_in_seconds"],
         Action::ImageAdd | Action::ImageUpdate => &[
             "name",
             "image_ref",

@@ -8,15 +8,15 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use bytes::{Bytes, BytesMut};
-use cynode_api::{ErrorCode, Flags};
-use cynode_patch::{Patch, Section};
-use cynode_policy::{Action, Channel, ContentScan, Scanner, ShapeAction, ShapePolicy};
+use cynode_api::{ErrorCode, Flags, PatchRepair};
+use cynode_policy::{Action, Channel, ContentScan, Scanner, ShapeAction, ShapePolicy, UNSCANNED};
 use cynode_service::ApiError;
 use futures_util::{StreamExt as _, stream};
 use http::{HeaderName, HeaderValue, StatusCode, header};
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::policy_calls;
+use super::{patches::CallerPatch, policy_calls};
 
 /// The number of flagged files, also for answers that are not JSON objects.
 const FLAGGED_HEADER: HeaderName = HeaderName::from_static("x-cynode-flagged");
@@ -43,7 +43,7 @@ impl Leak {
         }
     }
 
-    fn shape(field: &str, path: Option<&str>, kind: &'static str) -> Self {
+    pub(crate) fn shape(field: &str, path: Option<&str>, kind: &'static str) -> Self {
         // PostgreSQL can't store NUL.
         Self {
             field: field.to_owned(),
@@ -66,6 +66,10 @@ impl Leak {
                     "{field}: contains {kind}, a secret of the system; it must not enter a sandbox"
                 )
             }
+            (false, Some(path)) if *kind == UNSCANNED => format!(
+                "{field}: a binary delta completes the content of {path} with its old content, so \
+                 it can't be scanned, which is refused at that path"
+            ),
             (false, Some(path)) => format!(
                 "{field}: the content of {path} looks like {kind}, which is refused at that path"
             ),
@@ -79,7 +83,9 @@ impl Leak {
         if let Some(path) = path {
             problem = problem.with("path", path.as_str());
         }
-        if !is_system {
+        if *kind == UNSCANNED {
+            problem = problem.with_remedy("Write the whole file instead.");
+        } else if !is_system {
             problem = problem.with_remedy(
                 "Leave it out: a sandbox must not hold credentials. If it is only a sample, put it \
                  into another file, or ask an operator about orchestrator.secret_shapes.",
@@ -128,18 +134,22 @@ fn field_treatment(policy: ShapePolicy, action: Action, field: &str) -> ShapeAct
     }
 }
 
-/// Scans a JSON body for shapes.
+/// Scans a JSON body for shapes. Its patch, if any, is scanned by the content that it adds; one
+/// that can't be read is refused where its paths are extracted.
 pub(crate) fn scan_json(
     scanner: &Scanner,
     policy: ShapePolicy,
     action: Action,
     body: &Value,
+    patch: Option<&CallerPatch<'_>>,
 ) -> Result<Flags, Leak> {
     let mut flags = Flags::default();
     let mut leak = None;
     for (name, value) in body.as_object().into_iter().flatten() {
         if action == Action::FilePatch && name == "diff" {
-            scan_diff(scanner, policy.action(Channel::Patches), body, &mut flags)?;
+            if let Some(patch) = patch {
+                patch.scan(scanner, policy.action(Channel::Patches), &mut flags)?;
+            }
             continue;
         }
         if action == Action::FileWrite && name == "new" {
@@ -169,59 +179,6 @@ pub(crate) fn scan_json(
         }
     }
     Ok(flags)
-}
-
-/// Scans the content that a diff adds. A malformed diff is refused where its paths are extracted.
-fn scan_diff(
-    scanner: &Scanner,
-    action: ShapeAction,
-    body: &Value,
-    flags: &mut Flags,
-) -> Result<(), Leak> {
-    let Some((diff, strip)) = policy_calls::diff(body) else {
-        return Ok(());
-    };
-    let Ok(patch) = Patch::parse(diff.as_bytes(), strip) else {
-        return Ok(());
-    };
-    if patch.inflated_bytes() > policy_calls::INLINE_DIFF_BYTES {
-        tokio::task::block_in_place(|| scan_patch(scanner, action, &patch, flags))
-    } else {
-        scan_patch(scanner, action, &patch, flags)
-    }
-}
-
-fn scan_patch(
-    scanner: &Scanner,
-    action: ShapeAction,
-    patch: &Patch<'_>,
-    flags: &mut Flags,
-) -> Result<(), Leak> {
-    let is_binary = |section: &&Section<'_>| section.binary.is_some();
-    if patch.sections().iter().any(|section| is_binary(&section)) {
-        // The scan of the whole body sees compressed bytes only.
-        let system_scanner = scanner.system_only();
-        for section in patch.sections().iter().filter(is_binary) {
-            let mut watch = system_scanner.watch();
-            let mut hit = None;
-            section.each_added(|bytes| hit = hit.or_else(|| watch.feed(bytes)));
-            hit.map_or(Ok(()), |hit| Err(Leak::system("diff", hit.what)))?;
-        }
-    }
-    if action == ShapeAction::Off {
-        return Ok(());
-    }
-    for section in patch.sections() {
-        let Some(path) = &section.new else { continue };
-        if let Some(hit) = scanner.find(path) {
-            return Err(Leak::shape("diff", None, hit.what));
-        }
-        let path = String::from_utf8_lossy(path);
-        let mut scan = scanner.content(&path, action);
-        section.each_added(|bytes| scan.feed(bytes));
-        refuse_or_flag("diff", &path, scan, flags)?;
-    }
-    Ok(())
 }
 
 /// Scans the text that an edit inserts as content of its file.
@@ -306,14 +263,8 @@ pub(crate) fn flag_answer(action: Action, mut response: Response, flags: &Flags)
     if flags.is_empty() || !response.status().is_success() {
         return response;
     }
-    let is_json = response
-        .headers()
-        .get(header::CONTENT_TYPE)
-        .is_some_and(|kind| kind.as_bytes().starts_with(b"application/json"));
-    if is_json {
-        let (mut parts, body) = response.into_parts();
-        parts.headers.remove(header::CONTENT_LENGTH);
-        response = Response::from_parts(parts, splice(body, flags));
+    if is(&response, "application/json") {
+        response = with_members(response, flags);
     } else if action == Action::FileImport && response.status() == StatusCode::NO_CONTENT {
         let headers = std::mem::take(response.headers_mut());
         response = axum::Json(flags).into_response();
@@ -325,9 +276,32 @@ pub(crate) fn flag_answer(action: Action, mut response: Response, flags: &Flags)
     response
 }
 
-/// Inserts the flags into a JSON object of any length while it streams.
-fn splice(body: Body, flags: &Flags) -> Body {
-    let mut members = serde_json::to_vec(flags).unwrap_or_default();
+/// Adds what was repaired of a patch to the answer, also of a patch that does not apply: the caller
+/// learns how its hunks were read.
+pub(crate) fn report_repairs(response: Response, repaired: &[PatchRepair]) -> Response {
+    let is_answer = response.status().is_success() && is(&response, "application/json");
+    let is_rejection =
+        response.status() == StatusCode::CONFLICT && is(&response, "application/problem+json");
+    if repaired.is_empty() || !(is_answer || is_rejection) {
+        return response;
+    }
+    with_members(response, &json!({ "repaired": repaired }))
+}
+
+fn is(response: &Response, kind: &str) -> bool {
+    let found = response.headers().get(header::CONTENT_TYPE);
+    found.is_some_and(|found| found.as_bytes().starts_with(kind.as_bytes()))
+}
+
+fn with_members(response: Response, members: &impl Serialize) -> Response {
+    let (mut parts, body) = response.into_parts();
+    parts.headers.remove(header::CONTENT_LENGTH);
+    Response::from_parts(parts, splice(body, members))
+}
+
+/// Inserts the members of an object into a JSON object of any length while it streams.
+fn splice(body: Body, members: &impl Serialize) -> Body {
+    let mut members = serde_json::to_vec(members).unwrap_or_default();
     members.pop();
     let state = Some((body.into_data_stream(), BytesMut::new(), Some(members)));
     Body::from_stream(stream::unfold(state, async |state| {
@@ -394,8 +368,15 @@ mod tests {
         let body = json!({
             "argv": ["echo", token()], "env": {"KEY": token()}, "stdin": token(), "cwd": "/tmp",
         });
-        let look =
-            |setting: Value| scan_json(&scanner(), policy(setting), Action::SessionExec, &body);
+        let look = |setting: Value| {
+            scan_json(
+                &scanner(),
+                policy(setting),
+                Action::SessionExec,
+                &body,
+                None,
+            )
+        };
         assert!(
             look(json!(true)).is_err_and(|leak| leak.kind == "a GitHub token" && !leak.is_system)
         );
@@ -408,8 +389,9 @@ mod tests {
         // Names are refused because records would repeat them.
         let cwd =
             json!({"argv": ["ls"], "cwd": format!("/tmp/{}", token()), "env": {token(): "x"}});
-        let look =
-            |setting: Value| scan_json(&scanner(), policy(setting), Action::SessionExec, &cwd);
+        let look = |setting: Value| {
+            scan_json(&scanner(), policy(setting), Action::SessionExec, &cwd, None)
+        };
         assert_eq!(
             look(json!({"argv": "flag"})),
             Err(Leak::shape("cwd", None, "a GitHub token"))
@@ -417,49 +399,6 @@ mod tests {
         assert_eq!(
             look(json!({"argv": "off", "env": "flag"})),
             Err(Leak::shape("env.(name)", None, "a GitHub token"))
-        );
-    }
-
-    #[test]
-    fn a_diff_is_scanned_by_the_files_it_changes_and_the_lines_it_adds() {
-        let diff = format!(
-            "--- a/old.rs\n+++ b/src/a.rs\n@@ -1,2 +1,2 @@\n context {0}\n-{0}\n+{0}\n\
-             --- a/.env\n+++ b/.env\n@@ -1 +1 @@\n-{0}\n+A=b\n",
-            token()
-        );
-        let look = |diff: &str| {
-            scan_json(
-                &scanner(),
-                ShapePolicy::default(),
-                Action::FilePatch,
-                &json!({"diff": diff}),
-            )
-        };
-        assert_eq!(
-            named(&look(&diff).expect("flagged")),
-            ["src/a.rs"],
-            "removing a token from .env was flagged"
-        );
-        let leak = look(&diff.replace("+A=b", &format!("+A={}", token()))).expect_err("refused");
-        assert_eq!(
-            (leak.field.as_str(), leak.path.as_deref()),
-            ("diff", Some(".env"))
-        );
-        assert!(
-            leak.error().detail.contains(".env")
-                && leak.error().detail.contains("looks like a GitHub token")
-        );
-        let named = diff.replace("src/a.rs", &token());
-        assert_eq!(
-            look(&named).expect_err("a name").path,
-            None,
-            "a name that contains a token was repeated"
-        );
-        // `A=` and a GitHub token, deflated.
-        let binary = "diff --git a/.env b/.env\nindex 1..2 100644\nGIT binary patch\nliteral 44\nlcmZQ@v`x<_h<7wEG>)pU^vU%$DhnzxjVyPv$U_(70suCc4b%Vt\n\n";
-        assert_eq!(
-            look(binary).expect_err("a binary content").path.as_deref(),
-            Some(".env")
         );
     }
 

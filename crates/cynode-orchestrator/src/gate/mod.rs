@@ -16,6 +16,7 @@ mod answer;
 mod call;
 mod detail;
 mod leaks;
+mod patches;
 mod policy_calls;
 mod records;
 mod refusal;
@@ -37,6 +38,7 @@ use cynode_service::{ApiError, edge};
 use http::{HeaderName, HeaderValue};
 use uuid::Uuid;
 
+pub(crate) use patches::AdmittedPatch;
 pub(crate) use policy_calls::policy_limits;
 pub(crate) use refusal::Refusal;
 pub(crate) use request_body::ToolBody;

@@ -3,17 +3,15 @@
 use std::borrow::Cow;
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use cynode_api::{LimitsRequest, file_limits};
-use cynode_patch::Patch;
+use cynode_api::LimitsRequest;
 use cynode_policy::{Action, Call, CallLimits, within_workspace};
-use cynode_service::ApiError;
 use serde::Deserialize as _;
 use serde_json::{Map, Value, json};
 
-/// The number of a diff's paths that a record lists.
+use super::patches::CallerPatch;
+
+/// The number of a patch's paths that a record lists.
 const RECORDED_PATHS: usize = 100;
-/// Longer diffs are parsed on a blocking thread.
-pub(super) const INLINE_DIFF_BYTES: usize = 64 * 1024;
 
 /// The limits in a body. The handler refuses malformed ones.
 fn limits(body: &Value) -> CallLimits {
@@ -53,7 +51,8 @@ impl<'a> PolicyCalls<'a> {
         body: &Value,
         query: &[(String, String)],
         archive_paths: impl Iterator<Item = &'a str>,
-    ) -> Result<Self, ApiError> {
+        patch: Option<&CallerPatch<'_>>,
+    ) -> Self {
         let base = (action == Action::FileImport).then(|| queried_path(query));
         let paths = match action {
             // The empty path is the directory itself.
@@ -61,17 +60,21 @@ impl<'a> PolicyCalls<'a> {
                 .chain(archive_paths)
                 .map(Cow::Borrowed)
                 .collect(),
-            Action::FilePatch => patched_paths(body)?.into_iter().map(Cow::Owned).collect(),
+            // Without a patch, the handler refuses the body.
+            Action::FilePatch => {
+                let paths = patch.map(CallerPatch::paths).unwrap_or_default();
+                paths.into_iter().map(Cow::Owned).collect()
+            }
             _ => paths(action, body, query)
                 .into_iter()
                 .map(Cow::Owned)
                 .collect(),
         };
-        Ok(Self {
+        Self {
             call: call(action, body, query),
             base,
             paths,
-        })
+        }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -93,7 +96,7 @@ impl<'a> PolicyCalls<'a> {
         self.paths.iter().map(with_path).chain(without_path)
     }
 
-    /// Lists the files that a diff touches. Other calls name theirs in the query or body.
+    /// Lists the files that a patch touches. Other calls name theirs in the query or body.
     pub(crate) fn describe(&self, action: Action, detail: &mut Map<String, Value>) {
         if action == Action::FilePatch {
             detail.insert(
@@ -195,37 +198,6 @@ pub(super) fn queried_path(query: &[(String, String)]) -> String {
         .unwrap_or_else(|| ".".to_owned())
 }
 
-/// The diff in a body and the number of leading path components to strip. The handler refuses
-/// malformed bodies.
-pub(super) fn diff(body: &Value) -> Option<(&str, u32)> {
-    let strip = match body.get("strip") {
-        None | Some(Value::Null) => file_limits::DEFAULT_STRIP,
-        Some(strip) => u32::try_from(strip.as_u64()?).ok()?,
-    };
-    Some((body.get("diff")?.as_str()?, strip))
-}
-
-/// The paths that a diff touches, from the parser that the sandbox agent applies it with.
-fn patched_paths(body: &Value) -> Result<Vec<String>, ApiError> {
-    let Some((diff, strip)) = diff(body) else {
-        return Ok(Vec::new());
-    };
-    let read = || -> Result<Vec<String>, cynode_patch::Error> {
-        let patch = Patch::parse(diff.as_bytes(), strip)?;
-        Ok(patch
-            .paths()
-            .into_iter()
-            .map(|path| String::from_utf8_lossy(path).into_owned())
-            .collect())
-    };
-    let paths = if diff.len() > INLINE_DIFF_BYTES {
-        tokio::task::block_in_place(read)
-    } else {
-        read()
-    };
-    paths.map_err(|error| ApiError::invalid(format!("the diff can't be parsed: {error}")))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -269,15 +241,10 @@ mod tests {
     }
 
     fn patch_paths(diff: &str, strip: Option<u32>) -> Result<Vec<String>, String> {
-        let calls = PolicyCalls::new(
-            Action::FilePatch,
-            &json!({"diff": diff, "strip": strip}),
-            &[],
-            std::iter::empty(),
-        );
-        calls
-            .map(|calls| calls.iter().filter_map(|call| call.path).collect())
-            .map_err(|error| error.detail.clone())
+        let (action, body) = (Action::FilePatch, json!({"diff": diff, "strip": strip}));
+        let patch = CallerPatch::read(action, &body).map_err(|error| error.detail.clone())?;
+        let calls = PolicyCalls::new(action, &body, &[], std::iter::empty(), patch.as_ref());
+        Ok(calls.iter().filter_map(|call| call.path).collect())
     }
 
     fn created(name: &str) -> String {
@@ -314,6 +281,23 @@ mod tests {
             patch_paths("diff --git a/p/x b/p/x\nnew file mode 100644\n", None).expect("read"),
             ["/workspace/p/x"]
         );
+        // Hunks have no say in the paths, however wrong they are.
+        let begin = "*** Begin Patch\n*** Update File: p/./a\n*** Move to: q/b\n@@\n-a\n+b\n\
+             *** Add File: /etc/x\n+a\n*** Delete File: p/../c\n*** End Patch\n";
+        for strip in [None, Some(0), Some(3)] {
+            assert_eq!(
+                patch_paths(begin, strip).expect("read"),
+                ["/etc/x", "/workspace/c", "/workspace/p/a", "/workspace/q/b"]
+            );
+        }
+        for header in ["@@ -7,9 +8 @@", "@@ @@", "@@"] {
+            let diff = format!("--- a/p/x\n+++ b/p/y\n{header}\n-a\n+b\n");
+            assert_eq!(
+                patch_paths(&diff, None).expect("read"),
+                ["/workspace/p/x", "/workspace/p/y"],
+                "{header}"
+            );
+        }
         assert!(
             patch_paths("no diff\n", None)
                 .expect_err("refused")
@@ -338,7 +322,7 @@ mod tests {
     fn policies_see_the_path_that_a_call_acts_on_and_no_stray_one() {
         let query = [("path".to_owned(), "in/query".to_owned())];
         let seen = |action, body: &Value| -> Vec<String> {
-            let calls = PolicyCalls::new(action, body, &query, std::iter::empty()).expect("read");
+            let calls = PolicyCalls::new(action, body, &query, std::iter::empty(), None);
             calls.iter().filter_map(|call| call.path).collect()
         };
         let body = json!({"path": "in/body"});
@@ -362,8 +346,8 @@ mod tests {
             &Value::Null,
             &query,
             ["a", "./b//c"].into_iter(),
-        )
-        .expect("read");
+            None,
+        );
         assert_eq!(calls.len(), 3);
         assert_eq!(
             calls
@@ -377,8 +361,8 @@ mod tests {
             &json!({"argv": ["ls"]}),
             &[],
             std::iter::empty(),
-        )
-        .expect("read");
+            None,
+        );
         assert_eq!(
             (
                 none.len(),

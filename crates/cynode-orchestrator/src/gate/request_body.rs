@@ -18,6 +18,7 @@ use tokio::sync::oneshot;
 
 use super::{
     leaks::{self, ArchiveScan, Leak},
+    patches::CallerPatch,
     routes::{BodyKind, RouteSpec},
     seeds::{SeedScan, scan_stream},
     spool::{SpooledBody, json_body_up_to, room_for, spool},
@@ -309,12 +310,13 @@ impl RequestBody {
         orchestrator: &Orchestrator,
         action: Action,
         shapes: ShapePolicy,
+        patch: Option<&CallerPatch<'_>>,
     ) -> Result<Flags, Leak> {
         match self {
             Self::Json(_, value, _) | Self::Form(ExecFormBody { value, .. }) => {
                 let secret = orchestrator.system_scanner.find_in_json(value);
                 secret.map_or(Ok(()), |(field, hit)| Err(Leak::system(&field, hit.what)))?;
-                leaks::scan_json(&orchestrator.scanner, shapes, action, value)
+                leaks::scan_json(&orchestrator.scanner, shapes, action, value, patch)
             }
             Self::Spooled(spooled) => spooled
                 .leak

@@ -145,6 +145,11 @@ pub(crate) const ROUTES: &[RouteSpec] = &[
     local("POST /v1/tokens", Action::TokenCreate, TargetKind::NewToken),
     read("GET /v1/tokens", Action::TokenList, TargetKind::System),
     read("GET /v1/tokens/{id}", Action::TokenShow, TargetKind::Token),
+    local(
+        "POST /v1/tokens/{id}/renew",
+        Action::TokenRenew,
+        TargetKind::Token,
+    ),
     RouteSpec {
         body: BodyKind::Empty,
         ..local(

@@ -15,8 +15,9 @@ pub(crate) const TOPICS: &[HelpTopic] = &[
                workspace_ref: \"new\", constraints: {}} returns a session_id.\n\
                2. sandbox.session.exec {task_id, session_id, argv: [\"sh\", \"-c\", \"…\"], \
                timeout_ms: 60000, cwd: \".\", env: {}} runs a command and waits.\n\
-               3. sandbox.workspace.write_file, read_file, edit_file, apply_patch, list and search \
-               work on /workspace.\n\
+               3. sandbox.workspace.write_file, sandbox.workspace.read_file, \
+               sandbox.workspace.edit_file, sandbox.workspace.apply_patch, sandbox.workspace.list \
+               and sandbox.workspace.search work on /workspace.\n\
                4. sandbox.workspace.export_patch stores your changes as an artifact; \
                sandbox.session.end ends the session.",
     },
@@ -34,11 +35,15 @@ pub(crate) const TOPICS: &[HelpTopic] = &[
     HelpTopic {
         name: "files",
         about: "Reading, changing and keeping files",
-        text: "Paths are below /workspace. read_file returns sha256; pass it to write_file as \
-               if_match to avoid overwriting the changes of others.\n\
-               edit_file replaces a text that occurs exactly once, or everywhere with all: true. \
-               apply_patch applies a unified diff completely or not at all. Artifacts \
-               (artifact.put, get, list) outlive sandboxes.",
+        text: "Paths are below /workspace. sandbox.workspace.read_file returns sha256; pass it to \
+               sandbox.workspace.write_file as if_match to avoid overwriting the changes of \
+               others.\n\
+               sandbox.workspace.edit_file replaces a text that occurs exactly once, or everywhere \
+               with all: true.\n\
+               sandbox.workspace.apply_patch applies a unified diff, or a patch that begins with \
+               '*** Begin Patch', completely or not at all. A hunk without line numbers must fit \
+               exactly one place. Wrong hunk headers are repaired, and the answer says so.\n\
+               Artifacts (artifact.put, artifact.get, artifact.list) outlive sandboxes.",
     },
     HelpTopic {
         name: "errors",
@@ -63,8 +68,9 @@ pub(crate) const CODING_TOPICS: &[HelpTopic] = &[
         text: "You have a session of your own: a Linux container with a workspace at /workspace. \
                The first call makes it; every tool uses it unless you pass another session_id.\n\
                1. sandbox.session.exec {command: \"…\"} runs a shell line and waits.\n\
-               2. sandbox.workspace.read_file, write_file, edit_file, apply_patch, list and \
-               search work on /workspace.\n\
+               2. sandbox.workspace.read_file, sandbox.workspace.write_file, \
+               sandbox.workspace.edit_file, sandbox.workspace.apply_patch, sandbox.workspace.list \
+               and sandbox.workspace.search work on /workspace.\n\
                3. sandbox.workspace.export_patch stores your changes for a person.\n\
                A session that was idle for long or lost is resumed with its files. If its \
                workspace is gone, calls fail with session_ended; sandbox.session.create then \
@@ -86,11 +92,14 @@ pub(crate) const CODING_TOPICS: &[HelpTopic] = &[
         name: "files",
         about: "Reading and changing files",
         text: "Paths are below /workspace; commands reach other places.\n\
-               edit_file replaces a text that occurs exactly once, or everywhere with all: true. \
-               apply_patch applies a patch completely or not at all; on failure the error shows \
-               what each hunk expected and what the file has.\n\
-               read_file returns sha256; pass it to write_file or edit_file as if_match to avoid \
-               overwriting other changes.",
+               sandbox.workspace.edit_file replaces a text that occurs exactly once, or everywhere \
+               with all: true.\n\
+               sandbox.workspace.apply_patch applies a unified diff, or a patch that begins with \
+               '*** Begin Patch', completely or not at all; on failure the error shows what each \
+               hunk expected and what the file has. A hunk without line numbers must fit exactly \
+               one place.\n\
+               sandbox.workspace.read_file returns sha256; pass it to sandbox.workspace.write_file \
+               or sandbox.workspace.edit_file as if_match to avoid overwriting other changes.",
     },
     HelpTopic {
         name: "errors",

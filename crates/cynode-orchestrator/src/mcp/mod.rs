@@ -421,7 +421,7 @@ impl Gateway {
                 );
                 let error = ApiError::new(
                     ErrorCode::ToolDisabled,
-                    format!("{} is disabled", tool.name),
+                    format!("{} is disabled", self.surface.spelled(tool.name)),
                 );
                 Some(error.with_remedy(remedy))
             }

@@ -22,6 +22,7 @@ const PERCENT_ENCODED: &AsciiSet = &NON_ALPHANUMERIC
 pub(crate) enum Plan {
     Request(ApiRequest),
     Exec(Box<ExecPlan>),
+    Export(Box<ExportPlan>),
     /// Does this in the token's own session.
     InOwnSession(OwnSession, Box<Self>),
     /// Answers the token's own session if it lives, else resumes it or creates the next one.
@@ -81,6 +82,14 @@ impl ExecPlan {
         let path = format!("/v1/sessions/{}/exec", self.session);
         ApiRequest::new(Method::POST, path, self.task).json(&self.request)
     }
+}
+
+/// An export of the changes since a session began, or else since the last commit: not every session
+/// has a snapshot of what it began with.
+#[derive(Clone, Debug)]
+pub(crate) struct ExportPlan {
+    pub(crate) since_start: ApiRequest,
+    pub(crate) since_commit: ApiRequest,
 }
 
 /// The session of the caller's token, which calls without a session id use.

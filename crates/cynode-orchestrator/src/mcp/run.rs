@@ -17,7 +17,7 @@ use uuid::Uuid;
 
 use super::{
     Client, Gateway, ToolCall,
-    plan::{ApiBody, ApiRequest, ExecPlan, FilePart, Plan, ResultFormat},
+    plan::{ApiBody, ApiRequest, ExecPlan, ExportPlan, FilePart, Plan, ResultFormat},
     progress::RunningExec,
     text,
     tools::Tool,
@@ -40,13 +40,24 @@ static ANSWERS: FairPermits = FairPermits::new(MAX_CONCURRENT_ANSWERS);
 #[derive(Debug)]
 pub(super) struct ToolOutput {
     pub(super) value: Value,
-    /// What happened to the session besides.
+    /// What a model should know besides, such as what happened to the session.
     pub(super) note: Option<String>,
 }
 
 impl From<Value> for ToolOutput {
     fn from(value: Value) -> Self {
         Self { value, note: None }
+    }
+}
+
+impl ToolOutput {
+    /// Puts another note before the one that there is.
+    pub(super) fn after(self, note: Option<String>) -> Self {
+        let note = match (note, self.note) {
+            (Some(first), Some(second)) => Some(format!("{first} {second}")),
+            (first, second) => first.or(second),
+        };
+        Self { note, ..self }
     }
 }
 
@@ -130,7 +141,7 @@ impl Gateway {
             Plan::CreateOwnSession(own, body) => {
                 Box::pin(self.create_own_session(client, tool, own, *body)).await
             }
-            plan => self.run_plan(client, tool, plan).await.map(Into::into),
+            plan => self.run_plan(client, tool, plan).await,
         }
     }
 
@@ -140,8 +151,9 @@ impl Gateway {
         client: &Client<'_>,
         tool: &'static Tool,
         plan: Plan,
-    ) -> Result<Value, ToolFailure> {
-        match plan {
+    ) -> Result<ToolOutput, ToolFailure> {
+        let value = match plan {
+            Plan::Export(export) => return self.export(client, tool, *export).await,
             Plan::InOwnSession(..) | Plan::CreateOwnSession(..) => {
                 let error = ApiError::new(ErrorCode::Internal, "the plan is nested");
                 Err(ToolFailure::unrecorded(Stage::Run, error))
@@ -230,7 +242,7 @@ impl Gateway {
                     ErrorCode::Unavailable,
                     format!(
                         "{} needs a service that this system does not provide yet",
-                        tool.name
+                        client.surface.spelled(tool.name)
                     ),
                 );
                 Err(ToolFailure::unrecorded(
@@ -238,7 +250,32 @@ impl Gateway {
                     error.with_remedy(remedy),
                 ))
             }
-        }
+        };
+        value.map(Into::into)
+    }
+
+    /// Exports what changed since the session began, or since the last commit if the session has no
+    /// snapshot: it began empty, its image has no git, or its agent is older.
+    async fn export(
+        &self,
+        client: &Client<'_>,
+        tool: &'static Tool,
+        export: ExportPlan,
+    ) -> Result<ToolOutput, ToolFailure> {
+        let has_no_snapshot = |failure: &ToolFailure| {
+            [ErrorCode::NotARepository, ErrorCode::InvalidRequest]
+                .iter()
+                .any(|code| failure.refusal.error.is(*code))
+        };
+        let (result, since) = match self.call(client, tool, export.since_start).await {
+            Err(failure) if has_no_snapshot(&failure) => (
+                self.call(client, tool, export.since_commit).await,
+                "the last commit (HEAD)",
+            ),
+            result => (result, "the session began"),
+        };
+        let note = Some(format!("The patch has the changes since {since}."));
+        result.map(|value| ToolOutput { value, note })
     }
 
     /// Runs a command. If its program does not exist, nothing has started, and the fallback runs.

@@ -1,16 +1,18 @@
 //! The text content of a result: the part that a model needs to read, bounded in size and free of
 //! terminal control. Where something is left out, the text names the call that reads it.
 
+mod bound;
 mod output;
 
+use cynode_api::file_limits::{DEFAULT_ENTRIES, MAX_ENTRIES};
 use serde_json::{Map, Value, json};
 
 use super::{plain, run::ToolOutput, tools::MAX_READ, view::View};
 
 /// Room for the calls that read on.
 const CONTINUATION: usize = 640;
-/// Lists in a result that are shortened to fit.
-const LISTS: [&str; 6] = ["entries", "matches", "files", "rejects", "flagged", "items"];
+/// Repaired hunks that a text names.
+const SHOWN_REPAIRS: usize = 20;
 
 /// Renders a result.
 pub(crate) fn render(output: &ToolOutput, view: &View) -> String {
@@ -19,7 +21,16 @@ pub(crate) fn render(output: &ToolOutput, view: &View) -> String {
         Some(note) => format!("{note}\n{text}"),
         None => text,
     };
-    cut_middle(&text, view.limit, "structuredContent has them")
+    cut_middle(&text, view.limit, place_of_rest(view))
+}
+
+/// Where the rest of a text is that was cut.
+const fn place_of_rest(view: &View) -> &'static str {
+    if view.is_coding() {
+        "ask for less at once"
+    } else {
+        "structuredContent has them"
+    }
 }
 
 /// Renders a failure, with what each rejected hunk expected and found.
@@ -32,6 +43,7 @@ pub(crate) fn failure(failure: &Value, view: &View) -> String {
         text("message"),
         text("remedy")
     );
+    shown.push_str(&repairs(failure));
     let rejects = failure["rejects"].as_array();
     for (number, reject) in rejects.into_iter().flatten().enumerate() {
         let reject = plain::text(&rejected(reject));
@@ -42,11 +54,33 @@ pub(crate) fn failure(failure: &Value, view: &View) -> String {
         }
         shown.push_str(&reject);
     }
-    cut_middle(
-        &plain::text(&shown),
-        view.limit,
-        "structuredContent has them",
-    )
+    cut_middle(&plain::text(&shown), view.limit, place_of_rest(view))
+}
+
+/// The hunks of a patch that were read in another way than they are written, one in a line.
+fn repairs(result: &Value) -> String {
+    let mut shown = String::new();
+    let repaired = result["repaired"].as_array();
+    for repair in repaired.into_iter().flatten().take(SHOWN_REPAIRS) {
+        let text = |name: &str| repair[name].as_str().unwrap_or_default();
+        add(
+            &mut shown,
+            format!(
+                "\nrepaired {}, hunk {}: {}",
+                text("path"),
+                repair["hunk"],
+                text("what")
+            ),
+        );
+    }
+    let count = repaired.map_or(0, Vec::len);
+    if count > SHOWN_REPAIRS {
+        add(
+            &mut shown,
+            format!("\nrepaired {} more", count - SHOWN_REPAIRS),
+        );
+    }
+    shown
 }
 
 fn rejected(reject: &Value) -> String {
@@ -91,6 +125,8 @@ fn summarize(result: &Value, view: &View) -> String {
         found(result, view)
     } else if list("files") && view.tool == "sandbox.workspace.apply_patch" {
         patched(result)
+    } else if is("exec_id") && view.tool == "sandbox.session.exec" {
+        output::accepted(result, view)
     } else if is("session_id") && is("workspace_id") && view.is_coding() {
         session(result)
     } else {
@@ -101,7 +137,12 @@ fn summarize(result: &Value, view: &View) -> String {
 fn binary_file(result: &Value) -> String {
     let sha256 = result["sha256"].as_str().unwrap_or("unknown");
     let size = result["size"].as_u64().unwrap_or_default();
-    format!("(binary, {size} bytes, sha256 {sha256}; the bytes are in content_b64)")
+    let member = if result.get("content_b64").is_some() {
+        "content_b64"
+    } else {
+        "content"
+    };
+    format!("(binary, {size} bytes, sha256 {sha256}; the bytes are in {member})")
 }
 
 /// Whole lines of a file, and the call that reads the next ones.
@@ -162,9 +203,49 @@ fn listing(result: &Value, view: &View) -> String {
             _ => format!("{path} {}\n", entry["size"]),
         }
     };
-    lines_of(entries, line, result, view, "(no files)", || {
-        "There are more. List a directory below, or pass max_entries.".to_owned()
+    let (more, narrower) = (
+        More {
+            wish: "max_entries",
+            repeated: &["path", "depth"],
+        },
+        "List a directory below.",
+    );
+    lines_of(entries, line, result, view, "(no files)", |total| {
+        more.told(result, view, total, narrower)
     })
+}
+
+/// How a list that was cut is continued. Both lists have the same limits.
+struct More {
+    /// The argument that asks for more.
+    wish: &'static str,
+    repeated: &'static [&'static str],
+}
+
+impl More {
+    /// Names the call that lists more, or advises to ask for less. `total` is the number of items in
+    /// the result.
+    fn told(&self, result: &Value, view: &View, total: usize, narrower: &str) -> String {
+        let is_cut = result["truncated"] == true;
+        if !is_cut && !view.is_coding() {
+            return format!("There are more; structuredContent has all {total}.");
+        }
+        let total = u32::try_from(total).unwrap_or(u32::MAX);
+        let asked = view
+            .number(self.wish)
+            .map(|asked| u32::try_from(asked).unwrap_or(u32::MAX));
+        let next = if is_cut {
+            asked.unwrap_or(DEFAULT_ENTRIES).saturating_mul(4)
+        } else {
+            total
+        };
+        let next = next.min(MAX_ENTRIES);
+        if asked.is_some_and(|asked| next <= asked) {
+            return format!("There are more. {narrower}");
+        }
+        let call = view.call(view.tool, self.repeated, &[(self.wish, json!(next))]);
+        format!("There are more. {narrower} Or list more: {call}")
+    }
 }
 
 fn found(result: &Value, view: &View) -> String {
@@ -189,14 +270,14 @@ fn found(result: &Value, view: &View) -> String {
         )
     };
     let none = format!("no matches in {} files", result["files_searched"]);
-    lines_of(
-        result["matches"].as_array(),
-        line,
-        result,
-        view,
-        &none,
-        || "There are more. Narrow the pattern or the glob, or pass max_results.".to_owned(),
-    )
+    let matches = result["matches"].as_array();
+    let more = More {
+        wish: "max_results",
+        repeated: &["pattern", "glob", "context_lines"],
+    };
+    lines_of(matches, line, result, view, &none, |total| {
+        more.told(result, view, total, "Narrow the pattern or the glob.")
+    })
 }
 
 /// One line for each item, as many as fit.
@@ -206,7 +287,7 @@ fn lines_of(
     result: &Value,
     view: &View,
     none: &str,
-    more: impl Fn() -> String,
+    more: impl Fn(usize) -> String,
 ) -> String {
     let mut shown = String::new();
     let mut is_cut = result["truncated"] == true;
@@ -220,7 +301,7 @@ fn lines_of(
     }
     match (shown.is_empty(), is_cut) {
         (true, false) => none.to_owned(),
-        (_, true) => shown + &more(),
+        (_, true) => shown + &more(items.map_or(0, Vec::len)),
         (false, false) => shown,
     }
 }
@@ -238,9 +319,12 @@ fn patched(result: &Value) -> String {
         .as_object()
         .into_iter()
         .flatten()
-        .filter(|(name, _)| *name != "files")
+        .filter(|(name, _)| !matches!(name.as_str(), "files" | "repaired"))
         .map(|(name, value)| (name.clone(), value.clone()))
         .collect();
+    for repair in repairs(result).lines().filter(|line| !line.is_empty()) {
+        add(&mut shown, format!("{repair}\n"));
+    }
     if !rest.is_empty() {
         shown.push_str(&Value::Object(rest).to_string());
     }
@@ -308,71 +392,14 @@ fn cut_middle(text: &str, limit: usize, place: &str) -> String {
     format!("{begin}{}{end}", note(text.len() - begin.len() - end.len()))
 }
 
-/// Shortens the lists of a structured result to the size of the text, unless the call asks for
-/// more.
+/// Shortens the lists and texts of a structured result to the size of the text, unless the call asks
+/// for more.
 pub(crate) fn bound(result: &mut Value, view: &View) {
     if view.asks_for_more {
         return;
     }
-    let size = |value: &Value| serde_json::to_string(value).map_or(0, |text| text.len());
-    let mut total = size(result);
-    if total <= view.limit {
-        return;
-    }
-    bound_output(result, view);
-    for name in LISTS {
-        let Some(items) = result.get_mut(name).and_then(Value::as_array_mut) else {
-            continue;
-        };
-        let before = items.len();
-        while total > view.limit
-            && let Some(item) = items.pop()
-        {
-            total = total.saturating_sub(size(&item) + 1);
-        }
-        if items.len() < before {
-            result["truncated"] = json!(true);
-        }
-    }
-}
-
-/// Shortens a page of output to whole chunks; only the first may be cut. The page then ends at the
-/// last one.
-fn bound_output(result: &mut Value, view: &View) {
-    let Some(chunks) = result.get_mut("chunks").and_then(Value::as_array_mut) else {
-        return;
-    };
-    let room = view.limit.saturating_sub(CONTINUATION);
-    let (mut bytes, before) = (0, chunks.len());
-    let fits = chunks
-        .iter()
-        .take_while(|chunk| {
-            bytes += ["data", "data_b64"]
-                .iter()
-                .filter_map(|name| chunk[*name].as_str())
-                .map(str::len)
-                .sum::<usize>();
-            bytes <= room
-        })
-        .count();
-    chunks.truncate(fits.max(1));
-    if fits == 0
-        && let Some(chunk) = chunks.first_mut().and_then(Value::as_object_mut)
-    {
-        for name in ["data", "data_b64"] {
-            if let Some(Value::String(data)) = chunk.get_mut(name) {
-                // Base64 comes in groups of four.
-                data.truncate(data.floor_char_boundary(room / 4 * 4));
-            }
-        }
-        chunk.insert("truncated".to_owned(), json!(true));
-    }
-    let last = chunks.last().map(|chunk| chunk["seq"].clone());
-    if chunks.len() < before
-        && let (Some(last), Some(page)) = (last, result.as_object_mut())
-    {
-        page.insert("next_seq".to_owned(), last);
-        page.remove("exit");
+    if bound::json_size(result) > view.limit {
+        bound::shorten(result, view.limit);
     }
 }
 

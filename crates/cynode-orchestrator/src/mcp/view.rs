@@ -16,7 +16,7 @@ const NOTES: usize = 1_024;
 const LINE: usize = 256;
 
 /// The arguments that a continuation repeats.
-const REPEATED: [&str; 12] = [
+const REPEATED: [&str; 18] = [
     "task_id",
     "session_id",
     "job_id",
@@ -29,6 +29,12 @@ const REPEATED: [&str; 12] = [
     "max_output_bytes",
     "after_seq",
     "tail_bytes",
+    "depth",
+    "max_entries",
+    "pattern",
+    "glob",
+    "context_lines",
+    "max_results",
 ];
 
 #[derive(Debug)]

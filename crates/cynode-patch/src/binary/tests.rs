@@ -291,6 +291,30 @@ fn added_content_is_what_the_change_brings() {
 }
 
 #[test]
+fn insertions_are_also_known_without_the_copies_between_them() {
+    let partial = |diff: &str| {
+        let patch = Patch::parse(diff.as_bytes(), 1).expect("parsed");
+        let mut joined = Vec::new();
+        patch.sections()[0].each_added_joined(|piece| joined.extend_from_slice(piece));
+        (patch.sections()[0].is_partial(), joined)
+    };
+    let steps = b"\x0b\x08\x02ab\x90\x03\x02cd\x90\x03\x01e";
+    assert_eq!(
+        partial(&without_ids(&delta(steps))),
+        (true, b"abcde".to_vec())
+    );
+    // The new content is known from the patch, or nothing is added.
+    for diff in [
+        without_ids(&literal(NEW)),
+        without_ids(&delta(b"\x0b\x02\x02ab")),
+        without_ids(&delta(b"\x0b\x03\x90\x03")),
+        "--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n x\n-y\n+z\n".to_owned(),
+    ] {
+        assert_eq!(partial(&diff), (false, Vec::new()), "{diff}");
+    }
+}
+
+#[test]
 fn binary_sections_count_towards_the_bound_of_work() {
     // Each section inflates little and copies the old content 32 times, or a part of it.
     let old = vec![b'x'; 1 << 20];

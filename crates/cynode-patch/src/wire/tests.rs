@@ -95,10 +95,13 @@ fn an_agent_that_does_not_know_the_form_reads_the_same_or_refuses() {
     let patch = Patch::parse(diff.as_bytes(), 1).expect("parsed");
     let wire = encoded(&patch);
     assert_eq!(Patch::parse(wire.as_bytes(), 0).expect("parsed"), patch);
+    assert!(!patch.needs_extensions());
     for body in ["*** Update File: x\n@@\n-d\n+e\n", "*** Delete File: x\n"] {
         let wire = of_begin_patch(body);
         assert!(Patch::parse(wire.as_bytes(), 0).is_err(), "{wire}");
+        assert!(Patch::from_wire(wire.as_bytes()).is_ok_and(|patch| patch.needs_extensions()));
     }
+    assert_eq!(VERSION, format!("cynode-patch {WIRE_VERSION}\n").as_bytes());
 }
 
 #[test]

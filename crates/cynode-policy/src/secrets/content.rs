@@ -6,10 +6,12 @@ use super::{
     shapes::PRIVATE_KEY,
 };
 
-/// A git configuration is scanned for credentials in URLs up to this size. The rest is scanned for
-/// shapes only.
-const MAX_GIT_CONFIG_BYTES: usize = 1024 * 1024;
+/// A git configuration is scanned for credentials in URLs up to this size, and one of npm for
+/// settings. The rest is scanned for shapes only.
+pub(super) const MAX_GIT_CONFIG_BYTES: usize = 1024 * 1024;
 const URL_PASSWORD: &str = "a password in a URL";
+/// What is reported for content that only its old version could complete.
+pub const UNSCANNED: &str = "content that was not scanned";
 
 /// Scans the content of a file for shapes, chunk by chunk.
 pub struct ContentScan {
@@ -19,6 +21,7 @@ pub struct ContentScan {
     /// The tail of the content so far, long enough for an incomplete shape.
     recent: Vec<u8>,
     is_cut: bool,
+    is_unscanned: bool,
     /// Distinct shapes.
     found: Vec<&'static str>,
     git_config: Vec<u8>,
@@ -39,6 +42,7 @@ impl Scanner {
             path_class,
             recent: Vec::new(),
             is_cut: false,
+            is_unscanned: false,
             found: Vec::new(),
             git_config: Vec::new(),
         }
@@ -66,6 +70,12 @@ impl ContentScan {
         }
     }
 
+    /// Notes that the file will have more than what was fed, so that a credential may be missed. It
+    /// is refused where credentials are, and reported elsewhere.
+    pub fn mark_unscanned(&mut self) {
+        self.is_unscanned = true;
+    }
+
     /// The shapes to report, or the shape for which the file is refused.
     pub fn finish(mut self) -> Result<Vec<&'static str>, &'static str> {
         if self.action == ShapeAction::Off {
@@ -81,6 +91,12 @@ impl ContentScan {
             (_, PathClass::GitConfig | PathClass::Anywhere) => None,
         };
         refused.map_or(Ok(()), |shape| Err(*shape))?;
+        if self.is_unscanned {
+            if self.action == ShapeAction::Refuse || self.path_class != PathClass::Anywhere {
+                return Err(UNSCANNED);
+            }
+            self.found.push(UNSCANNED);
+        }
         Ok(self.found)
     }
 
@@ -216,6 +232,29 @@ mod tests {
             );
         }
         assert_eq!(scan(".env", "KEY=\n", flag, 3), Ok(vec![]));
+    }
+
+    #[test]
+    fn content_that_was_not_scanned_is_treated_as_a_credential() {
+        let scan = |path: &str, action, text: &str| {
+            let scanner = Scanner::new(HeldSecrets::new([7; 32]), true);
+            let mut scan = scanner.content(path, action);
+            scan.feed(text.as_bytes());
+            scan.mark_unscanned();
+            scan.finish()
+        };
+        let (flag, refuse, off) = (ShapeAction::Flag, ShapeAction::Refuse, ShapeAction::Off);
+        assert_eq!(scan("a.png", flag, "x"), Ok(vec![UNSCANNED]));
+        assert_eq!(
+            scan("a.png", flag, &token()),
+            Ok(vec!["a GitHub token", UNSCANNED])
+        );
+        assert_eq!(scan("a.png", refuse, "x"), Err(UNSCANNED));
+        assert_eq!(scan("a.png", off, &token()), Ok(vec![]));
+        for path in [".env", ".git/config", "/home/agent/id_rsa"] {
+            assert_eq!(scan(path, flag, "x"), Err(UNSCANNED), "{path}");
+        }
+        assert_eq!(scan(".env", flag, &token()), Err("a GitHub token"));
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod channels;
 mod content;
 mod encoded;
 mod held;
+mod local;
 mod paths;
 mod shapes;
 
@@ -22,8 +23,9 @@ use std::{fmt, sync::Arc};
 use serde_json::Value;
 
 pub use channels::{Channel, ShapeAction, ShapePolicy, ShapeSetting};
-pub use content::ContentScan;
+pub use content::{ContentScan, UNSCANNED};
 pub use held::HeldSecrets;
+pub use local::{LocalScan, local_directory, local_file};
 use shapes::Shapes;
 
 /// A detected secret, without its value.

@@ -17,11 +17,12 @@ pub(super) enum PathClass {
 
 const CREDENTIAL_FILES: &[&str] = &[".netrc", ".git-credentials", ".npmrc", ".pypirc"];
 const CREDENTIAL_DIRECTORIES: &[&str] = &[".aws", ".ssh"];
+/// Further ones. The gate goes by what is in them: they hold much else.
+const LOCAL_CREDENTIAL_DIRECTORIES: &[&str] = &[".azure", ".gnupg", ".password-store"];
 
-/// Purely lexical: a symbolic link inside the sandbox can point elsewhere.
-pub(super) fn classify(path: &str) -> PathClass {
-    let path = path.to_ascii_lowercase();
-    let mut words: Vec<&str> = Vec::new();
+/// The names on the way to a file. Purely lexical: a symbolic link can point elsewhere.
+pub(super) fn split(path: &str) -> Vec<&str> {
+    let mut words = Vec::new();
     for word in path.split('/') {
         match word {
             "" | "." => {}
@@ -29,6 +30,23 @@ pub(super) fn classify(path: &str) -> PathClass {
             word => words.push(word),
         }
     }
+    words
+}
+
+/// Whether a directory of somebody's machine holds credentials, by its names in lower case.
+pub(super) fn is_credential_directory(words: &[&str]) -> bool {
+    match words {
+        [.., ".config", "gcloud"] => true,
+        [.., name] => {
+            CREDENTIAL_DIRECTORIES.contains(name) || LOCAL_CREDENTIAL_DIRECTORIES.contains(name)
+        }
+        [] => false,
+    }
+}
+
+pub(super) fn classify(path: &str) -> PathClass {
+    let path = path.to_ascii_lowercase();
+    let words = split(&path);
     let Some((name, above)) = words.split_last() else {
         return PathClass::Anywhere;
     };

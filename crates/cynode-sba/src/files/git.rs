@@ -643,7 +643,13 @@ mod tests {
         workspace.put("build/output", "not exported\n");
         std::fs::remove_file(workspace.path("deleted")).expect("removed");
         let diff = exported(&workspace, Some("brought"));
-        for part in ["b/crlf.txt", "b/ignored", "b/binary", "b/new/file", "a/deleted"] {
+        for part in [
+            "b/crlf.txt",
+            "b/ignored",
+            "b/binary",
+            "b/new/file",
+            "a/deleted",
+        ] {
             assert!(diff.contains(part), "{part} is missing:\n{diff}");
         }
         assert!(!diff.contains("not exported"), "{diff}");

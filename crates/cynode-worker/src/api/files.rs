@@ -12,11 +12,11 @@ use axum::{
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{
     Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileChange, FileChanges, FileType,
-    FileWritten, Flags, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchRequest,
-    PatchResult, Problem, SearchRequest, SearchResult, SessionId,
+    FileWritten, Flags, ListRequest, ListResult, MkdirRequest, MoveRequest, Problem, SearchRequest,
+    SearchResult, SessionId,
     file_limits::{
-        DEFAULT_STRIP, MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATCH_BYTES, MAX_PATH_BYTES,
-        MAX_PATTERN_BYTES, MAX_PUT_BYTES, MAX_RESULTS, MAX_STRIP, SEARCH_MS,
+        MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH_BYTES, MAX_PATTERN_BYTES,
+        MAX_PUT_BYTES, MAX_RESULTS, SEARCH_MS,
     },
 };
 use cynode_sba_proto::{FileOp, FileStat, Frame, Reply, Request};
@@ -84,7 +84,7 @@ pub(super) fn check_text_path(path: &str, field: &str) -> Result<Base64Bytes, Ap
     check_path(path.as_bytes().to_vec(), field)
 }
 
-fn check_range(
+pub(super) fn check_range(
     value: Option<u32>,
     range: RangeInclusive<u32>,
     field: &str,
@@ -578,53 +578,6 @@ pub(super) async fn search(
         .await?
         .into_response()
         .await)
-}
-
-/// Apply a unified diff to the workspace, completely or not at all.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:patch", tag = "files",
-    params(("id" = SessionId, Path)), request_body = PatchRequest,
-    responses(
-        (status = 200, body = PatchResult),
-        (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn patch(
-    State(api): State<Api>,
-    Id(id): Id<SessionId>,
-    JsonBody(request): JsonBody<PatchRequest>,
-) -> Result<Response, ApiError> {
-    check_version(request.version)?;
-    if request.diff.len() as u64 > MAX_PATCH_BYTES {
-        return Err(ApiError::new(
-            ErrorCode::TooLarge,
-            format!("diff: more than {MAX_PATCH_BYTES} bytes"),
-        ));
-    }
-    check_range(request.strip, 0..=MAX_STRIP, "strip")?;
-    let (mut channel, _activity) = open(
-        &api,
-        id,
-        FileOp::Patch {
-            strip: request.strip.unwrap_or(DEFAULT_STRIP),
-            dry_run: request.dry_run,
-            encoded: false,
-        },
-    )
-    .await?;
-    let sent = match channel.send_data(request.diff.as_bytes()).await {
-        Ok(()) => channel.send(&Frame::End).await,
-        Err(error) => Err(error),
-    };
-    if let Err(error) = sent {
-        return Err(channel.send_error(error).await);
-    }
-    let result = channel
-        .body::<PatchResult>(FILE_TIMEOUT, &api.sessions.config.directory())
-        .await?;
-    let changes = if request.dry_run {
-        FileChanges::default()
-    } else {
-        validate_changes(FileChanges::from(&result.value))
-    };
-    Ok(with_result(&changes, result.into_response().await))
 }
 
 /// Move a file or directory.

@@ -7,6 +7,7 @@ mod files;
 mod images;
 mod jobs;
 mod output;
+mod patch;
 mod pty;
 mod sessions;
 mod watch;
@@ -78,7 +79,6 @@ fn documented() -> OpenApiRouter<Api> {
         .routes(routes!(execs::stdin))
         .routes(routes!(files::list))
         .routes(routes!(files::search))
-        .routes(routes!(files::patch))
         .routes(routes!(edit::edit))
         .routes(routes!(watch::watch))
         .routes(routes!(files::rename))
@@ -106,6 +106,7 @@ fn documented() -> OpenApiRouter<Api> {
                     files::delete
                 ))
                 .routes(routes!(files::import))
+                .routes(routes!(patch::patch))
                 .routes(routes!(execs::start))
                 .layer(DefaultBodyLimit::disable()),
         )

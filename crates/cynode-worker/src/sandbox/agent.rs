@@ -73,6 +73,11 @@ impl AgentLink {
 }
 
 impl Channel {
+    /// The newest version of encoded patches that the agent reads; 0 if it reads diffs only.
+    pub(crate) const fn encoded_patches(&self) -> u32 {
+        self.0.encoded_patches
+    }
+
     pub(crate) async fn next(&mut self) -> Result<Frame, LinkError> {
         self.0.read().await
     }

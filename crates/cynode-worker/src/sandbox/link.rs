@@ -86,6 +86,8 @@ pub(crate) struct AgentConnection {
     pub(crate) decoder: Decoder,
     /// Largest frame that the agent accepts.
     pub(crate) max_frame: usize,
+    /// The newest version of encoded patches that the agent reads; 0 if it reads diffs only.
+    pub(crate) encoded_patches: u32,
 }
 
 #[derive(Debug)]
@@ -264,6 +266,7 @@ async fn greet(
         stream,
         decoder: Decoder::new(MAX_AGENT_FRAME),
         max_frame: OLDEST_WORKER_FRAME,
+        encoded_patches: 0,
     };
     match connection.read().await? {
         Frame::Json(json) => match serde_json::from_slice(&json) {
@@ -271,8 +274,10 @@ async fn greet(
                 protocol: OLDEST_PROTOCOL..=PROTOCOL,
                 role,
                 max_frame,
+                encoded_patches,
                 ..
             })) => {
+                connection.encoded_patches = encoded_patches.unwrap_or_default();
                 connection.max_frame = max_frame
                     .unwrap_or(OLDEST_WORKER_FRAME)
                     .min(MAX_WORKER_FRAME);
@@ -312,6 +317,40 @@ impl AgentConnection {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => return Err(LinkError::Gone),
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cynode_sba_proto::encode_message;
+    use tokio::io::AsyncWriteExt as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_an_agent_does_not_announce_it_does_not_have() {
+        for (announced, expected) in [(None, (OLDEST_WORKER_FRAME, 0)), (Some(3), (3, 3))] {
+            let (worker, mut agent) = UnixStream::pair().expect("a pair");
+            let (park, parked) = mpsc::channel(1);
+            let shared = Shared {
+                parked: Mutex::new(parked),
+                park,
+                present: watch::Sender::new(false),
+                init: watch::Sender::new(InitProcess::of(1)),
+            };
+            let hello = Reply::Hello(Hello {
+                protocol: PROTOCOL,
+                version: "1".to_owned(),
+                role: Role::Request,
+                max_frame: announced,
+                encoded_patches: announced.and_then(|version| version.try_into().ok()),
+            });
+            let mut bytes = Vec::new();
+            encode_message(&hello, &mut bytes);
+            agent.write_all(&bytes).await.expect("sent");
+            let (_, connection) = greet(worker, &shared, true).await.expect("greeted");
+            assert_eq!((connection.max_frame, connection.encoded_patches), expected);
         }
     }
 }

@@ -4,6 +4,7 @@
 mod files;
 mod jobs;
 mod node;
+mod patches;
 mod run;
 mod sessions;
 
@@ -45,6 +46,7 @@ use tokio::{
 };
 use tower::ServiceExt as _;
 
+pub use patches::ReceivedPatch;
 use run::{Files, Run};
 
 /// A fault injected into a call.
@@ -123,6 +125,9 @@ struct Shared {
     /// Calls that carry an id.
     remembered: Mutex<Arc<Calls>>,
     started: Mutex<Vec<JobId>>,
+    /// The newest version of encoded patches that the node reads; 0 for diffs only.
+    encoded_patches: Mutex<u32>,
+    patches: Mutex<Vec<ReceivedPatch>>,
     registration: Mutex<Registration>,
     config: Mutex<NodeConfig>,
 }
@@ -160,6 +165,8 @@ impl SimulatedWorker {
             calls: Mutex::default(),
             remembered: Mutex::default(),
             started: Mutex::default(),
+            encoded_patches: Mutex::new(cynode_patch::WIRE_VERSION),
+            patches: Mutex::default(),
             registration: Mutex::default(),
             config: Mutex::new(NodeConfig {
                 heartbeat_seconds: 1,
@@ -247,6 +254,18 @@ impl SimulatedWorker {
     #[must_use]
     pub fn calls(&self) -> Vec<String> {
         self.shared.calls.lock().expect("not poisoned").clone()
+    }
+
+    /// Makes the node one of an earlier version, which reads strict diffs only. Call this before
+    /// the node joins.
+    pub fn read_diffs_only(&self) {
+        *self.shared.encoded_patches.lock().expect("not poisoned") = 0;
+    }
+
+    /// The patches received so far.
+    #[must_use]
+    pub fn patches(&self) -> Vec<ReceivedPatch> {
+        self.shared.patches.lock().expect("not poisoned").clone()
     }
 
     /// The number of times that a job's command was started.
@@ -344,8 +363,10 @@ impl Shared {
 
     fn capability(&self) -> Capability {
         let version = env!("CARGO_PKG_VERSION").to_owned();
+        let encoded_patches = *self.encoded_patches.lock().expect("not poisoned");
         Capability {
             version,
+            encoded_patches: Some(encoded_patches).filter(|version| *version > 0),
             engine: "simulated".to_owned(),
             cpus: 2,
             memory_bytes: 8 << 30,

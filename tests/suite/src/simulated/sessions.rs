@@ -29,7 +29,7 @@ use serde::Deserialize;
 use time::OffsetDateTime;
 
 use super::{
-    Disk, Files, SessionEntry, Shared, check_limits, check_version, files, id,
+    Disk, Files, SessionEntry, Shared, check_limits, check_version, files, id, patches,
     run::{Run, absolute},
 };
 
@@ -54,6 +54,7 @@ pub(super) fn routes() -> Router<Arc<Shared>> {
             post(signal_exec),
         )
         .merge(files::routes())
+        .merge(patches::routes())
         .layer(DefaultBodyLimit::disable())
 }
 

@@ -72,6 +72,24 @@ pub(super) fn command(result: &Value, view: &View) -> String {
     shown
 }
 
+/// A command that goes on in the background.
+pub(super) fn accepted(result: &Value, view: &View) -> String {
+    let id = &result["exec_id"];
+    let call = view.call(
+        view.output_tool(),
+        &[],
+        &[
+            ("exec_id", id.clone()),
+            ("after_seq", json!(0)),
+            ("wait_ms", json!(10_000)),
+        ],
+    );
+    format!(
+        "running in the background, exec_id {}. Read its output: {call}",
+        id.as_str().unwrap_or_default()
+    )
+}
+
 /// One stream of a command, as text.
 struct Stream {
     name: &'static str,

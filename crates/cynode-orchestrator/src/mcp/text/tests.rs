@@ -139,7 +139,10 @@ fn binary_output_is_named_and_not_shown() {
         "{text}"
     );
     let nul = json!({"content": "a\u{0}b", "sha256": "abc", "size": 3, "truncated": false});
-    assert!(shown(&nul).starts_with("(binary"));
+    assert_eq!(
+        shown(&nul),
+        "(binary, 3 bytes, sha256 abc; the bytes are in content)"
+    );
     // A character that the gap splits does not make a stream binary.
     let cut = view(
         DOTTED,
@@ -275,7 +278,7 @@ fn lists_are_lines_and_their_structure_is_bounded_on_the_short_surface() {
     ] {
         let text = rendered(&result, &view(surface, name, &json!({})));
         assert!(
-            text.starts_with("file-0 0\nfile-1 1\n") && text.contains("There are more."),
+            text.starts_with("file-0 0\nfile-1 1\n") && text.contains("\nThere are more"),
             "{text}"
         );
     }
@@ -301,6 +304,105 @@ fn lists_are_lines_and_their_structure_is_bounded_on_the_short_surface() {
         "truncated": false, "files_searched": 1,
     });
     assert_eq!(shown(&found), "a-1- one\na:2: two\na-3- three\n");
+}
+
+#[test]
+fn a_list_that_is_cut_names_the_call_that_lists_more() {
+    let entries = |count: usize| -> Vec<Value> {
+        (0..count)
+            .map(|number| json!({"path": format!("file-{number}"), "type": "file", "size": 1}))
+            .collect()
+    };
+    let told = |surface, tool: &str, arguments: &Value, result: &Value| {
+        let text = rendered(result, &view(surface, tool, arguments));
+        text.lines().last().unwrap_or_default().to_owned()
+    };
+    let whole = json!({"entries": entries(1_000), "truncated": false});
+    let cut = json!({"entries": entries(1_000), "truncated": true});
+    let here = json!({"path": "src", "depth": 3});
+    let list = |result: &Value| told(Surface::Coding, "sandbox_workspace_list", &here, result);
+    for (result, count) in [(&whole, 1_000), (&cut, 4_000)] {
+        assert_eq!(
+            call_in(&list(result), "Or list more: "),
+            (
+                "sandbox_workspace_list".to_owned(),
+                json!({"path": "src", "depth": 3, "max_entries": count})
+            )
+        );
+    }
+    // Nobody lists more than the most.
+    let most = json!({"max_entries": 10_000});
+    assert_eq!(
+        told(Surface::Coding, "sandbox_workspace_list", &most, &cut),
+        "There are more. List a directory below."
+    );
+    let dotted = |result: &Value| told(DOTTED, "sandbox.workspace.list", &json!({}), result);
+    assert_eq!(
+        dotted(&whole),
+        "There are more; structuredContent has all 1000."
+    );
+    assert_eq!(
+        call_in(&dotted(&cut), "Or list more: ").1,
+        json!({"max_entries": 4_000})
+    );
+    let matches = json!({
+        "matches": [{"path": "a", "line": 2, "text": "two", "before": [], "after": []}],
+        "truncated": true, "files_searched": 1,
+    });
+    let here = json!({"pattern": "t.*", "glob": "*.rs", "max_results": 1});
+    assert_eq!(
+        call_in(
+            &told(Surface::Coding, "sandbox_workspace_search", &here, &matches),
+            "Or list more: "
+        ),
+        (
+            "sandbox_workspace_search".to_owned(),
+            json!({"pattern": "t.*", "glob": "*.rs", "max_results": 4})
+        )
+    );
+}
+
+#[test]
+fn a_command_in_the_background_names_the_call_that_reads_its_output() {
+    let here = json!({"task_id": "t", "session_id": "s", "argv": ["x"], "background": true});
+    let text = rendered(
+        &json!({"exec_id": "e"}),
+        &view(DOTTED, "sandbox.session.exec", &here),
+    );
+    assert!(text.starts_with("running in the background, exec_id e. "));
+    assert_eq!(
+        call_in(&text, "Read its output: "),
+        (
+            "sandbox.session.output".to_owned(),
+            json!({"task_id": "t", "session_id": "s", "exec_id": "e", "after_seq": 0, "wait_ms": 10_000})
+        )
+    );
+}
+
+#[test]
+fn repaired_hunks_are_named_with_a_patch_and_with_its_rejects() {
+    let view = view(Surface::Coding, "sandbox_workspace_apply_patch", &json!({}));
+    let repair =
+        |number: usize| json!({"path": "a", "hunk": number, "what": "without line numbers"});
+    let applied = json!({
+        "files": [{"path": "a", "operation": "modify"}], "repaired": [repair(1)],
+    });
+    assert_eq!(
+        rendered(&applied, &view),
+        "modify a\nrepaired a, hunk 1: without line numbers\n"
+    );
+    let rejected = json!({
+        "code": "patch_rejected", "stage": "run", "message": "1 hunk", "remedy": "Read again.",
+        "repaired": (1..=30).map(repair).collect::<Vec<_>>(),
+        "rejects": [{"path": "a", "hunk": 2, "line": null, "reason": "it fits 2 places"}],
+    });
+    let text = failure(&rejected, &view);
+    assert!(
+        text.contains(
+            "\nrepaired a, hunk 20: without line numbers\nrepaired 10 more\na, hunk 2: it fits"
+        ) && !text.contains("hunk 21"),
+        "{text}"
+    );
 }
 
 #[test]

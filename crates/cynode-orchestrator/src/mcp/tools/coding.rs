@@ -14,8 +14,10 @@ use super::{
     sessions::{self, Constraints},
     workspace::{self, at_most},
 };
-use crate::mcp::plan::{ExecPlan, OwnSession, Plan};
+use crate::mcp::plan::{ExecPlan, ExportPlan, OwnSession, Plan};
 
+/// The base of an export that stands for what the session began with.
+const BROUGHT: &str = "brought";
 /// The deadline of a command, unless the call names another.
 const DEFAULT_TIMEOUT_MS: u64 = 120_000;
 /// The part of a file or a page of output, unless the call names another.
@@ -59,7 +61,7 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::coding::<ApplyPatch>(
             "sandbox.workspace.apply_patch",
             Kind::Changes,
-            "Apply a patch to files, whole or not at all.",
+            "Apply a patch, whole or not at all.",
         ),
         Tool::coding::<List>("sandbox.workspace.list", Kind::Reads, "List files."),
         Tool::coding::<Search>(
@@ -70,7 +72,7 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::coding::<ExportPatch>(
             "sandbox.workspace.export_patch",
             Kind::Adds,
-            "Store the changes of the git repository in /workspace as a patch for a person.",
+            "Store the changes in /workspace as a patch for a person.",
         ),
         Tool::coding::<End>(
             "sandbox.session.end",
@@ -156,7 +158,7 @@ arguments! {
     ApplyPatch {
         #[schema(value_type = Option<String>)]
         session_id: Option<SessionId>,
-        /// A unified diff with a/ and b/ paths.
+        /// A unified diff with a/ and b/ paths, or a patch that begins with *** Begin Patch.
         diff: String,
     }
     List {
@@ -178,7 +180,7 @@ arguments! {
     ExportPatch {
         #[schema(value_type = Option<String>)]
         session_id: Option<SessionId>,
-        /// A commit; default HEAD.
+        /// A commit. Default: what the session began with, or else HEAD.
         base: Option<String>,
     }
     End {
@@ -389,12 +391,14 @@ impl CodingArguments for Search {
 impl CodingArguments for ExportPatch {
     fn into_plan(self, own: OwnSession) -> Result<Plan, ApiError> {
         in_session(own, self.session_id, |session_id| {
-            workspace::ExportPatch {
-                task_id: own.task,
-                session_id,
-                base: self.base,
+            let since = |base: Option<String>| workspace::export(own.task, session_id, base);
+            if self.base.is_some() {
+                return since(self.base).map(Plan::Request);
             }
-            .into_plan()
+            Ok(Plan::Export(Box::new(ExportPlan {
+                since_start: since(Some(BROUGHT.to_owned()))?,
+                since_commit: since(None)?,
+            })))
         })
     }
 }

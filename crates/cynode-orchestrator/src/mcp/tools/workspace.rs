@@ -26,7 +26,7 @@ pub(super) fn tools() -> Vec<Tool> {
             MANAGERS,
             Kind::Reads,
             "Read a file of the workspace, or some of its lines. sha256 and size are those of the \
-             whole file; pass sha256 to write_file as if_match.",
+             whole file; pass sha256 to sandbox.workspace.write_file as if_match.",
         ),
         Tool::new::<WriteFile, FileWritten>(
             "sandbox.workspace.write_file",
@@ -46,8 +46,8 @@ pub(super) fn tools() -> Vec<Tool> {
             "sandbox.workspace.apply_patch",
             MANAGERS,
             Kind::Changes,
-            "Apply a unified diff to the workspace atomically. \
-             If it does not apply, the error lists the failed hunks.",
+            "Apply a patch to the workspace atomically: a unified diff, or one that begins with \
+             '*** Begin Patch'. If it does not apply, the error lists the failed hunks.",
         ),
         Tool::new::<List, ListResult>(
             "sandbox.workspace.list",
@@ -124,8 +124,9 @@ arguments! {
     ApplyPatch {
         task_id: TaskId,
         session_id: SessionId,
-        /// A unified diff, optionally with git's extensions. Paths are relative to the workspace,
-        /// with one leading component (`a/`, `b/`).
+        /// A unified diff, optionally with git's extensions, whose paths have one leading component
+        /// (`a/`, `b/`); or a patch that begins with `*** Begin Patch`, whose paths have none.
+        /// Paths are relative to the workspace. Wrong hunk headers are repaired.
         diff: String,
     }
     List {
@@ -152,7 +153,8 @@ arguments! {
     ExportPatch {
         task_id: TaskId,
         session_id: SessionId,
-        /// The base of the patch; `HEAD` by default.
+        /// The base of the patch: a commit, `HEAD` by default, or `brought` for what the session
+        /// began with.
         base: Option<String>,
     }
 }
@@ -381,22 +383,25 @@ impl Arguments for Search {
     }
 }
 
+/// The request for the changes since a base.
+pub(super) fn export(
+    task_id: TaskId,
+    session_id: SessionId,
+    base: Option<String>,
+) -> Result<ApiRequest, ApiError> {
+    let body = ExportRequest {
+        version: None,
+        format: ExportFormat::Patch,
+        base,
+        path: None,
+    };
+    let path = format!("/v1/sessions/{session_id}/export");
+    ApiRequest::new(Method::POST, path, task_id).json(&body)
+}
+
 impl Arguments for ExportPatch {
     fn into_plan(self) -> Result<Plan, ApiError> {
-        let body = ExportRequest {
-            version: None,
-            format: ExportFormat::Patch,
-            base: self.base,
-            path: None,
-        };
-        Ok(Plan::Request(
-            ApiRequest::new(
-                Method::POST,
-                format!("/v1/sessions/{}/export", self.session_id),
-                self.task_id,
-            )
-            .json(&body)?,
-        ))
+        export(self.task_id, self.session_id, self.base).map(Plan::Request)
     }
 }
 

@@ -8,7 +8,7 @@ use std::{
 
 use cynode_api::PatchResult;
 use cynode_patch::{
-    Patch,
+    File, Kind, Location, Patch,
     fuzz::{Memory, PatchForm},
 };
 
@@ -37,10 +37,11 @@ pub fn patches(input: &[u8]) {
 pub fn forms(input: &[u8]) {
     let (options, text) = split(input);
     let strip = u32::from(options & 3);
-    cynode_patch::fuzz::forms(text, strip, &Memory::default());
+    cynode_patch::fuzz::forms(text, strip, &memory());
     let form = match options >> 2 & 3 {
         0 => PatchForm::BeginPatch,
         1 => PatchForm::Wire,
+        2 => PatchForm::Any,
         _ => PatchForm::Lenient,
     };
     let Some(patch) = cynode_patch::fuzz::parse_form(form, text, strip) else {
@@ -102,18 +103,32 @@ fn assert_named(patch: &Patch<'_>, result: &PatchResult) {
 }
 
 /// Files of many kinds under short names, which a mutated diff has a chance to hit.
+const FILES: [(&str, &str); 7] = [
+    ("file", "1\n2\n3\n4\n5\n6\n7\n8\n"),
+    ("a", "A\n"),
+    ("b", "x"),
+    ("dos", "1\r\n2\r\n"),
+    ("empty", ""),
+    ("dir/inner", "1\n"),
+    (".git/config", "x\n"),
+];
+
+/// The files that a patch may touch, in memory.
+fn memory() -> Memory {
+    let files = FILES.iter().filter_map(|(path, content)| {
+        let location = Location::parse(path.as_bytes()).ok()?;
+        let file = File {
+            kind: Kind::Regular(0o644),
+            bytes: content.as_bytes().to_vec(),
+        };
+        Some((location, file))
+    });
+    Memory(files.collect())
+}
+
 fn workspace() -> FuzzWorkspace {
     let scratch = FuzzWorkspace::new();
-    let files = [
-        ("file", "1\n2\n3\n4\n5\n6\n7\n8\n"),
-        ("a", "A\n"),
-        ("b", "x"),
-        ("dos", "1\r\n2\r\n"),
-        ("empty", ""),
-        ("dir/inner", "1\n"),
-        (".git/config", "x\n"),
-    ];
-    for (path, content) in files {
+    for (path, content) in FILES {
         scratch.put(path, content);
     }
     for (path, target) in [
