@@ -43,7 +43,12 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     (
         "cynode-worker",
-        &["cynode-api", "cynode-sba-proto", "cynode-service"],
+        &[
+            "cynode-api",
+            "cynode-patch",
+            "cynode-sba-proto",
+            "cynode-service",
+        ],
     ),
     (
         "cynode",
@@ -53,6 +58,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "cynode-audit",
             "cynode-client",
             "cynode-orchestrator",
+            "cynode-patch",
+            "cynode-policy",
             "cynode-service",
             "cynode-worker",
         ],
@@ -64,6 +71,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "cynode-api",
             "cynode-client",
             "cynode-orchestrator",
+            "cynode-patch",
             "cynode-sba-proto",
             "cynode-service",
             "cynode-worker",

@@ -1,8 +1,10 @@
 //! The command line.
 
+mod agents;
 mod audit;
 mod identity;
 mod orchestrator;
+mod results;
 
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
@@ -12,6 +14,7 @@ use clap::{
 };
 use cynode_api::{LimitsRequest, NetworkPolicy, SessionId, SessionState, SignalName, WorkspaceRef};
 
+pub use agents::{Connect, Mcp};
 pub use audit::{
     Audit, AuditExport, AuditFilterArgs, AuditSubject, AuditTail, ExportFormat, Policy,
     PolicyTestArgs,
@@ -21,6 +24,7 @@ pub use orchestrator::{
     Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageName, Job, JobList,
     JobRun, Node, NodeKey, Preference, PreferenceScopeArg, Run, Setting, Task,
 };
+pub use results::{Diff, Pull, Watch};
 
 use crate::parse;
 
@@ -175,6 +179,10 @@ pub enum Command {
     Doctor(Doctor),
     /// Save the state of the control plane to a file, or restore it
     Backup(Backup),
+    /// Give MCP clients on this machine a sandbox: print or write their configuration
+    Connect(Connect),
+    /// Serve an MCP client on standard input and output
+    Mcp(Mcp),
     /// Run one command in a new sandbox and exit with its exit code
     Run(Run),
     /// Manage sessions: sandboxes that run many commands
@@ -217,7 +225,7 @@ pub enum Command {
         #[command(subcommand)]
         command: Group,
     },
-    /// Create, list and revoke tokens
+    /// Create, list, renew and revoke tokens
     Token {
         #[command(subcommand)]
         command: Token,
@@ -409,6 +417,12 @@ pub enum Session {
     Kill(Kill),
     /// Extend the lifetime or the idle timeout of a session, counted from now
     Extend(Extend),
+    /// Print changes of files as they happen
+    Watch(Watch),
+    /// Print what changed in a session's workspace, as a patch
+    Diff(Diff),
+    /// Show what the changes of a session would do to a local directory, or apply them
+    Pull(Pull),
 }
 
 #[derive(Debug, Args)]
@@ -497,7 +511,18 @@ impl LimitArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Files that hold secrets stay out of the session and are named: .env, .netrc, \
+                  .aws, .ssh, private keys and the like, by name or by content."
+)]
 pub struct Create {
+    /// Directory to bring in: its files become the workspace, and the session is the one of this
+    /// directory
+    #[arg(value_name = "DIR", conflicts_with = "workspace")]
+    pub directory: Option<PathBuf>,
+    /// Leave out what git ignores
+    #[arg(long, requires = "directory")]
+    pub gitignore: bool,
     /// Name of the session: a-z, 0-9 and '-', with a hyphen [default: one like brave-otter]
     #[arg(long)]
     pub name: Option<String>,
@@ -783,15 +808,8 @@ mod tests {
                         command:
                             Session::Exec(Exec {
                                 session, command, ..
-                            }),
-                    },
-                ..
-            }))
-            | Ok(Invocation::Command(Cli {
-                command:
-                    Command::Session {
-                        command:
-                            Session::Shell(Shell {
+                            })
+                            | Session::Shell(Shell {
                                 session, command, ..
                             }),
                     },

@@ -77,6 +77,17 @@ pub fn user_client(globals: &Globals) -> Result<UserClient, Failure> {
     )?)
 }
 
+/// A client with the token of an agent, for the server of [`user_client`].
+pub fn agent_client(globals: &Globals, token: &str) -> Result<SessionClient, Failure> {
+    let target = target(globals)?;
+    Ok(SessionClient::trusting(
+        &target.url,
+        token,
+        Surface::User,
+        trust(globals, target.authority.as_deref()),
+    )?)
+}
+
 /// Whether the environment names the server.
 pub fn is_url_set() -> bool {
     environment("CYNODE_URL").is_some()

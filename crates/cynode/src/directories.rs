@@ -17,7 +17,7 @@ use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use crate::{failure::Failure, output, sanitize};
+use crate::{failure::Failure, output, pulled, sanitize};
 
 /// Directories that are remembered; the one that was remembered first goes.
 const MAX_DIRECTORIES: usize = 1_000;
@@ -37,9 +37,12 @@ struct Entry {
     /// Identifies server and directory: paths need not be UTF-8.
     key: String,
     server: String,
-    /// For people who read the file.
+    /// For people who read the file, and to find the directory of a session.
     directory: String,
     session_id: SessionId,
+    /// The session began with the files of this directory.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    brought: bool,
 }
 
 /// The remembered sessions of one server.
@@ -52,34 +55,58 @@ pub struct Directories {
 impl Directories {
     /// `None` if the user has no home directory.
     pub fn of(server: &str) -> Option<Self> {
-        let variable = |name: &str| {
-            std::env::var_os(name)
-                .map(PathBuf::from)
-                .filter(|path| path.is_absolute())
-        };
-        let state = variable("XDG_STATE_HOME")
-            .or_else(|| variable("HOME").map(|home| home.join(".local/state")))?;
         Some(Self {
-            file: state.join("cynode-client/directories.json"),
+            file: client_state()?.join("directories.json"),
             server: server.to_owned(),
         })
     }
 
+    /// Remembers the session that an agent works in, with the files of a directory.
+    pub fn remember_agents(&self, directory: &Path, session: SessionId) {
+        report(self.insert(directory, session, true));
+    }
+
     /// Remembers the session of the current directory.
     pub fn remember(&self, session: SessionId) {
-        let remembered = current().and_then(|directory| self.insert(&directory, session));
-        if let Err(error) = remembered {
-            output::message(&format!(
-                "cynode: the session of this directory is not remembered: {}",
-                sanitize::line(&error.to_string())
-            ));
-        }
+        report(current().and_then(|directory| self.insert(&directory, session, false)));
+    }
+
+    /// Remembers the session that a directory was brought into: it is the session of that
+    /// directory, and of the current one.
+    pub fn remember_brought(&self, directory: &Path, session: SessionId) {
+        let remembered = current().and_then(|current| {
+            if current != directory {
+                self.insert(&current, session, false)?;
+            }
+            self.insert(directory, session, true)
+        });
+        report(remembered);
+    }
+
+    /// The directory that was brought into a session, if it is known.
+    pub fn brought_from(&self, session: SessionId) -> Option<PathBuf> {
+        let entries = self.read().ok()?.directories;
+        let entry = entries
+            .into_iter()
+            .find(|entry| entry.brought && self.is_of(entry, session))?;
+        // A path that is not UTF-8 is found again from within only.
+        let known = [PathBuf::from(&entry.directory)];
+        let above = current().unwrap_or_default();
+        let candidates = known.iter().map(PathBuf::as_path).chain(above.ancestors());
+        candidates
+            .filter(|directory| self.key(directory) == entry.key)
+            .map(Path::to_owned)
+            .next()
+    }
+
+    fn is_of(&self, entry: &Entry, session: SessionId) -> bool {
+        entry.session_id == session && entry.server == self.server
     }
 
     /// Forgets a session wherever it is remembered.
     pub fn forget(&self, session: SessionId) {
-        let is_other = |entry: &Entry| entry.session_id != session || entry.server != self.server;
-        let forgotten = self.change(|entries| entries.retain(is_other));
+        pulled::forget(session);
+        let forgotten = self.change(|entries| entries.retain(|entry| !self.is_of(entry, session)));
         if let Err(error) = forgotten {
             output::message(&format!(
                 "cynode: the session is still remembered: {}",
@@ -107,12 +134,13 @@ impl Directories {
         }))
     }
 
-    fn insert(&self, directory: &Path, session: SessionId) -> io::Result<()> {
+    fn insert(&self, directory: &Path, session: SessionId, brought: bool) -> io::Result<()> {
         let entry = Entry {
             key: self.key(directory),
             server: self.server.clone(),
             directory: directory.to_string_lossy().into_owned(),
             session_id: session,
+            brought,
         };
         self.change(|entries| {
             entries.retain(|other| other.key != entry.key);
@@ -161,6 +189,30 @@ impl Directories {
     }
 }
 
+/// The directory for what the client commands remember. `None` if the user has no home directory.
+pub fn client_state() -> Option<PathBuf> {
+    let variable = |name: &str| {
+        std::env::var_os(name)
+            .map(PathBuf::from)
+            .filter(|path| path.is_absolute())
+    };
+    let state = variable("XDG_STATE_HOME")
+        .or_else(|| variable("HOME").map(|home| home.join(".local/state")))?;
+    Some(state.join("cynode-client"))
+}
+
+/// The client's own directory in the user's state. `None` if the user has no home directory.
+pub fn state() -> Option<PathBuf> {
+    let variable = |name: &str| {
+        std::env::var_os(name)
+            .map(PathBuf::from)
+            .filter(|path| path.is_absolute())
+    };
+    variable("XDG_STATE_HOME")
+        .or_else(|| variable("HOME").map(|home| home.join(".local/state")))
+        .map(|state| state.join("cynode-client"))
+}
+
 /// Takes the lock, which others hold for milliseconds.
 fn wait_for(lock: &fs_err::File) -> io::Result<()> {
     let deadline = Instant::now() + LOCK_TIMEOUT;
@@ -171,6 +223,15 @@ fn wait_for(lock: &fs_err::File) -> io::Result<()> {
             }
             taken => return Ok(taken?),
         }
+    }
+}
+
+fn report(remembered: io::Result<()>) {
+    if let Err(error) = remembered {
+        output::message(&format!(
+            "cynode: the session of this directory is not remembered: {}",
+            sanitize::line(&error.to_string())
+        ));
     }
 }
 
@@ -202,8 +263,9 @@ mod tests {
         let one = directories(home.path(), "http://one");
         let (outer, inner) = (SessionId::generate(), SessionId::generate());
         assert_eq!(one.find(Path::new("/a")).expect("no file"), None);
-        one.insert(Path::new("/a"), outer).expect("written");
-        one.insert(Path::new("/a/b"), inner).expect("written");
+        one.insert(Path::new("/a"), outer, false).expect("written");
+        one.insert(Path::new("/a/b"), inner, false)
+            .expect("written");
         let find = |path: &str| one.find(Path::new(path)).expect("read");
         assert_eq!(find("/a"), Some(outer));
         assert_eq!(find("/a/c/d"), Some(outer));
@@ -220,11 +282,38 @@ mod tests {
     }
 
     #[test]
+    fn the_directory_that_a_session_was_brought_from_is_known() {
+        let home = tempfile::tempdir().expect("a directory");
+        let one = directories(home.path(), "http://one");
+        let (brought, plain) = (SessionId::generate(), SessionId::generate());
+        one.remember_brought(Path::new("/a/b"), brought);
+        one.insert(Path::new("/a"), plain, false).expect("written");
+        assert_eq!(one.brought_from(brought), Some("/a/b".into()));
+        assert_eq!(one.brought_from(plain), None);
+        let find = |path: &Path| one.find(path).expect("read");
+        assert_eq!(find(Path::new("/a/b/c")), Some(brought));
+        assert_eq!(find(&current().expect("a directory")), Some(brought));
+        assert_eq!(
+            directories(home.path(), "http://two").brought_from(brought),
+            None
+        );
+        // Another session without the directory's files replaces it.
+        one.insert(Path::new("/a/b"), plain, false)
+            .expect("written");
+        assert_eq!(one.brought_from(brought), None);
+        let odd = Path::new(std::ffi::OsStr::from_bytes(b"/a/\xff"));
+        one.remember_brought(odd, brought);
+        assert_eq!(one.brought_from(brought), None);
+        assert_eq!(find(odd), Some(brought));
+    }
+
+    #[test]
     fn the_oldest_directory_goes_and_a_damaged_file_is_replaced() {
         let home = tempfile::tempdir().expect("a directory");
         let one = directories(home.path(), "http://one");
         let session = SessionId::generate();
-        one.insert(Path::new("/first"), session).expect("written");
+        one.insert(Path::new("/first"), session, false)
+            .expect("written");
         one.change(|entries| {
             let entry = entries[0].clone();
             entries.extend((1..MAX_DIRECTORIES).map(|number| Entry {
@@ -234,12 +323,14 @@ mod tests {
         })
         .expect("written");
         assert_eq!(one.find(Path::new("/first")).expect("read"), Some(session));
-        one.insert(Path::new("/new"), session).expect("written");
+        one.insert(Path::new("/new"), session, false)
+            .expect("written");
         assert_eq!(one.find(Path::new("/first")).expect("read"), None);
         assert_eq!(one.read().expect("read").directories.len(), MAX_DIRECTORIES);
         fs_err::write(&one.file, "{").expect("damaged");
         assert!(one.find(Path::new("/new")).is_err());
-        one.insert(Path::new("/new"), session).expect("written");
+        one.insert(Path::new("/new"), session, false)
+            .expect("written");
         assert_eq!(one.find(Path::new("/new")).expect("read"), Some(session));
     }
 }

@@ -48,6 +48,8 @@ pub struct Failure {
     pub remote_problem: Option<RemoteProblem>,
     /// The server's problem document, for `--output json`.
     problem: Option<Box<Problem>>,
+    /// Further members of that document.
+    extensions: Option<Box<Map<String, Value>>>,
 }
 
 impl Failure {
@@ -60,6 +62,7 @@ impl Failure {
             reported: false,
             remote_problem: None,
             problem: None,
+            extensions: None,
         }
     }
 
@@ -85,6 +88,15 @@ impl Failure {
         self
     }
 
+    /// Adds a member to the document that `--output json` prints.
+    #[must_use]
+    pub fn with_extension(mut self, name: &str, value: Value) -> Self {
+        self.extensions
+            .get_or_insert_default()
+            .insert(name.to_owned(), value);
+        self
+    }
+
     /// Replaces the message.
     #[must_use]
     pub fn with_message(mut self, message: impl Into<String>) -> Self {
@@ -98,8 +110,18 @@ impl Failure {
         self
     }
 
+    pub fn code(&self) -> &str {
+        &self.code
+    }
+
     pub fn is(&self, code: &str) -> bool {
         self.code == code
+    }
+
+    /// Whether the server refused the request, which then has no effect.
+    pub fn is_refusal(&self) -> bool {
+        let status = self.problem.as_ref().map(|problem| problem.status);
+        status.is_some_and(|status| (400..500).contains(&status))
     }
 
     pub fn message(&self) -> &str {
@@ -142,6 +164,7 @@ impl Failure {
             }),
         };
         if let Value::Object(members) = &mut document {
+            members.extend(self.extensions.iter().flat_map(|members| *members.clone()));
             let remedy = self.remedy.as_deref().unwrap_or(default_remedy(self.exit));
             let fields = [
                 ("code", json!(self.code)),

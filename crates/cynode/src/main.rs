@@ -6,17 +6,21 @@ mod apply;
 mod archive;
 mod audit;
 mod backup;
+mod bring;
 mod cli;
+mod clients;
 mod commands;
 mod connect;
 mod directories;
 mod doctor;
 mod down;
 mod failure;
+mod mcp;
 mod output;
 mod parse;
 mod policy;
 mod postgres;
+mod pulled;
 mod resolve;
 mod retry;
 mod roles;
@@ -112,6 +116,8 @@ async fn run_command(globals: &Globals, command: Command) -> Result<ExitCode, Fa
         Command::Status => status::run(globals).await,
         Command::Doctor(args) => doctor::run(globals, &args).await,
         Command::Backup(args) => backup::run(globals, &args).await,
+        Command::Connect(args) => clients::run(globals, args).await,
+        Command::Mcp(args) => mcp::run(globals, args).await,
         Command::Run(args) => commands::run::run(globals, args).await,
         Command::Job { command } => commands::job::run(globals, command).await,
         Command::Task { command } => commands::task::run(globals, command).await,

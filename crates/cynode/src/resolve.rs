@@ -14,6 +14,7 @@ use cynode_client::{Listed, Listing, SessionClient, SessionFilter, Surface, User
 
 use crate::{
     commands::short_id,
+    directories::{self, Directories},
     failure::{Failure, USAGE},
 };
 
@@ -79,8 +80,13 @@ pub fn id_part(text: &str) -> Option<String> {
 }
 
 /// A session, by id, name or part of the id. A name means a live session, or else the newest one
-/// that had it.
+/// that had it. `.` is the session of the current directory.
 pub async fn session(client: &SessionClient, text: &str) -> Result<SessionId, Failure> {
+    if text == "." {
+        return Directories::of(client.base())
+            .ok_or_else(directories::none_here)?
+            .current_session();
+    }
     if let Ok(id) = text.parse() {
         return Ok(id);
     }

@@ -84,6 +84,20 @@ pub async fn unless_interrupted<T>(
     ))
 }
 
+/// From now on no signal but KILL ends the process: for the rest of its work, which is short and
+/// must not stop halfway.
+pub fn outlast_signals() -> io::Result<()> {
+    for kind in [
+        SignalKind::interrupt(),
+        SignalKind::terminate(),
+        SignalKind::hangup(),
+    ] {
+        // The handler stays when the stream is dropped.
+        drop(signal(kind)?);
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use std::{io::Write as _, os::unix::fs::symlink};

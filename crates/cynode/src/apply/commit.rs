@@ -1,4 +1,4 @@
-//! Writes the changes of a plan.
+//! Changes files of a directory, all of them or none.
 //!
 //! New contents are written to a staging directory in the root first, so that a full disk shows
 //! before anything changes. Then every old file moves into the staging directory, and every new one
@@ -7,30 +7,56 @@
 
 use std::{io::Write as _, os::fd::OwnedFd};
 
-use cynode_patch::{Entry, File, Kind, Location, PriorState, escaped};
+use cynode_patch::{File, Kind, Location, PriorState, escaped};
 use rustix::{
     fs::{
-        AtFlags, Mode, OFlags, RenameFlags, fchmod, mkdirat, openat, renameat_with, statat,
-        symlinkat, unlinkat,
+        AtFlags, Gid, Mode, OFlags, RenameFlags, Uid, chownat, fchmod, mkdirat, openat, renameat,
+        renameat_with, statat, symlinkat, unlinkat,
     },
     io::Errno,
 };
 
-use super::tree::{LocalTree, Stamp};
+use super::tree::{LocalTree, Stamp, entries};
 use crate::umask;
+
+const DIRECTORY: OFlags = OFlags::RDONLY
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::CLOEXEC);
+
+/// Begins the names of staging directories.
+pub(super) const STAGING: &str = ".cynode-apply-";
 
 #[derive(Debug, thiserror::Error)]
 pub enum CommitError {
     #[error("{path}: {source}; nothing was changed")]
     Unchanged { path: String, source: Errno },
-    #[error("{path} changed while the patch was applied; nothing was changed")]
+    #[error("{path} changed meanwhile; nothing was changed")]
     Stale { path: String },
-    #[error("{path}: {source}; the old files are in {staging}")]
+    #[error("{path}: {source}; some files were changed, and the old ones are in {staging}")]
     Partial {
         path: String,
         staging: String,
         source: Errno,
     },
+}
+
+/// What comes to a location.
+#[derive(Debug)]
+pub(super) enum New<'a> {
+    Content(&'a File),
+    /// What was staged already, under this name.
+    Staged(&'a str),
+    /// A directory, unless there is one.
+    Directory,
+}
+
+/// What happens at a location.
+#[derive(Debug)]
+pub(super) struct Change<'a> {
+    pub(super) location: &'a Location,
+    pub(super) before: &'a PriorState<Stamp>,
+    pub(super) new: Option<New<'a>>,
 }
 
 /// One thing that was done, to be undone.
@@ -42,227 +68,280 @@ enum Done<'a> {
     /// A directory was made, of this many leading parts.
     Made(&'a Location, usize),
     /// An emptied directory was removed, with this mode.
-    Removed(&'a Location, u32),
+    Removed(Location, u32),
 }
 
-struct Commit<'a> {
+/// A directory in the root for new files, and for old ones until the end. Removed with what is in
+/// it when it is dropped.
+pub(super) struct Staging<'a> {
     tree: &'a LocalTree,
-    staging: OwnedFd,
-    name: String,
-    done: Vec<Done<'a>>,
+    directory: OwnedFd,
+    pub(super) name: String,
+    is_kept: bool,
 }
 
-pub(super) fn commit(
-    tree: &LocalTree,
-    plan: &cynode_patch::Plan<Stamp>,
-) -> Result<(), CommitError> {
-    let changed: Vec<(&Location, &Entry<Stamp>)> = plan
-        .entries
-        .iter()
-        .filter(|(_, entry)| entry.changed)
-        .collect();
-    if changed.is_empty() {
-        return Ok(());
-    }
-    let mut commit = Commit::new(tree)?;
-    let result = commit.run(&changed);
-    if let Err((location, errno)) = result {
-        let path = escaped(location.as_bytes());
-        return Err(match commit.undo() {
-            Err(source) => CommitError::Partial {
-                path,
-                staging: commit.name,
-                source,
-            },
-            Ok(()) => {
-                commit.discard();
-                match errno {
-                    Errno::STALE => CommitError::Stale { path },
-                    source => CommitError::Unchanged { path, source },
-                }
-            }
-        });
-    }
-    commit.remove_emptied(&changed);
-    commit.discard();
-    Ok(())
-}
-
-impl<'a> Commit<'a> {
-    fn new(tree: &'a LocalTree) -> Result<Self, CommitError> {
-        let name = format!(".cynode-apply-{}", uuid::Uuid::new_v4().simple());
-        let made = || -> Result<OwnedFd, Errno> {
+impl<'a> Staging<'a> {
+    pub(super) fn new(tree: &'a LocalTree) -> Result<Self, CommitError> {
+        let name = format!("{STAGING}{}", uuid::Uuid::new_v4().simple());
+        let make = || -> Result<OwnedFd, Errno> {
             let root = tree.directory(&[])?;
             mkdirat(&root, &name, Mode::RWXU)?;
             tree.directory(&[name.as_bytes()])
         };
-        match made() {
-            Ok(staging) => Ok(Self {
+        match make() {
+            Ok(directory) => Ok(Self {
                 tree,
-                staging,
+                directory,
                 name,
-                done: Vec::new(),
+                is_kept: false,
             }),
             Err(source) => Err(CommitError::Unchanged { path: name, source }),
         }
     }
 
-    fn run(&mut self, changed: &[(&'a Location, &Entry<Stamp>)]) -> Result<(), (&'a Location, Errno)> {
-        for (index, (location, entry)) in changed.iter().enumerate() {
-            if let Some(file) = &entry.now {
-                let is_new = !matches!(entry.before, PriorState::File(_));
-                self.stage(index, file, is_new)
-                    .map_err(|errno| (*location, errno))?;
+    /// Creates a file that only its owner can read yet.
+    pub(super) fn create(&self, name: &str) -> Result<std::fs::File, Errno> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        openat(&self.directory, name, flags, Mode::RUSR | Mode::WUSR).map(std::fs::File::from)
+    }
+
+    pub(super) fn link(&self, name: &str, target: &[u8]) -> Result<(), Errno> {
+        symlinkat(target, &self.directory, name)
+    }
+
+    /// Makes all changes, or none.
+    pub(super) fn commit(mut self, changes: &[Change<'a>]) -> Result<(), CommitError> {
+        let mut done = Vec::new();
+        let Err((location, errno)) = self.run(changes, &mut done) else {
+            self.remove_emptied(changes);
+            return Ok(());
+        };
+        let path = escaped(location.as_bytes());
+        match (self.undo(done), errno) {
+            (Err(source), _) => {
+                self.is_kept = true;
+                Err(CommitError::Partial {
+                    path,
+                    staging: self.name.clone(),
+                    source,
+                })
             }
+            (Ok(()), Errno::STALE) => Err(CommitError::Stale { path }),
+            (Ok(()), source) => Err(CommitError::Unchanged { path, source }),
+        }
+    }
+
+    fn run(
+        &self,
+        changes: &[Change<'a>],
+        done: &mut Vec<Done<'a>>,
+    ) -> Result<(), (&'a Location, Errno)> {
+        let mut names = Vec::with_capacity(changes.len());
+        for (index, change) in changes.iter().enumerate() {
+            let staged = self.stage(index, change);
+            names.push(staged.map_err(|errno| (change.location, errno))?);
         }
         // Files go before the directories that held them, and before new ones come.
-        for (index, (location, entry)) in changed.iter().enumerate() {
-            if let PriorState::File(before) = &entry.before {
-                self.take(index, location, before)
-                    .map_err(|errno| (*location, errno))?;
+        for (index, change) in changes.iter().enumerate() {
+            if let PriorState::File(before) = change.before {
+                self.take(index, change.location, before, done)
+                    .map_err(|errno| (change.location, errno))?;
             }
         }
-        for (location, entry) in changed.iter().rev() {
-            if let PriorState::Directory(before) = &entry.before {
-                self.remove_directory(location, before)
-                    .map_err(|errno| (*location, errno))?;
+        for change in changes.iter().rev() {
+            if let PriorState::Directory(before) = change.before {
+                self.remove_directory(change.location, before, done)
+                    .map_err(|errno| (change.location, errno))?;
             }
         }
-        for (index, (location, entry)) in changed.iter().enumerate() {
-            if entry.now.is_some() {
-                self.place(index, location)
-                    .map_err(|errno| (*location, errno))?;
+        for (change, name) in changes.iter().zip(names) {
+            if change.new.is_some() {
+                self.place(change.location, name, done)
+                    .map_err(|errno| (change.location, errno))?;
             }
         }
         Ok(())
+    }
+
+    /// Stages what is new. Returns the name of a file or link.
+    fn stage(&self, index: usize, change: &Change<'_>) -> Result<Option<String>, Errno> {
+        let name = match &change.new {
+            None | Some(New::Directory) => return Ok(None),
+            Some(New::Staged(name)) => (*name).to_owned(),
+            Some(New::Content(file)) => {
+                let name = format!("new-{index}");
+                let is_new = !matches!(change.before, PriorState::File(_));
+                self.write(&name, file, is_new)?;
+                name
+            }
+        };
+        if let PriorState::File(before) = change.before {
+            self.give_to(&name, before)?;
+        }
+        Ok(Some(name))
     }
 
     /// Writes a new content. An existing file keeps its permissions; a new one gets those that the
     /// umask leaves.
-    fn stage(&self, index: usize, file: &File, is_new: bool) -> Result<(), Errno> {
-        let name = format!("new-{index}");
-        match file.kind {
-            Kind::Symlink => symlinkat(file.bytes.as_slice(), &self.staging, &name),
-            Kind::Regular(mode) => {
-                let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-                let opened = openat(&self.staging, &name, flags, Mode::RUSR | Mode::WUSR)?;
-                let mut opened = std::fs::File::from(opened);
-                opened.write_all(&file.bytes).map_err(|error| {
-                    error
-                        .raw_os_error()
-                        .map_or(Errno::IO, Errno::from_raw_os_error)
-                })?;
-                let mode = if is_new {
-                    let all = if mode & 0o111 == 0 { 0o666 } else { 0o777 };
-                    all & !umask::umask().bits()
-                } else {
-                    mode & 0o777
-                };
-                fchmod(&opened, Mode::from_raw_mode(mode))
-            }
+    fn write(&self, name: &str, file: &File, is_new: bool) -> Result<(), Errno> {
+        let mode = match file.kind {
+            Kind::Symlink => return self.link(name, &file.bytes),
+            Kind::Regular(mode) if is_new => new_mode(mode),
+            Kind::Regular(mode) => Mode::from_raw_mode(mode & 0o777),
+        };
+        let mut opened = self.create(name)?;
+        opened
+            .write_all(&file.bytes)
+            .map_err(|error| errno(&error))?;
+        fchmod(&opened, mode)
+    }
+
+    /// Keeps the owner of an old file, for root: others can't give files away.
+    fn give_to(&self, name: &str, before: &Stamp) -> Result<(), Errno> {
+        let stat = statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
+        if (stat.st_uid, stat.st_gid) != before.owner {
+            let (uid, gid) = before.owner;
+            let _tried = chownat(
+                &self.directory,
+                name,
+                Some(Uid::from_raw(uid)),
+                Some(Gid::from_raw(gid)),
+                AtFlags::SYMLINK_NOFOLLOW,
+            );
         }
+        Ok(())
     }
 
     /// Moves an old file away, unless it changed since it was read.
-    fn take(&mut self, index: usize, location: &'a Location, before: &Stamp) -> Result<(), Errno> {
+    fn take(
+        &self,
+        index: usize,
+        location: &'a Location,
+        before: &Stamp,
+        done: &mut Vec<Done<'a>>,
+    ) -> Result<(), Errno> {
         let (directory, last) = self.tree.parent(location)?;
-        let stat = statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW)?;
+        let stat = statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW).map_err(stale)?;
         if Stamp::of(&stat) != *before {
             return Err(Errno::STALE);
         }
         let name = format!("old-{index}");
-        move_file(&directory, last, &self.staging, name.as_bytes())?;
-        self.done.push(Done::Taken(location, name));
+        move_file(&directory, last, &self.directory, name.as_bytes())?;
+        done.push(Done::Taken(location, name));
         Ok(())
     }
 
-    /// Removes a directory that a file replaces, and the empty directories below it.
-    fn remove_directory(&mut self, location: &'a Location, before: &Stamp) -> Result<(), Errno> {
+    /// Removes a directory that a file replaces, with the directories in it. No file is left in
+    /// them.
+    fn remove_directory(
+        &self,
+        location: &Location,
+        before: &Stamp,
+        done: &mut Vec<Done<'a>>,
+    ) -> Result<(), Errno> {
         let (directory, last) = self.tree.parent(location)?;
-        let stat = statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW)?;
+        let stat = statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW).map_err(stale)?;
         if !Stamp::of(&stat).is_same_file(before) {
             return Err(Errno::STALE);
         }
-        unlinkat(&directory, last, AtFlags::REMOVEDIR)?;
-        self.done
-            .push(Done::Removed(location, stat.st_mode & 0o777));
+        let mut emptied = self.tree.directories_below(location)?;
+        emptied.push(location.clone());
+        for location in emptied {
+            let (directory, last) = self.tree.parent(&location)?;
+            let stat = statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW)?;
+            unlinkat(&directory, last, AtFlags::REMOVEDIR)?;
+            done.push(Done::Removed(location, stat.st_mode & 0o777));
+        }
         Ok(())
     }
 
-    fn place(&mut self, index: usize, location: &'a Location) -> Result<(), Errno> {
+    /// Moves what was staged to its place, or makes the directory.
+    fn place(
+        &self,
+        location: &'a Location,
+        name: Option<String>,
+        done: &mut Vec<Done<'a>>,
+    ) -> Result<(), Errno> {
         let parts = location.parts();
-        for count in 1..parts.len() {
+        let directories = parts.len() - usize::from(name.is_some());
+        for count in 1..=directories {
             let parent = self.tree.directory(&parts[..count - 1])?;
-            match mkdirat(
-                &parent,
-                parts[count - 1],
-                Mode::from_raw_mode(0o777),
-            ) {
-                Ok(()) => self.done.push(Done::Made(location, count)),
+            match mkdirat(&parent, parts[count - 1], Mode::from_raw_mode(0o777)) {
+                Ok(()) => done.push(Done::Made(location, count)),
                 Err(Errno::EXIST) => {}
                 Err(errno) => return Err(errno),
             }
         }
+        let Some(name) = name else {
+            return self.tree.directory(&parts).map(drop);
+        };
         let (directory, last) = self.tree.parent(location)?;
-        let name = format!("new-{index}");
-        move_file(&self.staging, name.as_bytes(), &directory, last)?;
-        self.done.push(Done::Placed(location, name));
+        move_file(&self.directory, name.as_bytes(), &directory, last)?;
+        done.push(Done::Placed(location, name));
         Ok(())
     }
 
     /// Undoes everything in reverse order.
-    fn undo(&mut self) -> Result<(), Errno> {
-        while let Some(done) = self.done.pop() {
-            match done {
+    fn undo(&self, done: Vec<Done<'_>>) -> Result<(), Errno> {
+        for step in done.into_iter().rev() {
+            match step {
                 Done::Placed(location, name) => {
                     let (directory, last) = self.tree.parent(location)?;
-                    move_file(&directory, last, &self.staging, name.as_bytes())?;
+                    move_file(&directory, last, &self.directory, name.as_bytes())?;
                 }
                 Done::Made(location, count) => {
                     let parts = location.parts();
                     let parent = self.tree.directory(&parts[..count - 1])?;
-                    unlinkat(&parent, parts[count - 1], AtFlags::REMOVEDIR)?;
+                    match unlinkat(&parent, parts[count - 1], AtFlags::REMOVEDIR) {
+                        // Another program uses it already.
+                        Err(Errno::NOTEMPTY) => {}
+                        result => result?,
+                    }
                 }
                 Done::Removed(location, mode) => {
-                    let (directory, last) = self.tree.parent(location)?;
+                    let (directory, last) = self.tree.parent(&location)?;
                     mkdirat(&directory, last, Mode::from_raw_mode(mode))?;
+                    // The umask may have taken some permissions.
+                    let made = openat(&directory, last, DIRECTORY, Mode::empty())?;
+                    fchmod(&made, Mode::from_raw_mode(mode))?;
                 }
                 Done::Taken(location, name) => {
                     let (directory, last) = self.tree.parent(location)?;
-                    move_file(&self.staging, name.as_bytes(), &directory, last)?;
+                    move_file(&self.directory, name.as_bytes(), &directory, last)?;
                 }
             }
         }
         Ok(())
     }
 
-    /// Removes the directories that the patch emptied, as git does.
-    fn remove_emptied(&self, changed: &[(&Location, &Entry<Stamp>)]) {
-        for (location, entry) in changed.iter().rev() {
-            if entry.now.is_some() {
-                continue;
-            }
-            let parts = location.parts();
+    /// Removes the directories that the changes emptied, as git does.
+    fn remove_emptied(&self, changes: &[Change<'_>]) {
+        for change in changes.iter().rev().filter(|change| change.new.is_none()) {
+            let parts = change.location.parts();
             for count in (1..parts.len()).rev() {
-                let removed = self.tree.directory(&parts[..count - 1]).and_then(|parent| {
-                    unlinkat(&parent, parts[count - 1], AtFlags::REMOVEDIR)
-                });
+                let removed = self
+                    .tree
+                    .directory(&parts[..count - 1])
+                    .and_then(|parent| unlinkat(&parent, parts[count - 1], AtFlags::REMOVEDIR));
                 if removed.is_err() {
                     break;
                 }
             }
         }
     }
+}
 
-    /// Removes the staging directory with the old files.
-    fn discard(&self) {
-        let Ok(entries) = rustix::fs::Dir::read_from(&self.staging) else {
+impl Drop for Staging<'_> {
+    fn drop(&mut self) {
+        if self.is_kept {
             return;
-        };
-        for entry in entries.flatten() {
-            if !matches!(entry.file_name().to_bytes(), b"." | b"..") {
-                // A leftover is harmless.
-                let _removed = unlinkat(&self.staging, entry.file_name(), AtFlags::empty());
+        }
+        if let Ok(listed) = entries(&self.directory) {
+            for entry in listed.flatten() {
+                if !matches!(entry.file_name().to_bytes(), b"." | b"..") {
+                    // A leftover is harmless.
+                    let _removed = unlinkat(&self.directory, entry.file_name(), AtFlags::empty());
+                }
             }
         }
         if let Ok(root) = self.tree.directory(&[]) {
@@ -271,7 +350,35 @@ impl<'a> Commit<'a> {
     }
 }
 
+/// The permissions of a new file: those that the umask leaves, executable or not.
+pub(super) fn new_mode(mode: u32) -> Mode {
+    let all = if mode & 0o111 == 0 { 0o666 } else { 0o777 };
+    Mode::from_raw_mode(all).difference(umask::umask())
+}
+
+pub(super) fn errno(error: &std::io::Error) -> Errno {
+    error
+        .raw_os_error()
+        .map_or(Errno::IO, Errno::from_raw_os_error)
+}
+
+/// A file that is gone was changed meanwhile.
+fn stale(errno: Errno) -> Errno {
+    match errno {
+        Errno::NOENT => Errno::STALE,
+        errno => errno,
+    }
+}
+
 /// Renames a file, but never over another.
 fn move_file(from: &OwnedFd, name: &[u8], to: &OwnedFd, new: &[u8]) -> Result<(), Errno> {
-    renameat_with(from, name, to, new, RenameFlags::NOREPLACE)
+    match renameat_with(from, name, to, new, RenameFlags::NOREPLACE) {
+        // Network file systems can't do both in one step.
+        Err(Errno::INVAL | Errno::NOSYS) => match statat(to, new, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(_) => Err(Errno::EXIST),
+            Err(Errno::NOENT) => renameat(from, name, to, new),
+            Err(errno) => Err(errno),
+        },
+        result => result,
+    }
 }

@@ -1,19 +1,32 @@
-//! Applies a patch that came out of a sandbox to a local directory.
+//! Brings what came out of a sandbox to a local directory: a patch, or files.
 //!
-//! The patch is hostile. Invariants: no symbolic link is followed, nothing outside of the directory
-//! is read or written, nothing below `.git` in any spelling is touched, no file gets a set-id bit,
-//! no new link leads outside, and the patch applies as a whole or not at all.
+//! Both are hostile. Invariants: no symbolic link is followed, nothing outside of the directory is
+//! read or written, nothing below `.git` in any spelling is touched, no file gets a set-id bit, no
+//! new link leads outside, and all changes are made or none.
 
 mod commit;
+mod earlier;
+mod files;
 mod summary;
 mod tree;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use cynode_patch::{Patch, Plan, PlanError, Reject};
+use cynode_patch::{
+    File, Location, Patch, Plan, PlanError, PriorState, Reject, Tree as _, TreeNode,
+};
 
-use self::tree::{LocalTree, Stamp};
-pub use self::{commit::CommitError, summary::Summary};
+pub use self::{
+    commit::CommitError,
+    earlier::Earlier,
+    files::{FilesError, Received, receive},
+    summary::{FileSummary, Summary},
+};
+use self::{
+    commit::{Change, New, STAGING, Staging},
+    earlier::is_same,
+    tree::{LocalTree, Stamp},
+};
 
 /// Components that a patch made in a sandbox has before its paths: `a/` and `b/`.
 const STRIP: u32 = 1;
@@ -25,7 +38,11 @@ pub enum Error {
     #[error("the patch is too large: {0}")]
     TooLarge(String),
     #[error("the patch does not fit the files in this directory")]
-    Rejected(Vec<Reject>),
+    Rejected {
+        rejects: Vec<Reject>,
+        /// There are more.
+        is_cut: bool,
+    },
     #[error("reading the directory failed")]
     Read(#[source] std::io::Error),
     #[error(transparent)]
@@ -36,44 +53,136 @@ pub enum Error {
 pub struct Prepared {
     tree: LocalTree,
     plan: Plan<Stamp>,
-    pub summary: Summary,
 }
 
 impl std::fmt::Debug for Prepared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Prepared")
-            .field("summary", &self.summary)
-            .finish_non_exhaustive()
+        f.debug_struct("Prepared").finish_non_exhaustive()
     }
 }
 
-/// Checks a patch against a directory, without changing it.
-pub fn prepare(directory: &Path, patch: &[u8]) -> Result<Prepared, Error> {
-    let patch = Patch::parse(patch, STRIP)?;
-    let tree = LocalTree::open(directory).map_err(Error::Read)?;
-    let plan = cynode_patch::plan(&tree, &patch).map_err(|error| match error {
+/// Parses a patch that was made in a sandbox. It is empty if nothing changed.
+pub fn parse(patch: &[u8]) -> Result<Patch<'_>, Error> {
+    if patch.is_empty() {
+        return Ok(Patch::default());
+    }
+    Ok(Patch::parse(patch, STRIP)?)
+}
+
+/// Checks a patch against a directory, without changing it. What was applied earlier counts as
+/// undone.
+pub fn prepare(directory: &Path, patch: &Patch<'_>, earlier: &Earlier) -> Result<Prepared, Error> {
+    let mut tree = LocalTree::open(directory).map_err(Error::Read)?;
+    tree.taken_back = earlier.take_back(&tree).map_err(Error::Read)?;
+    let plan = cynode_patch::plan(&tree, patch).map_err(|error| match error {
         PlanError::TooLarge(message) => Error::TooLarge(message),
         PlanError::Tree(error) => Error::Read(error),
     })?;
     let mut rejects = plan.rejects.clone();
     rejects.extend(tree::links_outside(&plan));
     if !rejects.is_empty() {
-        return Err(Error::Rejected(rejects));
+        return Err(Error::Rejected {
+            rejects,
+            is_cut: plan.rejects_cut,
+        });
     }
-    let summary = Summary::new(&patch, &plan);
-    Ok(Prepared {
-        tree,
-        plan,
-        summary,
-    })
+    Ok(Prepared { tree, plan })
 }
 
 impl Prepared {
     /// Changes the files. After an error they are as before, unless the error says otherwise.
-    pub fn commit(self) -> Result<(), Error> {
-        Ok(commit::commit(&self.tree, &self.plan)?)
+    /// Returns what the next application has to know.
+    pub fn commit(self) -> Result<Option<Earlier>, Error> {
+        let record = self.record();
+        let changes = self.changes();
+        if !changes.is_empty() {
+            Staging::new(&self.tree)?.commit(&changes)?;
+        }
+        Ok(record)
+    }
+
+    /// Whether the directory has a change of the patch already.
+    pub fn has_already(&self, path: &[u8]) -> bool {
+        Location::parse(path).is_ok_and(|location| {
+            let desired = self.plan.entries.get(&location);
+            self.tree.taken_back.get(&location).is_some_and(|file| {
+                let desired = desired.and_then(|entry| entry.now.as_ref());
+                is_same(file.actual.as_ref(), desired)
+            })
+        })
+    }
+
+    /// Files that were changed earlier, and that the session has not changed any more.
+    pub fn restored(&self) -> Vec<&Location> {
+        self.unplanned().map(|(location, _)| location).collect()
+    }
+
+    fn unplanned(&self) -> impl Iterator<Item = (&Location, Option<&File>)> {
+        let is_planned =
+            |location: &Location| self.plan.entries.get(location).is_some_and(|it| it.changed);
+        self.tree
+            .taken_back
+            .iter()
+            .filter(move |(location, _)| !is_planned(location))
+            .map(|(location, file)| (location, file.before.as_ref()))
+    }
+
+    /// What has to happen, in the order of the locations.
+    fn changes(&self) -> Vec<Change<'_>> {
+        let planned = self
+            .plan
+            .entries
+            .iter()
+            .filter(|(_, entry)| entry.changed)
+            .map(|(location, entry)| (location, &entry.before, entry.now.as_ref()));
+        let restored = self
+            .unplanned()
+            .map(|(location, before)| (location, &PriorState::Nothing, before));
+        let mut changes: Vec<Change<'_>> = planned
+            .chain(restored)
+            .filter_map(|(location, before, now)| {
+                let before = match self.tree.taken_back.get(location) {
+                    Some(file) if is_same(file.actual.as_ref(), now) => return None,
+                    Some(file) => &file.state,
+                    None => before,
+                };
+                Some(Change {
+                    location,
+                    before,
+                    new: now.map(New::Content),
+                })
+            })
+            .collect();
+        changes.sort_by_key(|change| change.location);
+        changes
+    }
+
+    fn record(&self) -> Option<Earlier> {
+        let entries = self.plan.entries.iter();
+        let changed = entries.filter(|(_, entry)| entry.changed);
+        Earlier::record(changed.map(|(location, entry)| {
+            let before = match self.tree.load(location) {
+                Ok(TreeNode::File(_, file)) => Some(file),
+                _ => None,
+            };
+            (location, before, entry.now.as_ref())
+        }))
     }
 }
 
+/// Staging directories that an interrupted command left in a directory, with the old files.
+pub fn leftovers(directory: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs_err::read_dir(directory) else {
+        return Vec::new();
+    };
+    entries
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(STAGING))
+        .map(|entry| entry.path())
+        .collect()
+}
+
+#[cfg(test)]
+mod file_tests;
 #[cfg(test)]
 mod tests;

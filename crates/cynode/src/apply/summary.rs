@@ -1,9 +1,9 @@
-//! What a patch would do, for a person to read before it is applied.
+//! What a change of files would do, for a person to read before it is made.
 
-use cynode_patch::{Operation, Patch, Plan, Section, Side};
+use std::collections::BTreeSet;
+
+use cynode_patch::{Change, Patch, Section, Side};
 use serde::Serialize;
-
-use super::tree::Stamp;
 
 /// One changed file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -12,8 +12,11 @@ pub struct FileSummary {
     pub operation: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
+    /// Lines.
     pub added: usize,
     pub removed: usize,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub binary: bool,
     /// Reasons to look twice.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<&'static str>,
@@ -25,41 +28,87 @@ pub struct Summary {
 }
 
 impl Summary {
-    pub(super) fn new(patch: &Patch<'_>, plan: &Plan<Stamp>) -> Self {
-        let files = plan
-            .effects
+    pub fn new(patch: &Patch<'_>) -> Self {
+        Self::of_sections(patch, |_| true)
+    }
+
+    /// Only the sections about paths that `keep` accepts.
+    pub fn of_sections(patch: &Patch<'_>, keep: impl Fn(&[u8]) -> bool) -> Self {
+        let created = patch
+            .sections()
             .iter()
-            .zip(patch.sections())
-            .map(|(effect, section)| {
-                let (added, removed) = counts(section);
-                FileSummary {
-                    path: String::from_utf8_lossy(&effect.path).into_owned(),
-                    operation: operation(effect.operation),
-                    from: effect
-                        .from
-                        .as_ref()
-                        .map(|from| String::from_utf8_lossy(from).into_owned()),
-                    added,
-                    removed,
-                    warnings: warnings(&effect.path, effect.operation, section.new_mode),
-                }
+            .filter(|section| section.change != Change::Modify)
+            .filter_map(|section| section.new.as_deref());
+        let repositories = repositories(created);
+        let files = patch
+            .sections()
+            .iter()
+            .filter(|section| {
+                section
+                    .new
+                    .as_deref()
+                    .or(section.old.as_deref())
+                    .is_some_and(&keep)
             })
+            .map(|section| file_summary(section, &repositories))
             .collect();
         Self { files }
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.files.is_empty()
+    /// The files, the added lines and the removed lines.
+    pub fn totals(&self) -> (usize, usize, usize) {
+        self.files
+            .iter()
+            .fold((0, 0, 0), |(files, added, removed), file| {
+                (files + 1, added + file.added, removed + file.removed)
+            })
     }
 }
 
-const fn operation(operation: Operation) -> &'static str {
-    match operation {
-        Operation::Create => "create",
-        Operation::Modify => "modify",
-        Operation::Delete => "delete",
-        Operation::Rename => "rename",
-        Operation::Copy => "copy",
+impl FileSummary {
+    /// A file that the session has not changed any more.
+    pub fn restored(path: &[u8]) -> Self {
+        Self {
+            path: String::from_utf8_lossy(path).into_owned(),
+            operation: "restore",
+            from: None,
+            added: 0,
+            removed: 0,
+            binary: false,
+            warnings: Vec::new(),
+        }
+    }
+}
+
+fn file_summary(section: &Section<'_>, repositories: &BTreeSet<Vec<u8>>) -> FileSummary {
+    let text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
+    let is_moved = matches!(section.change, Change::Rename | Change::Copy);
+    let path = section.new.as_deref().or(section.old.as_deref());
+    let path = path.unwrap_or_default();
+    let (added, removed) = counts(section);
+    let warnings = if section.change == Change::Delete {
+        Vec::new()
+    } else {
+        warnings(path, section.new_mode, repositories)
+    };
+    FileSummary {
+        path: text(path),
+        operation: operation(section.change),
+        from: section.old.as_deref().filter(|_| is_moved).map(text),
+        added,
+        removed,
+        binary: section.binary.is_some(),
+        warnings,
+    }
+}
+
+const fn operation(change: Change) -> &'static str {
+    match change {
+        Change::Create => "create",
+        Change::Modify => "modify",
+        Change::Delete => "delete",
+        Change::Rename => "rename",
+        Change::Copy => "copy",
     }
 }
 
@@ -75,55 +124,125 @@ fn counts(section: &Section<'_>) -> (usize, usize) {
     (added, removed)
 }
 
-/// Files that a shell, an editor or git runs without being asked.
+/// Files that a shell, an editor, an agent, git or a build server runs or obeys without being
+/// asked.
 const SELF_RUNNING_FILES: &[&str] = &[
+    ".bash_login",
+    ".bash_logout",
     ".bash_profile",
     ".bashrc",
+    ".cursorrules",
+    ".devcontainer.json",
+    ".dir-locals.el",
     ".editorconfig",
     ".envrc",
+    ".exrc",
+    ".gdbinit",
     ".gitattributes",
+    ".gitconfig",
+    ".gitlab-ci.yml",
     ".gitmodules",
+    ".lldbinit",
+    ".mcp.json",
     ".mise.toml",
     ".npmrc",
+    ".nvim.lua",
+    ".nvimrc",
+    ".pnpmfile.cjs",
     ".pre-commit-config.yaml",
     ".profile",
     ".tool-versions",
+    ".vimrc",
+    ".yarnrc.yml",
+    ".zlogin",
+    ".zprofile",
+    ".zshenv",
     ".zshrc",
+    "agents.md",
+    "claude.md",
+    "gemini.md",
+    "jenkinsfile",
+    "lefthook.yml",
+    "mise.toml",
     "sitecustomize.py",
+    "usercustomize.py",
 ];
+/// The same, by the end of the name.
+const SELF_RUNNING_ENDINGS: &[&str] = &[".code-workspace", ".pth"];
 /// The same, for everything below such a directory.
 const SELF_RUNNING_DIRECTORIES: &[&str] = &[
+    ".cargo",
+    ".circleci",
     ".claude",
+    ".codex",
     ".cursor",
     ".devcontainer",
     ".direnv",
+    ".fleet",
+    ".gemini",
     ".githooks",
+    ".github",
     ".husky",
     ".idea",
+    ".mise",
     ".vscode",
+    ".yarn",
+    ".zed",
     "git-hooks",
     "hooks",
 ];
 
-fn warnings(path: &[u8], operation: Operation, mode: Option<u32>) -> Vec<&'static str> {
-    if operation == Operation::Delete {
-        return Vec::new();
-    }
+/// Directories that git would take for a repository: they get a `HEAD`. The configuration of one
+/// names programs that git runs.
+pub(super) fn repositories<'a>(created: impl Iterator<Item = &'a [u8]>) -> BTreeSet<Vec<u8>> {
+    let last = |path: &'a [u8]| {
+        let slash = path.iter().rposition(|byte| *byte == b'/');
+        slash.map_or((&path[..0], path), |slash| {
+            (&path[..slash], &path[slash + 1..])
+        })
+    };
+    created
+        .map(last)
+        .filter(|(_, name)| name.eq_ignore_ascii_case(b"HEAD"))
+        .map(|(directory, _)| directory.to_vec())
+        .collect()
+}
+
+pub(super) fn warnings(
+    path: &[u8],
+    mode: Option<u32>,
+    repositories: &BTreeSet<Vec<u8>>,
+) -> Vec<&'static str> {
     let mut found = Vec::new();
     if mode.is_some_and(|mode| mode & 0o170_000 == 0o120_000) {
         found.push("symbolic link");
     } else if mode.is_some_and(|mode| mode & 0o111 != 0) {
         found.push("executable");
     }
+    if runs_by_itself(path) {
+        found.push("runs by itself");
+    }
+    let is_in_repository = |directory: &Vec<u8>| {
+        directory.is_empty()
+            || path
+                .strip_prefix(&directory[..])
+                .is_some_and(|rest| rest.starts_with(b"/"))
+    };
+    if repositories.iter().any(is_in_repository) {
+        found.push("part of a git repository");
+    }
+    found
+}
+
+fn runs_by_itself(path: &[u8]) -> bool {
     let lower = String::from_utf8_lossy(path).to_lowercase();
     let mut parts: Vec<&str> = lower.split('/').collect();
     let last = parts.pop().unwrap_or_default();
-    if SELF_RUNNING_FILES.contains(&last)
+    SELF_RUNNING_FILES.contains(&last)
+        || SELF_RUNNING_ENDINGS
+            .iter()
+            .any(|ending| last.ends_with(ending))
         || parts
             .iter()
             .any(|part| SELF_RUNNING_DIRECTORIES.contains(part))
-    {
-        found.push("runs by itself");
-    }
-    found
 }

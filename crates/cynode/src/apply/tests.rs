@@ -1,4 +1,4 @@
-use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 
 use super::*;
 
@@ -24,8 +24,19 @@ impl Directory {
         this
     }
 
+    fn prepare(&self, patch: &str) -> Result<Prepared, Error> {
+        prepare(&self.root(), &parse(patch.as_bytes())?, &Earlier::default())
+    }
+
     fn apply(&self, patch: &str) -> Result<(), Error> {
-        prepare(&self.root(), patch.as_bytes())?.commit()
+        self.prepare(patch)?.commit().map(drop)
+    }
+
+    /// Applies a patch after earlier ones.
+    fn apply_again(&self, patch: &str, earlier: &Earlier) -> Result<Earlier, Error> {
+        let patch = parse(patch.as_bytes())?;
+        let record = prepare(&self.root(), &patch, earlier)?.commit()?;
+        Ok(record.expect("small"))
     }
 
     fn get(&self, name: &str) -> Option<String> {
@@ -38,7 +49,11 @@ impl Directory {
             for entry in fs_err::read_dir(directory).expect("listed") {
                 let path = entry.expect("an entry").path();
                 let stat = fs_err::symlink_metadata(&path).expect("stat");
-                let name = path.strip_prefix(root).expect("below").display().to_string();
+                let name = path
+                    .strip_prefix(root)
+                    .expect("below")
+                    .display()
+                    .to_string();
                 if stat.is_dir() {
                     found.push((name, "directory".to_owned()));
                     walk(&path, root, found);
@@ -114,7 +129,7 @@ fn a_patch_that_fits_only_in_part_changes_nothing() {
     let error = directory
         .apply(&(modify("a", "one", "two") + &modify("b", "other", "two")))
         .expect_err("rejected");
-    assert!(matches!(&error, Error::Rejected(rejects) if rejects.len() == 1));
+    assert!(matches!(&error, Error::Rejected { rejects, .. } if rejects.len() == 1));
     assert_eq!(directory.everything(), before);
 }
 
@@ -125,7 +140,7 @@ fn a_failure_in_the_middle_restores_every_file() {
         + &create("new/file", "100644", "hello")
         + &delete("sub/c", "one")
         + &modify("b", "one", "two");
-    let prepared = prepare(&directory.root(), patch.as_bytes()).expect("fits");
+    let prepared = directory.prepare(&patch).expect("fits");
     // Another program changes a file between the check and the commit.
     fs_err::write(directory.root().join("sub/c"), "changed\n").expect("written");
     let before = directory.everything();
@@ -136,11 +151,8 @@ fn a_failure_in_the_middle_restores_every_file() {
     );
     assert_eq!(directory.everything(), before);
 
-    let prepared = prepare(
-        &directory.root(),
-        (modify("a", "one", "two") + &create("new/file", "100644", "hello")).as_bytes(),
-    )
-    .expect("fits");
+    let patch = modify("a", "one", "two") + &create("new/file", "100644", "hello");
+    let prepared = directory.prepare(&patch).expect("fits");
     // The place of a new file is taken meanwhile.
     fs_err::create_dir(directory.root().join("new")).expect("made");
     fs_err::write(directory.root().join("new/file"), "mine\n").expect("written");
@@ -164,7 +176,7 @@ fn links_are_not_followed() {
         modify("link", "one", "two"),
     ] {
         assert!(
-            matches!(directory.apply(&patch), Err(Error::Rejected(_))),
+            matches!(directory.apply(&patch), Err(Error::Rejected { .. })),
             "{patch}"
         );
     }
@@ -180,11 +192,9 @@ fn a_directory_that_becomes_a_link_before_the_commit_is_not_followed() {
     let directory = Directory::with(&[("sub/a", "one\n")]);
     let outside = directory.0.path().join("outside");
     fs_err::create_dir(&outside).expect("made");
-    let prepared = prepare(
-        &directory.root(),
-        create("sub/new", "100644", "x").as_bytes(),
-    )
-    .expect("fits");
+    let prepared = directory
+        .prepare(&create("sub/new", "100644", "x"))
+        .expect("fits");
     fs_err::remove_dir_all(directory.root().join("sub")).expect("removed");
     symlink(&outside, directory.root().join("sub")).expect("link");
     prepared.commit().expect_err("a link is in the way");
@@ -209,7 +219,10 @@ fn new_links_may_not_lead_outside() {
     ] {
         let directory = Directory::with(&[("a", "one\n")]);
         assert!(
-            matches!(directory.apply(&link(name, target)), Err(Error::Rejected(_))),
+            matches!(
+                directory.apply(&link(name, target)),
+                Err(Error::Rejected { .. })
+            ),
             "{name} -> {target}"
         );
     }
@@ -234,7 +247,10 @@ fn nothing_in_git_directories_is_touched_in_any_spelling() {
     ] {
         let directory = Directory::with(&[("a", "one\n")]);
         let before = directory.everything();
-        assert!(directory.apply(&create(name, "100644", "x")).is_err(), "{name}");
+        assert!(
+            directory.apply(&create(name, "100644", "x")).is_err(),
+            "{name}"
+        );
         assert_eq!(directory.everything(), before, "{name}");
     }
     for name in [".github/x", ".gitignore", "git/x", ".gitmodules", "agit~1"] {
@@ -271,14 +287,17 @@ fn a_file_can_replace_a_directory_and_the_reverse() {
 
 #[test]
 fn the_summary_counts_lines_and_marks_what_runs() {
-    let directory = Directory::with(&[("a", "one\n")]);
     let patch = modify("a", "one", "two")
         + &create("tool", "100755", "#!/bin/sh")
         + &create(".envrc", "100644", "x")
-        + &create("sub/.vscode/tasks.json", "100644", "x");
-    let summary = prepare(&directory.root(), patch.as_bytes())
-        .expect("fits")
-        .summary;
+        + &create("sub/.VSCode/tasks.json", "100644", "x")
+        + &create("l", "120000", "a")
+        + &create("bare/HEAD", "100644", "ref: refs/heads/main")
+        + &create("bare/config", "100644", "[core]")
+        + &create("barely", "100644", "x")
+        + &delete(".npmrc", "x");
+    let patch = parse(patch.as_bytes()).expect("valid");
+    let summary = Summary::new(&patch);
     let lines: Vec<String> = summary
         .files
         .iter()
@@ -299,7 +318,220 @@ fn the_summary_counts_lines_and_marks_what_runs() {
             "modify a +1 -1 ",
             "create tool +1 -0 executable",
             "create .envrc +1 -0 runs by itself",
-            "create sub/.vscode/tasks.json +1 -0 runs by itself",
+            "create sub/.VSCode/tasks.json +1 -0 runs by itself",
+            "create l +1 -0 symbolic link",
+            "create bare/HEAD +1 -0 part of a git repository",
+            "create bare/config +1 -0 part of a git repository",
+            "create barely +1 -0 ",
+            "delete .npmrc +0 -1 ",
         ]
     );
+    assert_eq!(summary.totals(), (9, 8, 2));
+}
+
+#[test]
+fn a_link_behind_a_link_may_not_lead_outside() {
+    let link = |name: &str, target: &str| {
+        create(name, "120000", target) + "\\ No newline at end of file\n"
+    };
+    let directory = Directory::with(&[("d/e/a", "one\n")]);
+    let before = directory.everything();
+    // Each stays inside by itself; together they leave.
+    let patch = link("d/e/up", "../..") + &link("out", "d/e/up/../file");
+    assert!(matches!(
+        directory.apply(&patch),
+        Err(Error::Rejected { rejects, .. }) if rejects[0].path == b"out"
+    ));
+    assert_eq!(directory.everything(), before);
+    directory.apply(&link("d/e/up", "../..")).expect("inside");
+    assert!(directory.apply(&link("out", "d/e/up/../file")).is_err());
+}
+
+#[test]
+fn a_file_replaces_a_directory_with_empty_directories_and_all_come_back() {
+    let directory = Directory::with(&[("thing/sub/a", "one\n"), ("z", "one\n")]);
+    fs_err::create_dir_all(directory.root().join("thing/empty/deep")).expect("made");
+    let patch = delete("thing/sub/a", "one")
+        + &create("thing", "100644", "now a file")
+        + &modify("z", "one", "two");
+    let prepared = directory.prepare(&patch).expect("fits");
+    let before = directory.everything();
+    // The place of the file is taken in the last moment, so that everything is undone.
+    let changes = prepared.changes();
+    let staging = Staging::new(&prepared.tree).expect("made");
+    fs_err::write(directory.root().join("z"), "mine\n").expect("written");
+    assert!(staging.commit(&changes).is_err());
+    fs_err::write(directory.root().join("z"), "one\n").expect("written");
+    assert_eq!(directory.everything(), before);
+    directory.apply(&patch).expect("applied");
+    assert_eq!(directory.get("thing").as_deref(), Some("now a file\n"));
+}
+
+#[test]
+fn what_is_no_file_is_neither_opened_nor_replaced() {
+    let directory = Directory::with(&[]);
+    let pipe = directory.root().join("pipe");
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &pipe,
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::RUSR,
+        0,
+    )
+    .expect("made");
+    let _socket = std::os::unix::net::UnixListener::bind(directory.root().join("socket"));
+    for name in ["pipe", "socket"] {
+        for patch in [
+            modify(name, "one", "two"),
+            delete(name, "one"),
+            create(name, "100644", "x"),
+        ] {
+            assert!(matches!(
+                directory.apply(&patch),
+                Err(Error::Rejected { .. })
+            ));
+        }
+    }
+}
+
+#[test]
+fn a_name_that_another_spelling_has_taken_is_refused() {
+    // As on a file system that ignores case: the new name's place is taken when it is used.
+    let directory = Directory::with(&[]);
+    let prepared = directory
+        .prepare(&(create("README", "100644", "x") + &create("other", "100644", "x")))
+        .expect("fits");
+    fs_err::write(directory.root().join("README"), "mine\n").expect("written");
+    let before = directory.everything();
+    assert!(matches!(
+        prepared.commit(),
+        Err(Error::Commit(CommitError::Unchanged { .. }))
+    ));
+    assert_eq!(directory.everything(), before);
+}
+
+#[test]
+// invariant: bounded
+fn patches_are_bounded() {
+    let many = |count: usize| -> String {
+        (0..count)
+            .map(|number| create(&format!("d/{number}"), "100644", "x"))
+            .collect()
+    };
+    let directory = Directory::with(&[]);
+    directory.apply(&many(10_000)).expect("as many as allowed");
+    assert_eq!(directory.everything().len(), 10_001);
+    let directory = Directory::with(&[]);
+    assert!(matches!(
+        directory.apply(&many(10_001)),
+        Err(Error::Invalid(_))
+    ));
+    // A file that is larger than a patch may touch, without reading all of it.
+    let huge = fs_err::File::create(directory.root().join("huge")).expect("made");
+    huge.set_len(cynode_patch::MAX_FILE_BYTES + 1)
+        .expect("grown");
+    assert!(matches!(
+        directory.apply(&modify("huge", "one", "two")),
+        Err(Error::Rejected { .. })
+    ));
+    assert_eq!(leftovers(&directory.root()), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn a_changed_file_keeps_its_owner() {
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let directory = Directory::with(&[("a", "one\n")]);
+    let path = directory.root().join("a");
+    std::os::unix::fs::chown(&path, Some(1234), Some(1235)).expect("given away");
+    fs_err::set_permissions(&path, std::fs::Permissions::from_mode(0o4755)).expect("set-id");
+    directory
+        .apply(&modify("a", "one", "two"))
+        .expect("applied");
+    let stat = fs_err::metadata(&path).expect("there");
+    assert_eq!((stat.uid(), stat.gid()), (1234, 1235));
+    assert_eq!(stat.mode() & 0o7777, 0o755, "the set-id bit stayed");
+}
+
+#[test]
+fn leftovers_of_an_interrupted_command_are_found() {
+    let directory = Directory::with(&[("a", "one\n")]);
+    let left = directory.root().join(format!("{STAGING}x"));
+    fs_err::create_dir(&left).expect("made");
+    assert_eq!(leftovers(&directory.root()), [left]);
+}
+
+#[test]
+fn what_was_applied_before_comes_again_without_a_conflict() {
+    let directory = Directory::with(&[("a", "one\n"), ("b", "one\n"), ("c", "one\n")]);
+    let first = modify("a", "one", "two")
+        + &create("new/x", "100755", "hello")
+        + &delete("b", "one")
+        + &modify("c", "one", "two");
+    let none = Earlier::default();
+    let earlier = directory.apply_again(&first, &none).expect("applied");
+    // All changes count from the beginning, so without a record they conflict.
+    assert!(matches!(
+        directory.apply(&first),
+        Err(Error::Rejected { .. })
+    ));
+    let before = directory.everything();
+    let same = directory
+        .apply_again(&first, &earlier)
+        .expect("nothing to do");
+    assert_eq!((directory.everything(), &same), (before, &earlier));
+
+    // The session goes on: one file changes further, one is created anew, two come back.
+    let second = modify("a", "one", "three") + &create("new/y", "100644", "more");
+    let prepared = prepare(
+        &directory.root(),
+        &parse(second.as_bytes()).expect("valid"),
+        &earlier,
+    )
+    .expect("fits");
+    assert!(!prepared.has_already(b"a") && !prepared.has_already(b"new/y"));
+    let restored: Vec<&[u8]> = prepared.restored().iter().map(|it| it.as_bytes()).collect();
+    assert_eq!(restored, [&b"b"[..], b"c", b"new/x"]);
+    let earlier = prepared.commit().expect("applied").expect("small");
+    let expected = [
+        ("a", "three\n"),
+        ("b", "one\n"),
+        ("c", "one\n"),
+        ("new", "directory"),
+        ("new/y", "more\n"),
+    ];
+    let owned = expected.map(|(name, content)| (name.to_owned(), content.to_owned()));
+    assert_eq!(directory.everything(), owned);
+
+    // A file that somebody else changed since is theirs.
+    fs_err::write(directory.root().join("a"), "mine\n").expect("written");
+    let third = modify("a", "one", "four") + &create("new/y", "100644", "more");
+    assert!(matches!(
+        directory.apply_again(&third, &earlier),
+        Err(Error::Rejected { rejects, .. }) if rejects.len() == 1 && rejects[0].path == b"a"
+    ));
+    assert_eq!(directory.get("a").as_deref(), Some("mine\n"));
+    // Undone by hand, it is as in the beginning.
+    fs_err::write(directory.root().join("a"), "one\n").expect("written");
+    directory.apply_again(&third, &earlier).expect("applied");
+    assert_eq!(directory.get("a").as_deref(), Some("four\n"));
+}
+
+#[test]
+// invariant: bounded
+fn a_record_of_earlier_changes_is_bounded() {
+    let content = |size: usize| {
+        Some(File {
+            kind: cynode_patch::Kind::Regular(0o644),
+            bytes: vec![0; size],
+        })
+    };
+    let location = Location::parse(b"a").expect("valid");
+    let record = |sizes: &[usize]| {
+        Earlier::record(sizes.iter().map(|size| (&location, content(*size), None)))
+    };
+    let most = earlier::MAX_KEPT_BYTES;
+    assert!(record(&[most / 2, most / 2]).is_some());
+    assert!(record(&[most / 2, most / 2 + 1]).is_none());
 }

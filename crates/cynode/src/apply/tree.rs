@@ -1,13 +1,15 @@
 //! A local directory as a tree that patches are planned on.
 
 use std::{
+    collections::BTreeMap,
     io::{self, Read as _},
-    os::{fd::OwnedFd, unix::ffi::OsStrExt as _},
+    os::fd::OwnedFd,
     path::Path,
 };
 
 use cynode_patch::{
-    File, Kind, Location, MAX_FILE_BYTES, Plan, Problem, Reject, Tree, TreeNode, escaped,
+    File, Kind, Location, MAX_FILE_BYTES, Plan, PriorState, Problem, Reject, Tree, TreeNode,
+    escaped,
 };
 use rustix::{
     fs::{
@@ -18,17 +20,20 @@ use rustix::{
 };
 use sha2::{Digest as _, Sha256};
 
+use super::earlier::TakenBack;
+
 /// Directories above this depth are not searched.
 const MAX_DEPTH: usize = 128;
 
 /// A version of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stamp {
     device: u64,
     inode: u64,
     size: i64,
     modified: (i64, i64),
     changed: (i64, i64),
+    pub(super) owner: (u32, u32),
 }
 
 impl Stamp {
@@ -45,6 +50,7 @@ impl Stamp {
             size: stat.st_size.into(),
             modified: (stat.st_mtime.into(), stat.st_mtime_nsec as i64),
             changed: (stat.st_ctime.into(), stat.st_ctime_nsec as i64),
+            owner: (stat.st_uid, stat.st_gid),
         }
     }
 
@@ -56,6 +62,8 @@ impl Stamp {
 
 pub struct LocalTree {
     root: OwnedFd,
+    /// Files that count as what they were before earlier changes.
+    pub(super) taken_back: BTreeMap<Location, TakenBack>,
 }
 
 type TreeResult<T> = Result<T, Problem<io::Error>>;
@@ -77,6 +85,7 @@ impl LocalTree {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         Ok(Self {
             root: openat(CWD, directory, flags, Mode::empty())?,
+            taken_back: BTreeMap::new(),
         })
     }
 
@@ -101,29 +110,71 @@ impl LocalTree {
     }
 }
 
-impl Tree for LocalTree {
-    type Stamp = Stamp;
-    type Failure = io::Error;
-
-    fn locate(&self, location: &Location) -> TreeResult<Location> {
-        let parts = location.parts();
-        // The deepest directory that exists decides.
-        for depth in (0..parts.len()).rev() {
-            match self.directory(&parts[..depth]) {
-                Ok(_) => return Ok(location.clone()),
-                Err(Errno::NOENT) => {}
-                Err(Errno::LOOP | Errno::XDEV) => {
-                    return reject("the path passes through a symbolic link");
+impl LocalTree {
+    /// Calls `visit` with everything below a directory, until it returns false.
+    fn walk(
+        &self,
+        directory: &Location,
+        mut visit: impl FnMut(&Location, FileType) -> bool,
+    ) -> TreeResult<()> {
+        let mut pending = vec![directory.clone()];
+        while let Some(next) = pending.pop() {
+            let opened = self
+                .directory(&next.parts())
+                .and_then(|opened| entries(&opened))
+                .map_err(|errno| failure(errno, &next))?;
+            for entry in opened {
+                let entry = entry.map_err(|errno| failure(errno, &next))?;
+                let name = entry.file_name().to_bytes();
+                if matches!(name, b"." | b"..") {
+                    continue;
                 }
-                Err(Errno::NOTDIR) => return reject("a part of the path is not a directory"),
-                Err(Errno::NAMETOOLONG) => return reject("a part of the path is too long"),
-                Err(errno) => return Err(failure(errno, location)),
+                let location = Location::from_parts([next.as_bytes(), name]);
+                let kind = self
+                    .kind(&location)
+                    .map_err(|errno| failure(errno, &location))?;
+                if !visit(&location, kind) {
+                    return Ok(());
+                }
+                if kind == FileType::Directory {
+                    if location.parts().len() > MAX_DEPTH {
+                        return reject("the directory is nested too deeply");
+                    }
+                    pending.push(location);
+                }
             }
         }
-        reject("the directory is gone")
+        Ok(())
     }
 
-    fn load(&self, location: &Location) -> TreeResult<TreeNode<Stamp>> {
+    /// Not every file system says it in its listings.
+    fn kind(&self, location: &Location) -> Result<FileType, Errno> {
+        let (directory, last) = self.parent(location)?;
+        let stat = statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW)?;
+        Ok(FileType::from_raw_mode(stat.st_mode))
+    }
+
+    /// The directories below one, each after those that it holds.
+    pub(super) fn directories_below(&self, directory: &Location) -> Result<Vec<Location>, Errno> {
+        let mut found = Vec::new();
+        let walked = self.walk(directory, |location, kind| {
+            if kind == FileType::Directory {
+                found.push(location.clone());
+            }
+            true
+        });
+        match walked {
+            Ok(()) => {
+                found.sort_unstable_by(|one, other| other.cmp(one));
+                Ok(found)
+            }
+            Err(Problem::Reject(_)) => Err(Errno::NAMETOOLONG),
+            Err(Problem::Failure(error)) => Err(super::commit::errno(&error)),
+        }
+    }
+
+    /// Loads what the directory has.
+    pub(super) fn load_actual(&self, location: &Location) -> TreeResult<TreeNode<Stamp>> {
         let (directory, last) = match self.parent(location) {
             Ok(found) => found,
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV) => {
@@ -153,33 +204,72 @@ impl Tree for LocalTree {
         }
     }
 
-    fn files_below(&self, directory: &Location, limit: usize) -> TreeResult<Vec<Location>> {
-        let mut found = Vec::new();
-        let mut pending = vec![directory.clone()];
-        while let Some(next) = pending.pop() {
-            let opened = self
-                .directory(&next.parts())
-                .and_then(|opened| Dir::read_from(&opened))
-                .map_err(|errno| failure(errno, &next))?;
-            for entry in opened {
-                let entry = entry.map_err(|errno| failure(errno, &next))?;
-                let name = entry.file_name().to_bytes();
-                if matches!(name, b"." | b"..") {
-                    continue;
+    /// What is at a location, without its content.
+    pub(super) fn prior_state(&self, location: &Location) -> TreeResult<PriorState<Stamp>> {
+        self.locate(location)?;
+        let (directory, last) = match self.parent(location) {
+            Ok(found) => found,
+            Err(Errno::NOENT) => return Ok(PriorState::Nothing),
+            Err(errno) => return Err(failure(errno, location)),
+        };
+        let stat = match statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => stat,
+            Err(Errno::NOENT) => return Ok(PriorState::Nothing),
+            Err(Errno::NAMETOOLONG) => return reject("a part of the path is too long"),
+            Err(errno) => return Err(failure(errno, location)),
+        };
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile | FileType::Symlink => Ok(PriorState::File(Stamp::of(&stat))),
+            FileType::Directory => Ok(PriorState::Directory(Stamp::of(&stat))),
+            _ => reject("the path is not a regular file"),
+        }
+    }
+}
+
+impl Tree for LocalTree {
+    type Stamp = Stamp;
+    type Failure = io::Error;
+
+    fn locate(&self, location: &Location) -> TreeResult<Location> {
+        let parts = location.parts();
+        // The deepest directory that exists decides.
+        for depth in (0..parts.len()).rev() {
+            match self.directory(&parts[..depth]) {
+                Ok(_) => return Ok(location.clone()),
+                Err(Errno::NOENT) => {}
+                Err(Errno::LOOP | Errno::XDEV) => {
+                    return reject("the path passes through a symbolic link");
                 }
-                let location = Location::from_parts([next.as_bytes(), name]);
-                if entry.file_type() != FileType::Directory {
-                    found.push(location);
-                    if found.len() > limit {
-                        return Ok(found);
-                    }
-                } else if location.parts().len() > MAX_DEPTH {
-                    return reject("the directory is nested too deeply");
-                } else {
-                    pending.push(location);
-                }
+                Err(Errno::NOTDIR) => return reject("a part of the path is not a directory"),
+                Err(Errno::NAMETOOLONG) => return reject("a part of the path is too long"),
+                Err(errno) => return Err(failure(errno, location)),
             }
         }
+        reject("the directory is gone")
+    }
+
+    fn load(&self, location: &Location) -> TreeResult<TreeNode<Stamp>> {
+        let Some(taken_back) = self.taken_back.get(location) else {
+            return self.load_actual(location);
+        };
+        let stamp = match &taken_back.state {
+            PriorState::File(stamp) => *stamp,
+            PriorState::Nothing | PriorState::Directory(_) => Stamp::default(),
+        };
+        Ok(match taken_back.before.clone() {
+            Some(before) => TreeNode::File(stamp, before),
+            None => TreeNode::Nothing,
+        })
+    }
+
+    fn files_below(&self, directory: &Location, limit: usize) -> TreeResult<Vec<Location>> {
+        let mut found = Vec::new();
+        self.walk(directory, |location, kind| {
+            if kind != FileType::Directory {
+                found.push(location.clone());
+            }
+            found.len() <= limit
+        })?;
         Ok(found)
     }
 
@@ -188,11 +278,17 @@ impl Tree for LocalTree {
     }
 }
 
+/// The entries of a directory. The descriptor itself can't be read: it is only a place.
+pub(super) fn entries(directory: &OwnedFd) -> Result<Dir, Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Dir::new(openat(directory, ".", flags, Mode::empty())?)
+}
+
 fn read(directory: &OwnedFd, last: &[u8], location: &Location) -> TreeResult<TreeNode<Stamp>> {
     let flags =
         OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let file = openat(directory, last, flags, Mode::empty())
-        .map_err(|errno| failure(errno, location))?;
+    let file =
+        openat(directory, last, flags, Mode::empty()).map_err(|errno| failure(errno, location))?;
     let stat = fstat(&file).map_err(|errno| failure(errno, location))?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return reject("the path is not a regular file");
@@ -227,23 +323,22 @@ pub(super) fn links_outside(plan: &Plan<Stamp>) -> Vec<Reject> {
         .collect()
 }
 
-/// Whether a link's target is absolute, leaves the root, or reaches into `.git`.
-fn leads_outside(location: &Location, target: &[u8]) -> bool {
-    let path = Path::new(std::ffi::OsStr::from_bytes(target));
+/// Whether a link's target is absolute, leaves the root, or reaches into `.git`. `..` may only come
+/// first: after a name, which may itself be a link, it can lead anywhere.
+pub(super) fn leads_outside(location: &Location, target: &[u8]) -> bool {
     let mut depth = location.parts().len() - 1;
-    for part in path.components() {
-        match part {
-            std::path::Component::ParentDir if depth == 0 => return true,
-            std::path::Component::ParentDir => depth -= 1,
-            std::path::Component::Normal(name) => {
-                if cynode_patch::spells_git(name.as_bytes()) {
-                    return true;
-                }
-                depth += 1;
+    let mut is_after_name = false;
+    target.starts_with(b"/")
+        || target.split(|byte| *byte == b'/').any(|part| match part {
+            b"" | b"." => false,
+            b".." if is_after_name || depth == 0 => true,
+            b".." => {
+                depth -= 1;
+                false
             }
-            std::path::Component::CurDir => {}
-            std::path::Component::RootDir | std::path::Component::Prefix(_) => return true,
-        }
-    }
-    false
+            name => {
+                is_after_name = true;
+                cynode_patch::spells_git(name)
+            }
+        })
 }

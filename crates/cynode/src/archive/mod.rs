@@ -13,7 +13,7 @@ use std::io::{self, Read, Write};
 use bytes::{Bytes, BytesMut};
 use tokio::sync::mpsc;
 
-pub use pack::{entry_bytes, pack_file, pack_tree, tree_bytes};
+pub use pack::{Exactly, entry_bytes, header, pack_file, pack_tree, tree_bytes};
 pub use unpack::{Error as UnpackError, unpack};
 
 const PIECE_BYTES: usize = 64 * 1024;

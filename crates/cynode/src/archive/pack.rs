@@ -107,18 +107,11 @@ fn append_file(builder: &mut Builder<impl Write>, path: &Path, name: &Path) -> i
     let mut header = header(&metadata);
     header.set_entry_type(EntryType::Regular);
     header.set_size(metadata.len());
-    builder.append_data(
-        &mut header,
-        name,
-        Exactly {
-            from: file,
-            left: metadata.len(),
-            path,
-        },
-    )
+    builder.append_data(&mut header, name, Exactly::new(file, metadata.len(), path))
 }
 
-fn header(metadata: &std::fs::Metadata) -> Header {
+/// A header with the permissions and the time of a file.
+pub fn header(metadata: &std::fs::Metadata) -> Header {
     let mut header = Header::new_gnu();
     header.set_mode(metadata.mode() & 0o777);
     header.set_uid(SANDBOX_UID);
@@ -129,10 +122,20 @@ fn header(metadata: &std::fs::Metadata) -> Header {
 
 /// Reads as many bytes as the header declares. A file that grew is truncated; one that shrank is an
 /// error, because the archive would be malformed.
-struct Exactly<'a> {
+pub struct Exactly<'a> {
     from: fs_err::File,
     left: u64,
     path: &'a Path,
+}
+
+impl<'a> Exactly<'a> {
+    pub const fn new(from: fs_err::File, size: u64, path: &'a Path) -> Self {
+        Self {
+            from,
+            left: size,
+            path,
+        }
+    }
 }
 
 impl Read for Exactly<'_> {

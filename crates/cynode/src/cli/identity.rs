@@ -100,6 +100,14 @@ pub enum Token {
         #[command(flatten)]
         list: ListArgs,
     },
+    /// Give a token a new secret and print it once; its id stays, the old secret stops working
+    Renew {
+        /// Id, or a part of it
+        token: String,
+        /// Lifetime from now on [default: 24h]
+        #[arg(long, value_name = "TIME", value_parser = parse::duration)]
+        expires: Option<Duration>,
+    },
     /// Revoke tokens immediately
     Revoke {
         /// Ids, or parts of them

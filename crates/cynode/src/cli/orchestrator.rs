@@ -24,6 +24,10 @@ pub struct Backup {
 }
 
 #[derive(Debug, Args)]
+#[command(
+    after_help = "With --get, the command runs in a session that ends with it; otherwise it is a \
+                  job."
+)]
 pub struct Run {
     /// Image name or reference [default: the system's default image]
     #[arg(long, value_name = "REF")]
@@ -31,9 +35,17 @@ pub struct Run {
     /// Task of the job [default: a new one]
     #[arg(long)]
     pub task: Option<String>,
-    /// Local directory to copy to /workspace before the job starts
+    /// Directory to bring in: its files become the workspace, but for those that hold secrets
     #[arg(long, value_name = "DIR")]
     pub workspace: Option<PathBuf>,
+    /// Leave out what git ignores
+    #[arg(long, requires = "workspace")]
+    pub gitignore: bool,
+    /// File or directory of the workspace to fetch when the command has ended, whatever its exit
+    /// code; may be repeated. It goes to the same path below the directory that was brought in, or
+    /// else the current one
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["detach", "retry"])]
+    pub get: Vec<PathBuf>,
     /// Environment variable; may be repeated
     #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub env: Vec<(String, String)>,

@@ -162,12 +162,12 @@ async fn list(client: &UserClient, globals: &Globals, args: JobList) -> CommandR
 
 /// The command in one line, as far as it is shown.
 fn command_line(job: &ApiJob) -> String {
-    const MAX_SHOWN: usize = 100;
+    const SHOWN_CHARACTERS: usize = 100;
     let Some(words) = &job.command else {
         return String::new();
     };
     let text = words.join(" ");
-    match text.char_indices().nth(MAX_SHOWN) {
+    match text.char_indices().nth(SHOWN_CHARACTERS) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
     }

@@ -14,6 +14,7 @@ pub mod token;
 pub mod user;
 
 mod follow;
+mod run_and_get;
 
 use std::process::ExitCode;
 

@@ -6,7 +6,7 @@ use std::{path::Path, process::ExitCode, time::Duration};
 
 use backon::Retryable as _;
 use cynode_api::{
-    API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, WorkspaceRef,
+    API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, TaskId, WorkspaceRef,
 };
 use cynode_client::UserClient;
 use tokio::{
@@ -17,17 +17,15 @@ use tokio::{
 use super::{
     CommandResult,
     follow::{FinishedJob, Follower},
-    print_created,
+    print_created, run_and_get,
 };
 use crate::{
+    bring::{self, BringOptions},
     cli::{Format, Globals, JobRun, Run},
     connect,
     failure::{Failure, INTERNAL, UNREACHABLE},
     output, resolve, retry,
-    session::{
-        exit_code,
-        transfer::{print_flagged, send_tree},
-    },
+    session::exit_code,
 };
 
 /// The exit code of `timeout`.
@@ -45,12 +43,18 @@ pub async fn run(globals: &Globals, args: Run) -> CommandResult {
         resolve::task(&client, task).await
     })
     .await?;
+    if !args.get.is_empty() {
+        return run_and_get::run(&client, globals, args, task).await;
+    }
     let mut request = JobCreate {
         task_id: task,
         ..request(&args, id)
     };
     if let Some(directory) = &args.workspace {
-        upload_workspace(&client, &mut request, directory, id).await?;
+        let options = BringOptions {
+            gitignore: args.gitignore,
+        };
+        bring_workspace(&client, &mut request, directory, &options, id).await?;
     }
     run_job(&client, globals, &request, id, args.detach, args.raw).await
 }
@@ -128,48 +132,36 @@ fn request(args: &Run, id: JobId) -> JobCreate {
     }
 }
 
-/// Uploads a directory as an artifact, which becomes the job's workspace.
-async fn upload_workspace(
+/// Brings a directory in as the job's workspace.
+async fn bring_workspace(
     client: &UserClient,
     request: &mut JobCreate,
     directory: &Path,
+    options: &BringOptions,
     id: JobId,
 ) -> Result<(), Failure> {
-    if !directory.is_dir() {
-        return Err(Failure::usage(format!(
-            "{} is not a directory",
-            directory.display()
-        )));
-    }
-    let task = match request.task_id {
-        Some(task) => task,
-        None => {
-            client
-                .create_task(&TaskCreate {
-                    name: format!("job {id}"),
-                    ..TaskCreate::default()
-                })
-                .await?
-                .id
-        }
-    };
-    let path = format!("inputs/{id}.tar");
-    let (sent, skipped) = send_tree(directory, async |body| {
-        client
-            .put_artifact(task, &path, Some("application/x-tar"), body)
-            .await
-    })
-    .await?;
-    for name in skipped {
-        output::message(&format!(
-            "cynode: skipped: {}",
-            crate::sanitize::line(&name)
-        ));
-    }
-    print_flagged(&sent.flags);
+    bring::root(directory)?;
+    let task = task_or_new(client, request.task_id, || format!("job {id}")).await?;
+    let brought = bring::bring(client, task, directory, options).await?;
     request.task_id = Some(task);
-    request.workspace_ref = Some(WorkspaceRef::Artifact(sent.id));
+    request.workspace_ref = Some(WorkspaceRef::Artifact(brought.artifact));
     Ok(())
+}
+
+/// A task for an artifact: the given one, or a new one with this name.
+pub async fn task_or_new(
+    client: &UserClient,
+    task: Option<TaskId>,
+    name: impl FnOnce() -> String,
+) -> Result<TaskId, Failure> {
+    if let Some(task) = task {
+        return Ok(task);
+    }
+    let request = TaskCreate {
+        name: name(),
+        ..TaskCreate::default()
+    };
+    Ok(client.create_task(&request).await?.id)
 }
 
 /// Creates the job. A request that may have arrived is repeated; one to a server that never

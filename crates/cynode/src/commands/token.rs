@@ -1,6 +1,6 @@
-//! `token`: creates, lists and revokes tokens.
+//! `token`: creates, lists, renews and revokes tokens.
 
-use cynode_api::{API_VERSION, Token as ApiToken, TokenCreate};
+use cynode_api::{API_VERSION, Token as ApiToken, TokenCreate, TokenCreated, TokenRenew};
 use serde_json::json;
 use time::OffsetDateTime;
 
@@ -46,17 +46,15 @@ pub async fn run(globals: &Globals, command: Token) -> CommandResult {
                 .await?,
                 expires_in_seconds: seconds(args.expires),
             };
-            let token = client.create_token(&request).await?;
-            print_created(
-                globals,
-                &token,
-                &token.token,
-                &format!(
-                    "token {} is valid until {}; it is not shown again",
-                    token.id,
-                    format_time(token.expires_at)
-                ),
-            )
+            print_secret(globals, &client.create_token(&request).await?)
+        }
+        Token::Renew { token, expires } => {
+            let id = resolve::token(&client, &token).await?;
+            let request = TokenRenew {
+                version: Some(API_VERSION),
+                expires_in_seconds: seconds(expires),
+            };
+            print_secret(globals, &client.renew_token(id, &request).await?)
         }
         Token::List { all, list } => {
             let now = OffsetDateTime::now_utc();
@@ -126,4 +124,13 @@ pub async fn run(globals: &Globals, command: Token) -> CommandResult {
             )
         }
     }
+}
+
+fn print_secret(globals: &Globals, token: &TokenCreated) -> CommandResult {
+    let note = format!(
+        "token {} is valid until {}; it is not shown again",
+        token.id,
+        format_time(token.expires_at)
+    );
+    print_created(globals, token, &token.token, &note)
 }

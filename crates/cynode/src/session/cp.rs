@@ -113,32 +113,8 @@ struct Remote<'a> {
 }
 
 impl Remote<'_> {
-    /// The type of the file; `None` if it does not exist.
     async fn kind(&self, path: &Path) -> Result<Option<FileType>, Failure> {
-        match self.client.head_file(self.id, path).await {
-            Ok(info) => Ok(Some(info.kind.unwrap_or(FileType::File))),
-            Err(error) => match error.status() {
-                Some(404) => {
-                    // A HEAD response has no body, so check for a missing session.
-                    self.client.get_session(self.id).await?;
-                    Ok(None)
-                }
-                // Not a regular file.
-                Some(409) => match self.client.get_file(self.id, path).await {
-                    Err(error) if error.is(ErrorCode::NotAFile) => Ok(Some(FileType::Dir)),
-                    Err(error) => Err(error.into()),
-                    Ok(_) => Ok(Some(FileType::File)),
-                },
-                // GET has a body with the reason.
-                _ => Err(self
-                    .client
-                    .get_file(self.id, path)
-                    .await
-                    .err()
-                    .unwrap_or(error)
-                    .into()),
-            },
-        }
+        super::fetch::kind(self.client, self.id, path).await
     }
 
     /// Like `cp`: copies into a target directory, or replaces a target file.

@@ -1,17 +1,21 @@
 //! `session create` and `session resume`: both wait for a running sandbox.
 
-use std::{process::ExitCode, time::Duration};
+use std::{path::Path, process::ExitCode, time::Duration};
 
 use cynode_api::{
     API_VERSION, LimitsRequest, Session, SessionCreate, SessionId, SessionState, TaskId,
-    UserSessionCreate,
+    UserSessionCreate, WorkspaceRef,
 };
 use cynode_client::{SessionClient, Surface};
+use serde_json::json;
 use tokio::time::{Instant, sleep};
 
 use crate::{
+    bring::{self, BringOptions, Brought},
     cli::{Create, Format, Globals},
+    commands::run::task_or_new,
     connect,
+    directories::Directories,
     failure::{Failure, INTERNAL},
     output::{self, Progress},
     resolve, sanitize,
@@ -35,30 +39,77 @@ pub async fn create(
         Some(task) => Some(resolve::task(&connect::user_client(globals)?, task).await?),
         None => None,
     };
-    let request = UserSessionCreate {
+    let directory = args.directory.clone();
+    let options = BringOptions {
+        gitignore: args.gitignore,
+    };
+    let mut request = UserSessionCreate {
         task_id: task,
         ..request(args)
     };
-    if client.surface() == Surface::Worker && request.name.is_some() {
-        return Err(
-            Failure::usage("--name needs an orchestrator; this server is a worker")
-                .remedy("Use an orchestrator, or omit --name."),
-        );
+    if client.surface() == Surface::Worker {
+        check_for_worker(&request, directory.is_some())?;
     }
-    if client.surface() == Surface::Worker && !request.node_labels.is_empty() {
-        return Err(
-            Failure::usage("--node-label needs an orchestrator; this server is a worker")
-                .remedy("Use an orchestrator, or omit --node-label."),
-        );
-    }
+    let brought = match &directory {
+        Some(directory) => Some(bring_in(globals, &mut request, directory, &options).await?),
+        None => None,
+    };
     let progress = Progress::start("creating the session");
     let session = match client.surface() {
         Surface::User => client.create_user_session(&request).await?,
         Surface::Worker => client.create_session(&worker_request(request)).await?,
     };
     let session = wait_until_running(client, session, progress).await?;
-    super::remember(client, session.session_id);
-    print(globals, &session)
+    match &directory {
+        Some(directory) => {
+            if let Some(directories) = Directories::of(client.base()) {
+                directories.remember_brought(&bring::root(directory)?, session.session_id);
+            }
+        }
+        None => super::remember(client, session.session_id),
+    }
+    print(globals, &session, brought.as_ref())
+}
+
+/// Refuses what only an orchestrator can do.
+fn check_for_worker(request: &UserSessionCreate, has_directory: bool) -> Result<(), Failure> {
+    let needs = |what: &str, remedy: &str| {
+        Err(Failure::usage(format!(
+            "{what} needs an orchestrator; this server is a worker"
+        ))
+        .remedy(remedy))
+    };
+    if has_directory {
+        return needs(
+            "bringing a directory in",
+            "Use an orchestrator, or copy the directory into the session with \
+             'cynode session cp -r DIR :.'.",
+        );
+    }
+    if request.name.is_some() {
+        return needs("--name", "Use an orchestrator, or omit --name.");
+    }
+    if !request.node_labels.is_empty() {
+        return needs("--node-label", "Use an orchestrator, or omit --node-label.");
+    }
+    Ok(())
+}
+
+/// Brings a directory in as the session's workspace.
+async fn bring_in(
+    globals: &Globals,
+    request: &mut UserSessionCreate,
+    directory: &Path,
+    options: &BringOptions,
+) -> Result<Brought, Failure> {
+    let client = connect::user_client(globals)?;
+    bring::root(directory)?;
+    let id = *request.session_id.get_or_insert_with(SessionId::generate);
+    let task = task_or_new(&client, request.task_id, || format!("session {id}")).await?;
+    let brought = bring::bring(&client, task, directory, options).await?;
+    request.task_id = Some(task);
+    request.workspace_ref = Some(WorkspaceRef::Artifact(brought.artifact));
+    Ok(brought)
 }
 
 pub async fn resume(
@@ -70,7 +121,7 @@ pub async fn resume(
     let session = client.resume_session(id).await?;
     let session = wait_until_running(client, session, progress).await?;
     super::remember(client, session.session_id);
-    print(globals, &session)
+    print(globals, &session, None)
 }
 
 /// The client chooses the session's id, so that the request is idempotent.
@@ -118,7 +169,7 @@ fn worker_request(request: UserSessionCreate) -> SessionCreate {
     }
 }
 
-async fn wait_until_running(
+pub async fn wait_until_running(
     client: &SessionClient,
     mut session: Session,
     progress: Progress,
@@ -152,11 +203,37 @@ async fn wait_until_running(
     ))
 }
 
-fn print(globals: &Globals, session: &Session) -> Result<ExitCode, Failure> {
+fn print(
+    globals: &Globals,
+    session: &Session,
+    brought: Option<&Brought>,
+) -> Result<ExitCode, Failure> {
     match globals.output {
-        Format::Json => output::json(session)?,
+        Format::Json => {
+            let mut document = json!(session);
+            if let Some(brought) = brought {
+                document["brought"] = json!({
+                    "artifact_id": brought.artifact,
+                    "files": brought.files,
+                    "bytes": brought.bytes,
+                    "left_out": brought.skipped,
+                });
+            }
+            output::json(&document)?;
+        }
         Format::Table => {
             output::line(&session.session_id.to_string())?;
+            if let Some(brought) = brought {
+                let left_out = match brought.skipped.len() {
+                    0 => String::new(),
+                    count => format!("; left out {count}"),
+                };
+                output::message(&format!(
+                    "brought in {} files, {}{left_out}",
+                    brought.files,
+                    output::size(brought.bytes)
+                ));
+            }
             let took = session
                 .create_duration_ms
                 .map(|ms| format!(" in {ms} ms"))

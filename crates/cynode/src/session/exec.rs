@@ -9,8 +9,8 @@ use std::{process::ExitCode, time::Duration};
 use backon::{ConstantBuilder, Retryable as _};
 use bytes::{Bytes, BytesMut};
 use cynode_api::{
-    API_VERSION, Base64Bytes, ErrorCode, ExecExit, ExecId, ExecRequest, SessionId, SignalName,
-    SignalScope, Stream, exec_limits,
+    API_VERSION, Base64Bytes, ErrorCode, ExecExit, ExecId, ExecRequest, ExecResult, SessionId,
+    SignalName, SignalScope, Stream, exec_limits,
 };
 use cynode_client::{Error, ExecEvent, ExecEvents, SessionClient};
 use futures_util::{StreamExt as _, stream};
@@ -53,6 +53,49 @@ pub async fn run(
         }
         return Ok(ExitCode::SUCCESS);
     }
+    let ended = execute(client, globals, session, &args, request).await?;
+    if let EndedExec::Buffered(result) = &ended {
+        output::json(result)?;
+    }
+    exit_result(ended.exit())
+}
+
+/// A command that has ended.
+#[derive(Debug)]
+pub(crate) enum EndedExec {
+    /// Its output was printed.
+    Printed(ExecExit),
+    /// Its output is here.
+    Buffered(Box<ExecResult>),
+}
+
+impl EndedExec {
+    pub(crate) fn exit(&self) -> &ExecExit {
+        match self {
+            Self::Printed(exit) => exit,
+            Self::Buffered(result) => &result.exit,
+        }
+    }
+}
+
+/// Runs a command in the foreground. Forwards signals to it meanwhile, and prints its output unless
+/// the format is JSON.
+pub(crate) async fn run_to_end(
+    client: &SessionClient,
+    globals: &Globals,
+    session: SessionId,
+    args: &Exec,
+) -> Result<EndedExec, Failure> {
+    execute(client, globals, session, args, request(args)?).await
+}
+
+async fn execute(
+    client: &SessionClient,
+    globals: &Globals,
+    session: SessionId,
+    args: &Exec,
+    request: ExecRequest,
+) -> Result<EndedExec, Failure> {
     let running = RunningExec {
         client: client.clone(),
         session,
@@ -70,8 +113,12 @@ pub async fn run(
         ..request
     };
     let result = match globals.output {
-        Format::Json => run_buffered(&running, request, input.as_ref(), args.stdin).await,
-        Format::Table => run_streamed(&running, &request, input.as_ref(), args.raw).await,
+        Format::Json => run_buffered(&running, request, input.as_ref(), args.stdin)
+            .await
+            .map(|result| EndedExec::Buffered(Box::new(result))),
+        Format::Table => run_streamed(&running, &request, input.as_ref(), args.raw)
+            .await
+            .map(EndedExec::Printed),
     };
     signals.abort();
     result
@@ -130,13 +177,13 @@ impl RunningExec {
     }
 }
 
-/// Prints the result as one JSON object.
+/// Waits for the end of the command and for all of its output.
 async fn run_buffered(
     running: &RunningExec,
     mut request: ExecRequest,
     input: Option<&InputFile>,
     stdin: bool,
-) -> Result<ExitCode, Failure> {
+) -> Result<ExecResult, Failure> {
     let result = if let Some(input) = input {
         running
             .client
@@ -161,9 +208,7 @@ async fn run_buffered(
     } else {
         running.client.exec(running.session, &request).await
     };
-    let result = result?;
-    output::json(&result)?;
-    exit_result(&result.exit)
+    Ok(result?)
 }
 
 /// Standard input after its start was read.
@@ -201,7 +246,7 @@ async fn run_streamed(
     request: &ExecRequest,
     input_file: Option<&InputFile>,
     raw: bool,
-) -> Result<ExitCode, Failure> {
+) -> Result<ExecExit, Failure> {
     let mut stdout = stdio::stdout(raw);
     let mut stderr = stdio::stderr(raw);
     let mut events = match start(running, request, input_file).await {
@@ -266,7 +311,7 @@ async fn run_streamed(
     }
     stdout.finish().await?;
     stderr.finish().await?;
-    exit_result(&exit)
+    Ok(exit)
 }
 
 pub(super) fn print_gap(lost_before_seq: Option<u64>) {
@@ -301,7 +346,7 @@ pub(super) async fn reconnect(
         .await?)
 }
 
-pub(super) fn exit_result(exit: &ExecExit) -> Result<ExitCode, Failure> {
+pub(crate) fn exit_result(exit: &ExecExit) -> Result<ExitCode, Failure> {
     if exit.oom_killed {
         output::message(
             "cynode: the sandbox ran out of memory and the command was killed; create the session \

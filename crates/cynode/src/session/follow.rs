@@ -75,18 +75,17 @@ pub async fn attach(
         tail_bytes: Some(TAIL_BYTES),
         ..OutputQuery::default()
     };
-    let exit = match printer.print_stored(&running, tail).await? {
-        Some(exit) => exit,
-        None => {
-            let signals = tokio::spawn(forward_signals(running.clone()));
-            let input = (!args.no_stdin).then(|| tokio::spawn(forward_stdin(running.clone())));
-            let exit = printer.follow(&running).await;
-            signals.abort();
-            if let Some(input) = input {
-                input.abort();
-            }
-            exit?
+    let exit = if let Some(exit) = printer.print_stored(&running, tail).await? {
+        exit
+    } else {
+        let signals = tokio::spawn(forward_signals(running.clone()));
+        let input = (!args.no_stdin).then(|| tokio::spawn(forward_stdin(running.clone())));
+        let exit = printer.follow(&running).await;
+        signals.abort();
+        if let Some(input) = input {
+            input.abort();
         }
+        exit?
     };
     printer.finish().await?;
     if globals.output == Format::Json {

@@ -2,15 +2,19 @@
 
 mod control;
 mod cp;
-mod create;
+pub mod create;
+mod diff;
 mod end;
-mod exec;
+pub mod exec;
+pub mod fetch;
 mod follow;
 mod input;
 mod list;
+mod pull;
 mod shell;
 pub mod stdio;
 pub mod transfer;
+mod watch;
 
 use std::process::ExitCode;
 
@@ -20,7 +24,7 @@ use cynode_client::SessionClient;
 use crate::{
     cli::{Globals, Session},
     connect,
-    directories::{self, Directories},
+    directories::Directories,
     failure::Failure,
     resolve,
 };
@@ -52,17 +56,15 @@ pub async fn run(globals: &Globals, command: Session) -> Result<ExitCode, Failur
         Session::Attach(args) => follow::attach(&client, globals, args).await,
         Session::Kill(args) => control::kill(&client, globals, args).await,
         Session::Extend(args) => control::extend(&client, globals, args).await,
+        Session::Watch(args) => watch::run(&client, globals, args).await,
+        Session::Diff(args) => diff::run(&client, globals, args).await,
+        Session::Pull(args) => pull::run(&client, globals, args).await,
     }
 }
 
 /// The session that a command names, or that of the current directory.
 async fn target(client: &SessionClient, session: Option<&str>) -> Result<SessionId, Failure> {
-    match session {
-        None | Some(".") => Directories::of(client.base())
-            .ok_or_else(directories::none_here)?
-            .current_session(),
-        Some(text) => resolve::session(client, text).await,
-    }
+    resolve::session(client, session.unwrap_or(".")).await
 }
 
 /// Remembers a session as that of the current directory.

@@ -40,7 +40,7 @@ pub async fn send_tree<T>(
 
 /// Writes a producer's output to the channel. A failure ends the stream with an error, so that a
 /// partial transfer is not mistaken for a complete one.
-pub(super) fn feed<T>(
+pub(crate) fn feed<T>(
     mut writer: PieceWriter,
     produce: impl FnOnce(&mut PieceWriter) -> io::Result<T>,
 ) -> io::Result<T> {
@@ -53,7 +53,7 @@ pub(super) fn feed<T>(
 }
 
 /// The result of a transfer: a local read error, or else the server's response.
-pub(super) fn join_transfer<T, U>(
+pub(crate) fn join_transfer<T, U>(
     reader: Result<io::Result<T>, tokio::task::JoinError>,
     sent: Result<U, cynode_client::Error>,
 ) -> Result<(T, U), Failure> {
@@ -69,7 +69,7 @@ pub(super) fn join_transfer<T, U>(
     }
 }
 
-pub(super) fn body(
+pub(crate) fn body(
     mut receiver: tokio::sync::mpsc::Receiver<io::Result<bytes::Bytes>>,
     progress: Progress,
 ) -> Body {

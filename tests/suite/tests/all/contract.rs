@@ -7,9 +7,9 @@ use std::{path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{
-    EditRequest, ErrorCode, Exec, ExecId, ExecState, Job, JobId, JobRun, JobState, OutputPage,
-    Session, SessionCreate, SessionEnd, SessionId, SessionPatch, SessionState, SignalName,
-    SignalScope, Stream, TaskId, WorkspaceDisposal, WorkspaceRef,
+    ENCODED_PATCH, EditRequest, ErrorCode, Exec, ExecId, ExecState, Job, JobId, JobRun, JobState,
+    OutputPage, PatchRequest, Session, SessionCreate, SessionEnd, SessionId, SessionPatch,
+    SessionState, SignalName, SignalScope, Stream, TaskId, WorkspaceDisposal, WorkspaceRef,
 };
 use cynode_client::{
     ExecEvent, ExecEvents, JobFilter, OutputQuery, PutOptions, SessionClient, SessionFilter,
@@ -977,6 +977,64 @@ async fn a_text_is_replaced_in_a_file_exactly(client: &SessionClient) -> Result<
     Ok(())
 }
 
+async fn a_patch_applies_in_every_form_that_a_node_is_sent(client: &SessionClient) -> Result<()> {
+    let id = client.create_session(&session()).await?.session_id;
+    let path = Path::new("patched");
+    client
+        .put_file(id, path, "one\ntwo\n", &PutOptions::default())
+        .await?;
+    let text = |diff: &str, dry_run| PatchRequest {
+        diff: diff.to_owned(),
+        dry_run,
+        ..PatchRequest::default()
+    };
+    let diff = "--- a/patched\n+++ b/patched\n@@ -1,2 +1,2 @@\n one\n-two\n+three\n";
+    let dry = client.patch_files(id, &text(diff, true)).await?;
+    let done = client.patch_files(id, &text(diff, false)).await?;
+    assert_eq!((dry.files.len(), &dry), (1, &done));
+    assert_eq!(
+        client.head_file(id, path).await?.sha256,
+        done.files[0].sha256_after
+    );
+    assert_eq!(
+        code(client.patch_files(id, &text(diff, false)).await),
+        Some(ErrorCode::PatchRejected)
+    );
+    let wrong = diff
+        .replace("-1,2", "-7,9")
+        .replace("two\n+three", "three\n+four");
+    let repaired = client.patch_files(id, &text(&wrong, false)).await?.repaired;
+    assert_eq!(
+        (repaired.len(), repaired[0].path.as_str(), repaired[0].hunk),
+        (1, "patched", 1)
+    );
+    let begin = "*** Begin Patch\n*** Update File: patched\n@@\n-four\n+five\n*** End Patch\n";
+    client.patch_files(id, &text(begin, false)).await?;
+    let encoded =
+        "cynode-patch 1\n--- \"patched\"\n+++ \"patched\"\n@@ unique -1 +1 @@\n-five\n+six\n";
+    let send = async |query: &str, body: &str| -> Result<(u16, Value)> {
+        let path = format!("{SESSIONS}/{id}/files:patch{query}");
+        let request = client
+            .request(Method::POST, &path)
+            .header("content-type", ENCODED_PATCH)
+            .body(body.to_owned());
+        let answer = request.send().await?;
+        let status = answer.status().as_u16();
+        Ok((status, serde_json::from_slice(&answer.bytes().await?)?))
+    };
+    let dry = send("?dry_run=true", encoded).await?;
+    assert_eq!(dry.0, 200, "{dry:?}");
+    assert_eq!(send("", encoded).await?, dry);
+    assert_eq!(send("", encoded).await?.1["code"], "patch_rejected");
+    assert_eq!(send("", diff).await?.1["code"], "invalid_request");
+    assert_eq!(
+        client.exec(id, &sh("cat patched")).await?.stdout,
+        "one\nsix\n"
+    );
+    client.end_session(id, &SessionEnd::default()).await?;
+    Ok(())
+}
+
 async fn a_job_runs_once_and_its_result_waits_to_be_acknowledged(
     client: &SessionClient,
 ) -> Result<()> {
@@ -1348,6 +1406,7 @@ async fn check_contract(client: &SessionClient) -> Result<()> {
         output_streams_and_is_read_again_from_any_place,
         files_are_written_whole_and_by_condition,
         a_text_is_replaced_in_a_file_exactly,
+        a_patch_applies_in_every_form_that_a_node_is_sent,
         a_job_runs_once_and_its_result_waits_to_be_acknowledged,
         a_job_is_handed_over_and_stopped,
         a_job_that_is_stopped_before_its_request_comes_never_runs,

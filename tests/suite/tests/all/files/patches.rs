@@ -1,7 +1,10 @@
 //! Applying diffs.
 
 use anyhow::Result;
-use cynode_api::{PatchOperation, PatchReject, PatchResult};
+use cynode_api::{ENCODED_PATCH, PatchOperation, PatchReject, PatchResult};
+use cynode_patch::MAX_WIRE_BYTES;
+use cynode_tests::Answer;
+use http::Method;
 use serde_json::{Value, json};
 
 use super::{Sandbox, sha256};
@@ -325,11 +328,14 @@ async fn a_text_that_is_no_diff_is_not_half_applied() -> Result<()> {
         "not a diff",
         "@@ -1 +1 @@\n-same\n+x\n",
         "--- a/same\n+++ b/same\n",
-        "--- a/same\n+++ b/same\n@@ -1,5 +1 @@\n-same\n+x\n",
-        "--- a/same\n+++ b/same\n@@ -1 +1,9 @@\n-same\n+x\n",
+        // Where a hunk with wrong counts ends must be beyond doubt.
+        "--- a/same\n+++ b/same\n@@ -1,5 +1 @@\n-same\ntext\n+x\n",
+        "--- a/same\n+++ b/same\n@@ -1 +1,9 @@\n-same\n--- x\n+++ x\n",
         "--- a/same\n+++ b/same\n@@ nonsense @@\n-same\n+x\n",
         "--- a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+x\n--- a/changed\n+++ b/changed\n@@ -1,9 +1 \
-         @@\n-one\n",
+         @@\n",
+        "*** Begin Patch\n*** Update File: same\n@@\n-same\n+x\n",
+        "*** Begin Patch\n*** Update File: same\n@@\n-same\n+x\n*** End Patch\ntext\n",
         "--- /dev/null\n+++ /dev/null\n@@ -0,0 +1 @@\n+x\n",
         "diff --git a/same b/same\n",
         "--- \"a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+x\n",
@@ -361,5 +367,98 @@ async fn a_text_that_is_no_diff_is_not_half_applied() -> Result<()> {
         (413, "too_large".to_owned())
     );
     assert_eq!(sandbox.snapshot("/workspace").await?, untouched);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_text_is_read_in_any_form_and_repaired_by_the_worker() -> Result<()> {
+    let sandbox = sandbox_before_patch().await?;
+    let wrong = "--- a/changed\n+++ b/changed\n@@ @@\n-two\n+2\n--- a/same\n+++ b/same\n\
+                 @@ -1,5 +1,5 @@\n-same\n+other\n";
+    let dry = sandbox
+        .patch(json!({"diff": wrong, "dry_run": true}))
+        .await?;
+    let done = sandbox.patch(json!({"diff": wrong})).await?;
+    assert_eq!(done, dry);
+    let repaired: Vec<_> = done
+        .repaired
+        .iter()
+        .map(|repair| (repair.path.as_str(), repair.hunk, repair.what.as_str()))
+        .collect();
+    assert_eq!(
+        repaired,
+        [
+            ("changed", 1, "without line numbers"),
+            ("same", 1, "its header says -5 +5 lines, but it has -1 +1"),
+        ]
+    );
+    let begin = "*** Begin Patch\n*** Update File: changed\n@@ one\n 2\n+and\n*** Delete File: \
+                 gone\n*** End Patch\n";
+    assert_eq!(
+        sandbox.patch(json!({"diff": begin})).await?.repaired.len(),
+        0
+    );
+    assert_eq!(
+        sandbox.sh("cat changed same; ls").await?,
+        "one\n2\nand\nthree\nother\nchanged\nold\nsame\ntool\n"
+    );
+    // A rejection says what was repaired too.
+    let twice = "--- a/changed\n+++ b/changed\n@@ @@\n-none\n+x\n";
+    let rejected = sandbox.call("files:patch", &json!({"diff": twice})).await?;
+    let problem: Value = serde_json::from_slice(&rejected.body)?;
+    assert_eq!(
+        (rejected.status, &problem["repaired"][0]["path"]),
+        (409, &json!("changed"))
+    );
+    Ok(())
+}
+
+#[tokio::test]
+// invariant: bounded
+async fn an_encoded_patch_has_a_limit_of_its_own() -> Result<()> {
+    let sandbox = sandbox_before_patch().await?;
+    let send = async |media_type: &str, query: &str, body: Vec<u8>| -> Result<Answer> {
+        let path = format!("/v1/worker/sessions/{}/files:patch{query}", sandbox.id);
+        let request = sandbox.http.request(Method::POST, &path);
+        Answer::of(request.header("content-type", media_type).body(body)).await
+    };
+    let of = |size: usize| {
+        let mut patch = b"cynode-patch 1\n--- \"same\"\n+++ \"same\"\n@@ -1,1 +0,0 @@\n-".to_vec();
+        patch.resize(size - 1, b'x');
+        patch.push(b'\n');
+        patch
+    };
+    // The agent reads all of it, and finds another line in the file.
+    let most = send(ENCODED_PATCH, "", of(MAX_WIRE_BYTES)).await?;
+    assert_eq!(most.outcome(), (409, "patch_rejected".to_owned()));
+    let more = send(ENCODED_PATCH, "", of(MAX_WIRE_BYTES + 1)).await?;
+    assert_eq!(more.outcome(), (413, "too_large".to_owned()));
+    assert!(more.problem()?.detail.contains("20971520"));
+    for (media_type, query, body) in [
+        (
+            ENCODED_PATCH,
+            "",
+            &b"--- a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+x\n"[..],
+        ),
+        (
+            ENCODED_PATCH,
+            "",
+            b"cynode-patch 2\n--- \"same\"\n+++ \"same\"\n@@ -1,1 +0,0 @@\n-same\n",
+        ),
+        (ENCODED_PATCH, "", b""),
+        (ENCODED_PATCH, "?strip=1", &of(100)),
+        (ENCODED_PATCH, "?dry_run=x", &of(100)),
+    ] {
+        let answer = send(media_type, query, body.to_vec()).await?;
+        assert_eq!(
+            answer.outcome(),
+            (400, "invalid_request".to_owned()),
+            "{query} {}",
+            String::from_utf8_lossy(body)
+        );
+    }
+    let text = send("text/plain", "", of(100)).await?;
+    assert_eq!(text.outcome(), (415, "unsupported_media_type".to_owned()));
+    assert_eq!(sandbox.sh("cat same").await?, "same\n");
     Ok(())
 }

@@ -65,6 +65,7 @@ fn rows() -> Vec<Row> {
         ),
         row("GET /v1/tokens", None, 200, 200),
         row("GET /v1/tokens/{id}", None, 404, 404),
+        row("POST /v1/tokens/{id}/renew", empty, 404, 404),
         row("DELETE /v1/tokens/{id}", None, 404, 404),
         row("GET /v1/settings", None, 200, 200),
         row("GET /v1/settings/{key}", None, 404, 404),

@@ -19,6 +19,11 @@ pub(super) struct Cluster {
 
 impl Cluster {
     pub(super) async fn start() -> Result<Self> {
+        Self::with_image(IMAGE).await
+    }
+
+    /// The same with another default image.
+    pub(super) async fn with_image(image: &str) -> Result<Self> {
         let control_plane = ControlPlane::new().await?;
         let key = control_plane
             .world
@@ -26,7 +31,7 @@ impl Cluster {
             .join("registration.key")
             .display()
             .to_string();
-        let images = format!("[{IMAGE:?}]");
+        let images = format!("[{image:?}]");
         let settings = [
             ("registration_key_file", key.as_str()),
             ("seed_images", images.as_str()),
@@ -60,6 +65,26 @@ impl Cluster {
             worker,
             http,
         })
+    }
+
+    /// Starts another orchestrator on the same database.
+    pub(super) async fn second(&self) -> Result<RunningOrchestrator> {
+        let directory = self.control_plane.world.directory();
+        let state = directory.join("orchestrator-two");
+        fs_err::create_dir_all(&state)?;
+        // Another token of the administrator would revoke the first.
+        fs_err::copy(
+            self.orchestrator.state_dir().join("admin.token"),
+            state.join("admin.token"),
+        )?;
+        let key = directory.join("registration.key").display().to_string();
+        let images = format!("[{IMAGE:?}]");
+        let settings = [
+            ("registration_key_file", key.as_str()),
+            ("seed_images", images.as_str()),
+            ("heartbeat_seconds", "1"),
+        ];
+        self.control_plane.orchestrator("two", &settings).await
     }
 
     /// A request to the user API with the administrator's token.

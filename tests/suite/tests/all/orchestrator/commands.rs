@@ -216,8 +216,19 @@ async fn tokens_are_shown_once_and_good_until_they_are_revoked() -> Result<()> {
         .context("one")?["id"]
         .clone();
     let newest = newest.as_str().context("an id")?;
+    let renewed = cli.run(&["token", "renew", &newest[24..], "--expires", "2h"])?;
+    let token = {
+        let old = token;
+        assert_eq!(as_other(&old)?.failure(), (77, "unauthorized".to_owned()));
+        renewed.text().trim_end().to_owned()
+    };
+    assert_eq!((renewed.code, as_other(&token)?.code), (Some(0), Some(0)));
     cli.run(&["token", "revoke", newest])?.success()?;
     assert_eq!(as_other(&token)?.failure(), (77, "unauthorized".to_owned()));
+    assert_eq!(
+        cli.run(&["token", "renew", newest])?.failure(),
+        (64, "token_revoked".to_owned())
+    );
     assert!(!cli.success(&["token", "list"])?.contains(newest));
     assert!(
         cli.success(&["token", "list", "--all"])?

@@ -63,7 +63,8 @@ fn forwarded_calls_are_described_like_those_of_the_worker() -> Result<()> {
     for (path, operations) in theirs["paths"].as_object().context("paths")? {
         let Some(below) = path
             .strip_prefix("/v1/worker/sessions/{id}/")
-            .filter(|below| !["end", "resume", "export", "import"].contains(below))
+            // The gate sends patches in another form than its callers do.
+            .filter(|below| !["end", "resume", "export", "import", "files:patch"].contains(below))
         else {
             continue;
         };

@@ -33,6 +33,7 @@ fn good(route: &str) -> Option<Value> {
             json!({"name": "hostile"})
         }
         "POST /v1/tokens" => json!({"kind": "user"}),
+        "POST /v1/tokens/{id}/renew" => json!({"expires_in_seconds": 60}),
         "PUT /v1/policies/{id}" => json!({"text": ""}),
         "POST /v1/policies:test" => json!({"action": "task.list"}),
         "PUT /v1/settings/{key}" | "PUT /v1/preferences/{scope}/{scope_id}/{key}" => {

@@ -1,5 +1,6 @@
 //! The MCP gateway: what agents can and can't do with tools.
 
+mod bridge;
 mod callers;
 mod clients;
 mod coding;

@@ -1,4 +1,5 @@
-//! Runs the examples of README.md, in their order, and compares what they print.
+//! Runs the examples of README.md and docs/first-patch.md, in their order, and compares what they
+//! print.
 
 use std::{path::Path, process::Stdio, time::Duration};
 
@@ -112,14 +113,22 @@ pub(super) fn program(stack: &Stack, program: &Path) -> Result<tokio::process::C
     Ok(command)
 }
 
-/// Runs all commands in one shell, with both streams in one pipe, and returns what each printed.
-async fn run_in_one_shell(stack: &Stack, examples: &[Example]) -> Result<Vec<String>> {
+/// Runs all commands in one shell, in a directory with the examples of a clone, with both streams in
+/// one pipe, and returns what each printed.
+async fn run_in_one_shell(stack: &Stack, name: &str, examples: &[Example]) -> Result<Vec<String>> {
     let script: String = examples
         .iter()
         .flat_map(|example| [example.command.as_str(), SEPARATE])
         .collect();
-    let directory = stack.world.directory().join("readme");
-    fs_err::create_dir_all(&directory)?;
+    let directory = stack.world.directory().join(name).join("clone");
+    let shop = directory.join("examples/shop");
+    fs_err::create_dir_all(&shop)?;
+    for entry in fs_err::read_dir(repository().join("examples/shop"))? {
+        let entry = entry?;
+        if entry.file_type()?.is_file() {
+            fs_err::copy(entry.path(), shop.join(entry.file_name()))?;
+        }
+    }
     let file = directory.join("script");
     fs_err::write(&file, format!("exec 2>&1\n{script}"))?;
     let mut command = program(stack, Path::new("bash"))?;
@@ -129,7 +138,7 @@ async fn run_in_one_shell(stack: &Stack, examples: &[Example]) -> Result<Vec<Str
         .stdin(Stdio::null());
     let ran = tokio::time::timeout(TIMEOUT, command.output())
         .await
-        .context("the examples of README.md take too long")??;
+        .with_context(|| format!("the examples of {name} take too long"))??;
     let printed = String::from_utf8_lossy(&ran.stdout).into_owned();
     let outputs: Vec<String> = printed
         .split_terminator(SEPARATOR)
@@ -144,34 +153,41 @@ async fn run_in_one_shell(stack: &Stack, examples: &[Example]) -> Result<Vec<Str
     Ok(outputs)
 }
 
-#[tokio::test]
-async fn the_examples_of_the_readme_run_in_order_and_print_what_they_show() -> Result<()> {
-    let stack = Stack::new()?;
-    let url = stack.up()?;
+/// Runs the examples of a document against a stack, and compares what they print.
+async fn check_examples(stack: &Stack, url: &str, name: &str, at_least: usize) -> Result<()> {
     let state = stack.world.state_dir();
     // The address and the state directory of a default installation.
-    let markdown = fs_err::read_to_string(repository().join("README.md"))?
-        .replace("http://127.0.0.1:12080", &url)
+    let markdown = fs_err::read_to_string(repository().join(name))?
+        .replace("http://127.0.0.1:12080", url)
         .replace("/var/lib/cynode", &state.display().to_string());
     let examples = examples(&markdown);
     ensure!(
-        examples.len() > 10,
-        "README.md has {} examples",
+        examples.len() >= at_least,
+        "{name} has {} examples",
         examples.len()
     );
-    let outputs = run_in_one_shell(&stack, &examples).await?;
+    let outputs = run_in_one_shell(stack, name, &examples).await?;
     let mut faults = Vec::new();
     for (example, output) in examples.iter().zip(&outputs) {
         let lines: Vec<&str> = output.lines().collect();
         if !output_matches(&example.output, &lines) {
             faults.push(format!(
-                "$ {}\nREADME.md shows:\n{}\nprinted:\n{output}",
+                "$ {}\n{name} shows:\n{}\nprinted:\n{output}",
                 example.command,
                 example.output.join("\n")
             ));
         }
     }
     ensure!(faults.is_empty(), "{}", faults.join("\n\n"));
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_examples_of_the_documents_run_in_order_and_print_what_they_show() -> Result<()> {
+    let stack = Stack::new()?;
+    let url = stack.up()?;
+    check_examples(&stack, &url, "README.md", 15).await?;
+    check_examples(&stack, &url, "docs/first-patch.md", 8).await?;
     stack.down()?;
     stack.assert_clean().await
 }

@@ -74,6 +74,12 @@ fn in_pieces(secret: &str) -> Body {
     ))
 }
 
+fn begin_patch(name: &str, content: &str) -> String {
+    let lines: Vec<String> = content.lines().map(|line| format!("+{line}\n")).collect();
+    let lines = lines.concat();
+    format!("*** Begin Patch\n*** Add File: {name}\n{lines}*** End Patch\n")
+}
+
 fn created(name: &str, content: &str) -> String {
     let lines: Vec<String> = content.lines().map(|line| format!("+{line}\n")).collect();
     format!(
@@ -290,6 +296,20 @@ impl SecretsFixture {
                 self.post(
                     &self.session_path("files:patch"),
                     &json!({"diff": created(leaked, secret)}),
+                )?,
+            ),
+            (
+                "diff",
+                self.post(
+                    &self.session_path("files:patch"),
+                    &json!({"diff": begin_patch(leaked, secret)}),
+                )?,
+            ),
+            (
+                "diff",
+                self.post(
+                    &self.session_path("files:patch"),
+                    &json!({"diff": created(leaked, secret).replace(" @@\n", "0 @@\n")}),
                 )?,
             ),
             (
@@ -654,6 +674,14 @@ async fn a_sample_token_in_source_code_is_admitted_and_flagged() -> Result<()> {
             )?,
             1,
             flagged(&[("b.rs", "a GitHub token")]),
+        ),
+        (
+            fixture.post(
+                &fixture.session_path("files:patch"),
+                &json!({"diff": begin_patch("c.rs", &token)}),
+            )?,
+            1,
+            flagged(&[("c.rs", "a GitHub token")]),
         ),
         (artifact("seed.tar", tree)?, 3, found),
         (

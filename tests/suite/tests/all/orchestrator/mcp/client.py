@@ -46,7 +46,10 @@ async def main(url, token, task, mode):
         await done("sandbox.session.exec", argv=["sleep", "3"], **run)
         begun = await done("sandbox.session.exec", argv=["echo", "later"], background=True, **run)
         seen["output"] = await done("sandbox.session.output", exec_id=begun["exec_id"], wait_ms=20000, **here)
-        await done("sandbox.workspace.write_file", path="a.txt", content="one\n", **here)
+        await done("sandbox.workspace.write_file", path="a.txt", content="zero\n", **here)
+        await done("sandbox.workspace.edit_file", path="a.txt", old="zero", new="none", **here)
+        diff = "--- a/a.txt\n+++ b/a.txt\n@@ -1,9 +1,9 @@\n-none\n+one\n"
+        seen["patch"] = await done("sandbox.workspace.apply_patch", diff=diff, **here)
         seen["read"] = await done("sandbox.workspace.read_file", path="a.txt", **here)
         await done("sandbox.workspace.list", **here)
         await done("sandbox.workspace.search", pattern="one", **here)

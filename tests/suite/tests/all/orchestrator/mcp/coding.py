@@ -1,24 +1,35 @@
 """A coding round with the official client on /mcp/coding, without any optional argument.
 
-Arguments: the address, the token and the connection mode ("auto" or "legacy"). Prints a report as JSON.
+Arguments: the server as JSON, either its url and a token or a command with args and env, and the connection
+mode ("auto" or "legacy"). Prints a report as JSON.
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 
 import httpx2
-from mcp import Client
+from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
 PROGRAM = "def double(x):\n    return x + x + 1\n"
 PATCH = "--- a/check.sh\n+++ b/check.sh\n@@ -1 +1,2 @@\n grep -q 'x + x$' double.py\n+echo passed\n"
 
 
-async def main(url, token, mode):
+@contextlib.asynccontextmanager
+async def transport(server):
+    if "command" in server:
+        yield StdioServerParameters(**server)
+        return
+    headers = {"Authorization": f"Bearer {server['token']}"}
+    async with httpx2.AsyncClient(headers=headers, timeout=60, trust_env=False) as http:
+        yield streamable_http_client(server["url"], http_client=http)
+
+
+async def main(server, mode):
     seen = {"progress": []}
-    http = httpx2.AsyncClient(headers={"Authorization": f"Bearer {token}"}, timeout=60, trust_env=False)
-    async with http, Client(streamable_http_client(url, http_client=http), mode=mode, read_timeout_seconds=60) as client:
+    async with transport(json.loads(server)) as way, Client(way, mode=mode, read_timeout_seconds=60) as client:
         seen["version"] = client.protocol_version
         seen["tools"] = [tool.name for tool in (await client.list_tools()).tools]
 

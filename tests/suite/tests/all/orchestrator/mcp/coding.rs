@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{AuditDecision, AuditKind, AuditRecord};
 use cynode_client::AuditFilter;
-use cynode_tests::{Answer, IMAGE, RunningOrchestrator};
+use cynode_tests::{Answer, BASE, RunningOrchestrator};
 use http::Method;
 use serde_json::{Value, json};
 
@@ -122,7 +122,27 @@ async fn a_coding_round_needs_no_optional_argument() -> Result<()> {
         .failed("sandbox_workspace_apply_patch", json!({ "diff": diff }))
         .await?;
     assert_eq!(failure["code"], "patch_rejected");
-    ensure!(told.contains("\nsrc/b.txt, hunk 1"), "{told}");
+    ensure!(
+        told.contains("\nsrc/b.txt, hunk 1")
+            && told
+                .ends_with("\n  expected:\n    alpha\n    gamma\n  found:\n    delta\n    gamma"),
+        "{told}"
+    );
+    let begin = "*** Begin Patch\n*** Update File: src/b.txt\n@@\n-delta\n+alpha\n*** End Patch\n";
+    let (told, _) = agent
+        .told("sandbox_workspace_apply_patch", json!({ "diff": begin }))
+        .await?;
+    assert_eq!(told, "modify src/b.txt\n");
+    let wrong = diff.replace("-1,2 +1,2", "-1,7 +1,7");
+    let (told, patched) = agent
+        .told("sandbox_workspace_apply_patch", json!({ "diff": wrong }))
+        .await?;
+    assert_eq!(
+        told,
+        "modify src/b.txt\nrepaired src/b.txt, hunk 1: its header says -7 +7 lines, but it has -2 \
+         +2\n"
+    );
+    assert_eq!(patched["repaired"][0]["path"], "src/b.txt");
     let (told, _) = agent
         .told("sandbox_workspace_read_file", json!({"path": "src/b.txt"}))
         .await?;
@@ -141,12 +161,17 @@ async fn a_coding_round_needs_no_optional_argument() -> Result<()> {
         ("exec_failed".to_owned(), "run".to_owned())
     );
 
-    let (_, begun) = agent
+    let (told, begun) = agent
         .told(
             "sandbox_session_exec",
             json!({"command": "echo begun; sleep 600", "background": true}),
         )
         .await?;
+    ensure!(
+        told.contains("Read its output: sandbox_session_output {")
+            && told.contains(&text(&begun["exec_id"])?),
+        "{told}"
+    );
     let (told, page) = agent
         .told(
             "sandbox_session_output",
@@ -456,31 +481,6 @@ async fn each_token_has_a_session_of_its_own() -> Result<()> {
     cluster.worker.shut_down().await
 }
 
-/// Starts a second orchestrator on the same database.
-async fn second(cluster: &Cluster) -> Result<RunningOrchestrator> {
-    let directory = cluster.control_plane.world.directory();
-    let state = directory.join("orchestrator-two");
-    fs_err::create_dir_all(&state)?;
-    // Another token of the administrator would revoke the first.
-    fs_err::copy(
-        cluster.orchestrator.state_dir().join("admin.token"),
-        state.join("admin.token"),
-    )?;
-    let key = directory.join("registration.key").display().to_string();
-    let images = format!("[{IMAGE:?}]");
-    cluster
-        .control_plane
-        .orchestrator(
-            "two",
-            &[
-                ("registration_key_file", key.as_str()),
-                ("seed_images", images.as_str()),
-                ("heartbeat_seconds", "1"),
-            ],
-        )
-        .await
-}
-
 /// Calls a tool on an orchestrator and returns the structure of its result.
 async fn call_on(
     orchestrator: &RunningOrchestrator,
@@ -508,7 +508,7 @@ async fn two_orchestrators_make_one_session_per_generation() -> Result<()> {
     let admin = cluster.orchestrator.token()?;
     let task = task(&cluster, &admin, "both").await?;
     let agent = McpAgent::coding(&cluster, &task).await?;
-    let other = second(&cluster).await?;
+    let other = cluster.second().await?;
     let both = [&cluster.orchestrator, &other];
     let at_once = async |tool: &str, arguments: &[Value]| -> Result<Vec<Value>> {
         let calls = (0..6).map(|number| {
@@ -626,14 +626,29 @@ async fn results_fit_the_text_unless_more_is_asked_for() -> Result<()> {
         told.contains("There are more.") && listed["truncated"] == true,
         "{told}"
     );
-    ensure!(listed.to_string().len() <= 8_300);
-    let (_, listed) = agent
-        .told(
-            "sandbox_workspace_list",
-            json!({"path": "d", "max_entries": 1_000}),
-        )
+    ensure!(listed.to_string().len() <= 8_192);
+    let (told, listed) = agent
+        .told("sandbox_workspace_list", next(&told, "Or list more: ")?)
         .await?;
     assert_eq!(listed["entries"].as_array().map(Vec::len), Some(300));
+    ensure!(told.lines().count() == 300, "{told}");
+    // The structure is bounded by its size as JSON, also where each byte takes more.
+    let (told, binary) = agent
+        .told("sandbox_session_exec", json!({"command": BINARY}))
+        .await?;
+    ensure!(
+        told.contains("(binary, 9000 bytes)") && binary["encoding"] == "base64",
+        "{told}"
+    );
+    ensure!(binary.to_string().len() <= 8_192 && binary["truncated"]["stderr"] == true);
+    let (_, lines) = agent
+        .told("sandbox_workspace_read_file", json!({"path": "lines"}))
+        .await?;
+    ensure!(
+        lines.to_string().len() <= 8_192 && lines["truncated"] == true,
+        "{}",
+        lines.to_string().len()
+    );
     // The structure keeps what the text drops.
     let (told, red) = agent
         .told("sandbox_workspace_read_file", json!({"path": "red"}))
@@ -642,6 +657,86 @@ async fn results_fit_the_text_unless_more_is_asked_for() -> Result<()> {
         (told.as_str(), red["content"].as_str()),
         ("red\n", Some("\u{1b}[31mred\u{1b}[0m\n"))
     );
+    cluster.worker.shut_down().await
+}
+
+/// Writes bytes that are no text to both streams, and a file of empty lines.
+const BINARY: &str = "head -c 9000 /dev/zero | tr '\\0' '\\377' | tee /dev/stderr; head -c 7000 /dev/zero | tr '\\0' '\\n' > lines";
+
+#[tokio::test]
+async fn an_export_has_the_changes_since_the_session_began_or_else_since_the_last_commit()
+-> Result<()> {
+    let mut cluster = Cluster::with_image(BASE).await?;
+    let admin = cluster.orchestrator.token()?;
+    let client = cluster.orchestrator.client()?;
+    let task = task(&cluster, &admin, "exports").await?;
+    let mut tar = tar::Builder::new(Vec::new());
+    let mut header = tar::Header::new_gnu();
+    header.set_size(6);
+    header.set_mode(0o644);
+    tar.append_data(&mut header, "brought", &b"before"[..])?;
+    let seed = client
+        .put_artifact(task.parse()?, "seed.tar", None, tar.into_inner()?)
+        .await?;
+    let exported = async |agent: &McpAgent<'_>, arguments: Value| -> Result<(String, String)> {
+        let (told, stored) = agent
+            .told("sandbox_workspace_export_patch", arguments)
+            .await?;
+        let path = text(&stored["path"])?;
+        let mut body = client.get_artifact(task.parse()?, &path, None).await?;
+        let mut patch = Vec::new();
+        while let Some(piece) = body.chunk().await? {
+            patch.extend_from_slice(&piece);
+        }
+        let (note, _) = told.split_once('\n').context("a note")?;
+        Ok((note.to_owned(), String::from_utf8(patch)?))
+    };
+
+    let agent = McpAgent::coding(&cluster, &task).await?;
+    // The default image of these tests has no git.
+    let mut wishes = small();
+    wishes["image_ref"] = json!(BASE);
+    let empty = wishes.clone();
+    wishes["workspace_ref"] = json!(format!("artifact:{}", seed.id));
+    agent.told("sandbox_session_create", wishes).await?;
+    let commit = "git init -q . && git add . && git -c user.name=x -c user.email=x@example.org \
+                  commit -q -m first";
+    let script = format!("echo after > brought; {commit}; echo later > new");
+    agent
+        .told("sandbox_session_exec", json!({"command": script}))
+        .await?;
+    let (note, patch) = exported(&agent, json!({})).await?;
+    assert_eq!(note, "The patch has the changes since the session began.");
+    ensure!(
+        patch.contains("-before") && patch.contains("+after") && patch.contains("+later"),
+        "{patch}"
+    );
+    // Whoever names a base gets that.
+    let (_, patch) = exported(&agent, json!({"base": "HEAD"})).await?;
+    ensure!(
+        !patch.contains("+after") && patch.contains("+later"),
+        "{patch}"
+    );
+
+    // Nothing was brought here.
+    let agent = McpAgent::coding(&cluster, &task).await?;
+    agent.told("sandbox_session_create", empty).await?;
+    assert_eq!(
+        agent
+            .call_refused("sandbox_workspace_export_patch", json!({}))
+            .await?,
+        ("not_a_repository".to_owned(), "run".to_owned())
+    );
+    let script = format!("echo one > a; {commit}; echo two > a");
+    agent
+        .told("sandbox_session_exec", json!({"command": script}))
+        .await?;
+    let (note, patch) = exported(&agent, json!({})).await?;
+    assert_eq!(
+        note,
+        "The patch has the changes since the last commit (HEAD)."
+    );
+    ensure!(patch.contains("-one\n+two"), "{patch}");
     cluster.worker.shut_down().await
 }
 

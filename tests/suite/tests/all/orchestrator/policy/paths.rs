@@ -395,6 +395,110 @@ async fn no_diff_hides_a_changed_path_from_a_rule() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+// invariant: one-reader
+async fn no_form_of_a_patch_hides_a_changed_path_from_a_rule() -> Result<()> {
+    let fixture = ProtectedPaths::start().await?;
+    let before = fixture.files().await?;
+    let begin = |body: &str| format!("*** Begin Patch\n{body}*** End Patch\n");
+    let modify = |header: &str, path: &str| {
+        format!("--- a/{path}\n+++ b/{path}\n{header}\n-content\n+changed\n")
+    };
+    let rename = |from: &str, to: &str, header: &str| {
+        format!(
+            "diff --git a/{from} b/{to}\nrename from {from}\nrename to {to}\n--- a/{from}\n\
+             +++ b/{to}\n{header}\n-content\n+changed\n"
+        )
+    };
+    let mut passed = Vec::new();
+    let forms = [
+        ("an added file", begin("*** Add File: protected/1\n+x\n")),
+        (
+            "a file after a harmless one",
+            begin("*** Add File: other/fine\n+x\n*** Add File: ./protected//2\n+x\n"),
+        ),
+        ("a deleted file", begin("*** Delete File: protected/kept\n")),
+        (
+            "an updated file",
+            begin("*** Update File: protected/kept\n@@\n-content\n+x\n"),
+        ),
+        (
+            "a file moved in",
+            begin("*** Update File: other/file\n*** Move to: protected/file\n@@\n-content\n+x\n"),
+        ),
+        (
+            "a file moved in as it is",
+            begin("*** Update File: other/file\n*** Move to: protected/file\n"),
+        ),
+        (
+            "a file moved out",
+            begin("*** Update File: protected/kept\n*** Move to: other/kept\n@@\n-content\n+x\n"),
+        ),
+        ("dots", begin("*** Add File: other/../protected/3\n+x\n")),
+        (
+            "an absolute name",
+            begin("*** Add File: /workspace/protected/4\n+x\n"),
+        ),
+        ("spaces", begin("*** Add File:   protected/5  \n+x\n")),
+        (
+            "line ends of another system",
+            begin("*** Add File: protected/6\n+x\n").replace('\n', "\r\n"),
+        ),
+        ("wrong counts", modify("@@ -1,7 +1,9 @@", "protected/kept")),
+        ("no line numbers", modify("@@ @@", "protected/kept")),
+        (
+            "dots for line numbers",
+            modify("@@ ... @@", "protected/kept"),
+        ),
+        (
+            "a file after a wrong hunk",
+            modify("@@ -1,9 +1,9 @@", "other/file") + &modify("@@ -1,9 +1,9 @@", "protected/kept"),
+        ),
+        (
+            "a rename in with wrong counts",
+            rename("other/file", "protected/file", "@@ -1,4 +1,4 @@"),
+        ),
+        (
+            "a rename out without line numbers",
+            rename("protected/kept", "other/kept", "@@ @@"),
+        ),
+    ];
+    for (what, diff) in &forms {
+        let answer = fixture.post("files:patch", &json!({"diff": diff})).await?;
+        if assert_forbidden(&answer).is_err() {
+            passed.push(format!(
+                "{what}: {} {}",
+                answer.status,
+                String::from_utf8_lossy(&answer.body)
+            ));
+        }
+    }
+    ensure!(passed.is_empty(), "{passed:#?}");
+    assert_eq!(
+        fixture.files().await?,
+        before,
+        "a refused call changed files"
+    );
+    // The same forms change what the rule does not name.
+    for diff in [
+        begin("*** Update File: other/file\n*** Move to: other/moved\n@@\n-content\n+one\n"),
+        begin("*** Add File: other/added\n+content\n"),
+        rename("other/added", "other/again", "@@ -1,4 +1,4 @@"),
+        modify("@@ @@", "other/second"),
+    ] {
+        object(&fixture.post("files:patch", &json!({"diff": diff})).await?)
+            .with_context(|| diff.clone())?;
+    }
+    let files = fixture.files().await?;
+    let files = files.as_str().context("a text")?;
+    // The last three are what the rule protects and the files without a newline at their ends.
+    ensure!(
+        files.contains("other/again") && files.ends_with("contentchanged\nonechanged"),
+        "{files}"
+    );
+    Ok(())
+}
+
 /// A record of an extension header, prefixed with its own length.
 fn attribute(name: &str, value: &str) -> Vec<u8> {
     let rest = format!(" {name}={value}\n");

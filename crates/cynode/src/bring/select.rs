@@ -1,0 +1,230 @@
+//! Chooses what of a directory comes in: by names, types and sizes, before any content is read.
+
+use std::{
+    collections::BTreeSet,
+    io::{self, Read as _},
+    os::unix::ffi::OsStrExt as _,
+    path::{Path, PathBuf},
+};
+
+use cynode_policy::{Scanner, local_directory, local_file};
+
+use super::{Skipped, too_large};
+use crate::{archive, failure::Failure, output, session::transfer::local_failure};
+
+/// The longest `.git` file that is read. It holds one path.
+const MAX_POINTER_BYTES: u64 = 8 * 1024;
+/// What tar adds at the end.
+const END_BYTES: u64 = 1_024;
+
+/// What may come in.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bounds {
+    pub(super) entries: usize,
+    /// The size of the archive.
+    pub(super) bytes: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Directory,
+    File,
+    /// A symbolic link with its target.
+    Link(PathBuf),
+}
+
+/// What comes in, in the order of the archive: a directory before what is in it.
+#[derive(Debug)]
+pub(super) struct Selection {
+    pub(super) root: PathBuf,
+    pub(super) entries: Vec<(PathBuf, Kind)>,
+    /// About the size of the archive.
+    pub(super) archive_bytes: u64,
+    pub(super) skipped: Vec<Skipped>,
+    bounds: Bounds,
+}
+
+impl Selection {
+    /// Selects everything below `root`, or what was listed.
+    pub(super) fn new(
+        root: &Path,
+        listed: Option<BTreeSet<PathBuf>>,
+        scanner: &Scanner,
+        bounds: Bounds,
+    ) -> Result<Self, Failure> {
+        let mut selection = Self {
+            root: root.to_owned(),
+            entries: Vec::new(),
+            archive_bytes: END_BYTES,
+            skipped: Vec::new(),
+            bounds,
+        };
+        match listed {
+            None => selection.add_below(PathBuf::new(), scanner)?,
+            Some(listed) => selection.add_listed(listed, scanner)?,
+        }
+        selection
+            .entries
+            .sort_by(|(one, _), (other, _)| one.cmp(other));
+        Ok(selection)
+    }
+
+    /// Adds everything below a directory. No recursion: depth must not cost stack.
+    fn add_below(&mut self, directory: PathBuf, scanner: &Scanner) -> Result<(), Failure> {
+        let mut directories = vec![directory];
+        while let Some(relative) = directories.pop() {
+            let entries = match fs_err::read_dir(self.root.join(&relative)) {
+                Ok(entries) => entries,
+                // A directory that can't be read stays out, but not the whole workspace.
+                Err(error) if !relative.as_os_str().is_empty() => {
+                    self.skip_unreadable(&relative, &error);
+                    continue;
+                }
+                Err(error) => return Err(local_failure(&error)),
+            };
+            for entry in entries {
+                let entry = entry.map_err(|error| local_failure(&error))?;
+                let path = relative.join(entry.file_name());
+                if self.add(&path, scanner)? == Some(Kind::Directory) {
+                    directories.push(path);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds what was listed, with the directories that hold it.
+    fn add_listed(&mut self, listed: BTreeSet<PathBuf>, scanner: &Scanner) -> Result<(), Failure> {
+        let mut parents = BTreeSet::new();
+        for path in listed {
+            let above = path.ancestors().skip(1);
+            for parent in above.filter(|parent| !parent.as_os_str().is_empty()) {
+                if parents.insert(parent.to_owned()) {
+                    self.add(parent, scanner)?;
+                }
+            }
+            let is_git = path.file_name().is_some_and(|name| name == ".git");
+            if self.add(&path, scanner)? == Some(Kind::Directory) && is_git {
+                self.add_below(path, scanner)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds one entry, or skips it. Returns its kind if it was added.
+    fn add(&mut self, path: &Path, scanner: &Scanner) -> Result<Option<Kind>, Failure> {
+        let full_path = self.root.join(path);
+        let metadata = match fs_err::symlink_metadata(&full_path) {
+            Ok(metadata) => metadata,
+            // It was listed a moment ago, or git still lists it.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => {
+                self.skip_unreadable(path, &error);
+                return Ok(None);
+            }
+        };
+        let mut size = 0;
+        let kind = if metadata.is_dir() {
+            Kind::Directory
+        } else if metadata.is_file() {
+            size = metadata.len();
+            Kind::File
+        } else if metadata.is_symlink() {
+            match fs_err::read_link(&full_path) {
+                Ok(target) => Kind::Link(target),
+                Err(error) => {
+                    self.skip_unreadable(path, &error);
+                    return Ok(None);
+                }
+            }
+        } else {
+            // git keeps sockets in its directory while a monitor runs.
+            if !is_in_git_directory(path) {
+                self.skip(path, "it is not a file, directory or link");
+            }
+            return Ok(None);
+        };
+        if let Some(skipped) = self.reason_to_skip(path, &kind, scanner) {
+            self.skipped.push(skipped);
+            return Ok(None);
+        }
+        self.archive_bytes += archive::entry_bytes(size);
+        self.entries.push((path.to_owned(), kind.clone()));
+        self.check_bounds()?;
+        Ok(Some(kind))
+    }
+
+    fn check_bounds(&self) -> Result<(), Failure> {
+        let Bounds { entries, bytes } = self.bounds;
+        let directory = self.root.display();
+        if self.entries.len() > entries {
+            return Err(too_large(format!(
+                "{directory} has more than {entries} files, directories and links"
+            )));
+        }
+        if self.archive_bytes > bytes {
+            return Err(too_large(format!(
+                "the files in {directory} take more than {}",
+                output::size(bytes)
+            )));
+        }
+        Ok(())
+    }
+
+    /// Why an entry stays out because of its name, if it does.
+    fn reason_to_skip(&self, path: &Path, kind: &Kind, scanner: &Scanner) -> Option<Skipped> {
+        // The gate refuses an archive with such a name, and nobody repeats it.
+        let in_name = |bytes: &[u8]| scanner.find(bytes).map(|hit| hit.what);
+        if let Some(what) = in_name(path.as_os_str().as_bytes()) {
+            let parent = path.parent().unwrap_or(Path::new(""));
+            return Some(Skipped::new(
+                &parent.join("(name)"),
+                format!("its name contains what looks like {what}"),
+            ));
+        }
+        let full_path = self.root.join(path);
+        let text = full_path.to_string_lossy();
+        let reason = match kind {
+            Kind::Directory => local_directory(&text).map(|what| format!("it is {what}")),
+            Kind::Link(target) => in_name(target.as_os_str().as_bytes())
+                .map(|what| format!("its target contains what looks like {what}")),
+            Kind::File => local_file(&text)
+                .map(|what| format!("it is {what}"))
+                .or_else(|| self.leads_outside(path)),
+        };
+        reason.map(|reason| Skipped::new(path, reason))
+    }
+
+    /// A `.git` file that names a repository elsewhere, as in a linked worktree. In the sandbox git
+    /// would fail on it.
+    fn leads_outside(&self, path: &Path) -> Option<String> {
+        if path.file_name()? != ".git" {
+            return None;
+        }
+        let full_path = self.root.join(path);
+        let mut text = Vec::new();
+        let file = fs_err::File::open(&full_path).ok()?;
+        file.take(MAX_POINTER_BYTES).read_to_end(&mut text).ok()?;
+        let target = text.strip_prefix(b"gitdir:")?.trim_ascii();
+        let target = Path::new(std::ffi::OsStr::from_bytes(target));
+        let target = fs_err::canonicalize(full_path.parent()?.join(target)).ok();
+        let is_inside = target.is_some_and(|target| target.starts_with(&self.root));
+        (!is_inside).then(|| "it names a repository outside of the directory".to_owned())
+    }
+
+    fn skip(&mut self, path: &Path, reason: &str) {
+        self.skipped.push(Skipped::new(path, reason));
+    }
+
+    fn skip_unreadable(&mut self, path: &Path, error: &io::Error) {
+        self.skipped.push(unreadable(path, error));
+    }
+}
+
+pub(super) fn unreadable(path: &Path, error: &io::Error) -> Skipped {
+    Skipped::new(path, format!("it can't be read ({})", error.kind()))
+}
+
+fn is_in_git_directory(path: &Path) -> bool {
+    path.components().any(|part| part.as_os_str() == ".git")
+}

@@ -1,0 +1,200 @@
+//! Sets or removes one entry of a configuration file, and keeps the rest of its text.
+//!
+//! Invariant: what an edit yields is read again, and differs from what was there in that entry
+//! only. Otherwise the file is left alone.
+
+mod json;
+mod toml;
+mod yaml;
+
+use super::{
+    entry::Node,
+    table::{Format, Place},
+};
+
+/// Where the entry belongs in a file.
+#[derive(Clone, Copy, Debug)]
+pub struct Spot<'a> {
+    pub format: Format,
+    pub keys: &'a [&'a str],
+    pub name: &'a str,
+}
+
+/// Why a file is not edited.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EditError {
+    #[error("it can't be read: {0}")]
+    Syntax(String),
+    #[error("{0} is not a map there")]
+    NotAMap(String),
+    #[error("{0} occurs twice there")]
+    Twice(String),
+    #[error("its form is not one that can be edited without touching more than the entry")]
+    Form,
+}
+
+impl<'a> Spot<'a> {
+    /// The spot in a file with this text.
+    pub fn of(place: &'a Place, name: &'a str, text: &str) -> Self {
+        let spot = |keys| Self {
+            format: place.format,
+            keys,
+            name,
+        };
+        match place.other_keys {
+            // An entry could have that name, too.
+            Some(keys)
+                if spot(keys)
+                    .parent(text)
+                    .is_ok_and(|map| map.is_some_and(|map| map.get("type").is_none())) =>
+            {
+                spot(keys)
+            }
+            _ => spot(place.keys),
+        }
+    }
+
+    /// The map that holds the entries, if the file has it.
+    fn parent(&self, text: &str) -> Result<Option<Node>, EditError> {
+        Ok(self.parse(text)?.at(self.keys).cloned())
+    }
+
+    fn parse(&self, text: &str) -> Result<Node, EditError> {
+        if text.trim().is_empty() {
+            return Ok(Node::Map(Vec::new()));
+        }
+        match self.format {
+            Format::Json => json::parse(text),
+            Format::Toml => toml::parse(text),
+            Format::Yaml => yaml::parse(text),
+        }
+    }
+
+    /// Parses the text, and checks that the entry has one place in it.
+    fn parse_checked(&self, text: &str) -> Result<Node, EditError> {
+        let root = self.parse(text)?;
+        let mut node = Some(&root);
+        for key in self.keys.iter().chain([&self.name]) {
+            let Some(current) = node else { break };
+            let Node::Map(fields) = current else {
+                return Err(EditError::NotAMap(self.path_to(key)));
+            };
+            if fields.iter().filter(|(name, _)| name == key).count() > 1 {
+                return Err(EditError::Twice(format!("'{key}'")));
+            }
+            node = current.get(key);
+            // A key without a value counts as an empty map.
+            if *key != self.name && node.is_some_and(is_null) {
+                break;
+            }
+        }
+        Ok(root)
+    }
+
+    /// The name of the map that should have a key.
+    fn path_to(&self, key: &str) -> String {
+        let above: Vec<&str> = self
+            .keys
+            .iter()
+            .copied()
+            .take_while(|other| *other != key)
+            .collect();
+        if above.is_empty() {
+            "the whole file".to_owned()
+        } else {
+            format!("'{}'", above.join("."))
+        }
+    }
+
+    /// The entry that a file has.
+    pub fn entry(&self, text: &str) -> Result<Option<Node>, EditError> {
+        Ok(self
+            .parse_checked(text)?
+            .at(self.keys)
+            .and_then(|parent| parent.get(self.name))
+            .cloned())
+    }
+
+    pub fn has(&self, text: &str, entry: &Node) -> Result<bool, EditError> {
+        let known = self.entry(text)?.map(|known| self.comparable(known));
+        Ok(known == Some(self.comparable(entry.clone())))
+    }
+
+    fn comparable(&self, node: Node) -> Node {
+        let node = match self.format {
+            Format::Json | Format::Toml => node,
+            Format::Yaml => node.textual(),
+        };
+        node.sorted()
+    }
+
+    /// The text with the entry.
+    pub fn set(&self, text: &str, entry: &Node) -> Result<String, EditError> {
+        let mut expected = self.parse_checked(text)?;
+        let edited = match self.format {
+            Format::Json => json::set(text, *self, entry),
+            Format::Toml => toml::set(text, *self, entry),
+            Format::Yaml => yaml::set(text, *self, entry),
+        }
+        .ok_or(EditError::Form)?;
+        drop_nulls(&mut expected, self.keys);
+        expected.set(self.keys, self.name, Some(entry));
+        self.verified(expected, edited)
+    }
+
+    /// The text without the entry; `None` if it has none.
+    pub fn remove(&self, text: &str) -> Result<Option<String>, EditError> {
+        if self.entry(text)?.is_none() {
+            return Ok(None);
+        }
+        let mut expected = self.parse_checked(text)?;
+        let edited = match self.format {
+            Format::Json => json::remove(text, *self),
+            Format::Toml => toml::remove(text, *self),
+            Format::Yaml => yaml::remove(text, *self),
+        }
+        .ok_or(EditError::Form)?;
+        expected.set(self.keys, self.name, None);
+        // A table of TOML exists only while it has something.
+        if self.format == Format::Toml
+            && expected.at(self.keys).is_some_and(Node::is_empty_map)
+            && let Some((last, above)) = self.keys.split_last()
+        {
+            let mut without = expected.clone();
+            without.set(above, last, None);
+            if self.verified(without.clone(), edited.clone()).is_ok() {
+                return Ok(Some(edited));
+            }
+        }
+        self.verified(expected, edited).map(Some)
+    }
+
+    fn verified(&self, expected: Node, edited: String) -> Result<String, EditError> {
+        let found = self.parse(&edited).map_err(|_| EditError::Form)?;
+        if self.comparable(found) == self.comparable(expected) {
+            Ok(edited)
+        } else {
+            Err(EditError::Form)
+        }
+    }
+}
+
+/// Whether a key has no value.
+fn is_null(node: &Node) -> bool {
+    matches!(node, Node::Word(word) if word == "null")
+}
+
+/// Replaces a key without a value by an empty map.
+fn drop_nulls(root: &mut Node, keys: &[&str]) {
+    let Some((key, rest)) = keys.split_first() else {
+        return;
+    };
+    if let Node::Map(fields) = root
+        && let Some((_, node)) = fields.iter_mut().find(|(name, _)| name == key)
+    {
+        if is_null(node) {
+            *node = Node::Map(Vec::new());
+        }
+        drop_nulls(node, rest);
+    }
+}

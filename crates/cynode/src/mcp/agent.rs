@@ -1,0 +1,541 @@
+//! The token of an agent: a project manager's for exactly one task, remembered for one directory
+//! on one server.
+//!
+//! Invariants: the file is private to the user. Bridges of one directory share the token, so it is
+//! replaced by one of them at a time, before it expires, and while no call uses it: its old secret
+//! ends calls in progress. Whoever still has an old secret reads the file again.
+
+use std::{
+    io::{self, Read as _},
+    os::unix::ffi::OsStrExt as _,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use cynode_api::{
+    API_VERSION, ErrorCode, TaskCreate, TaskId, TokenCreate, TokenCreated, TokenId, TokenKind,
+    TokenRenew,
+};
+use cynode_client::UserClient;
+use cynode_service::{files, private};
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+use time::OffsetDateTime;
+
+use crate::{failure::Failure, output, sanitize};
+
+/// Agents that are remembered; of more, those that were changed longest ago are forgotten.
+const MAX_AGENTS: usize = 1_000;
+/// The largest file that is read.
+const MAX_FILE_BYTES: u64 = 64 * 1024;
+/// Others hold the lock while they ask the server.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(150);
+const LOCK_POLL: Duration = Duration::from_millis(20);
+/// A call waits this long for a renewal, and then takes its chances with the old token.
+const USE_TIMEOUT: Duration = Duration::from_secs(10);
+/// The end of a path that the name of a task repeats, in characters.
+const MAX_NAMED_PATH: usize = 50;
+
+/// How long tokens live, and when they are renewed.
+#[derive(Clone, Copy, Debug)]
+pub struct Lifetime {
+    pub token: Duration,
+    /// With less than this left, the token is renewed while no call uses it.
+    pub renew_idle: Duration,
+    /// With less than this left it is renewed in any case. Longer than any command.
+    pub renew_busy: Duration,
+}
+
+impl Lifetime {
+    /// Of a token in a client's file, which only 'cynode connect' renews.
+    pub const IN_FILE: Self = Self {
+        token: Duration::from_hours(30 * 24),
+        renew_idle: Duration::from_hours(15 * 24),
+        renew_busy: Duration::from_hours(15 * 24),
+    };
+    /// Of a bridge, which can renew the token at any time.
+    pub const BRIDGE: Self = Self {
+        token: Duration::from_hours(48),
+        renew_idle: Duration::from_hours(24),
+        renew_busy: Duration::from_hours(4),
+    };
+}
+
+/// Which agent: the server, the directory, and what else tells agents apart.
+#[derive(Clone, Debug)]
+pub struct Place {
+    pub server: String,
+    pub directory: PathBuf,
+    /// The directory is brought in.
+    pub is_brought: bool,
+    /// The task that the user named.
+    pub task: Option<TaskId>,
+    /// Agents that share nothing with others of the directory.
+    pub purpose: String,
+}
+
+impl Place {
+    fn key(&self) -> String {
+        let mut hash = Sha256::new();
+        for part in [
+            self.server.as_bytes(),
+            self.directory.as_os_str().as_bytes(),
+            if self.is_brought {
+                b"brought"
+            } else {
+                b"empty"
+            },
+            self.task
+                .map(|id| id.to_string())
+                .unwrap_or_default()
+                .as_bytes(),
+            self.purpose.as_bytes(),
+        ] {
+            hash.update((part.len() as u64).to_le_bytes());
+            hash.update(part);
+        }
+        hex::encode(hash.finalize())
+    }
+}
+
+/// What is remembered of an agent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Agent {
+    version: u32,
+    server: String,
+    /// For people who read the file.
+    directory: String,
+    pub task_id: TaskId,
+    pub token_id: TokenId,
+    pub token: String,
+    #[serde(with = "time::serde::rfc3339")]
+    expires_at: OffsetDateTime,
+    /// The session of the token was made with the workspace that was wanted.
+    #[serde(default)]
+    pub has_workspace: bool,
+}
+
+impl Agent {
+    fn lives_longer_than(&self, span: Duration) -> bool {
+        self.expires_at > OffsetDateTime::now_utc() + span
+    }
+}
+
+/// The file of one agent.
+#[derive(Clone, Debug)]
+pub struct AgentFile {
+    path: PathBuf,
+    place: Place,
+    lifetime: Lifetime,
+}
+
+/// A call that uses the token.
+#[derive(Debug)]
+pub struct InUse(#[expect(dead_code, reason = "holds the lock")] Option<fs_err::File>);
+
+impl AgentFile {
+    /// In the user's client state directory.
+    pub fn new(state: &Path, place: Place, lifetime: Lifetime) -> Self {
+        let name = format!("{}.json", place.key());
+        Self {
+            path: state.join("agents").join(name),
+            place,
+            lifetime,
+        }
+    }
+
+    /// The remembered agent, whether or not its token is still valid.
+    pub fn read(&self) -> io::Result<Option<Agent>> {
+        let file = match fs_err::File::open(&self.path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let mut text = Vec::new();
+        file.take(MAX_FILE_BYTES).read_to_end(&mut text)?;
+        let agent = serde_json::from_slice::<Agent>(&text)
+            .ok()
+            .filter(|agent| agent.server == self.place.server);
+        if agent.is_none() {
+            output::message(&format!(
+                "cynode: {} is damaged and is replaced",
+                sanitize::line(&self.path.display().to_string())
+            ));
+        }
+        Ok(agent)
+    }
+
+    fn write(&self, agent: &Agent) -> io::Result<()> {
+        files::replace(&self.path, &serde_json::to_vec(agent)?)
+    }
+
+    /// The agent, with a token that is valid for a while. It is made or renewed if need be.
+    pub async fn current(
+        &self,
+        user: impl Fn() -> Result<UserClient, Failure>,
+    ) -> Result<Agent, Failure> {
+        if let Some(agent) = self.read()?
+            && agent.lives_longer_than(self.lifetime.renew_idle)
+        {
+            return Ok(agent);
+        }
+        let _lock = self.lock("lock").await?;
+        let Some(agent) = self.read()? else {
+            return self.create(&user()?, None).await;
+        };
+        // Another bridge may have renewed it.
+        if agent.lives_longer_than(self.lifetime.renew_idle) {
+            return Ok(agent);
+        }
+        let is_urgent = !agent.lives_longer_than(self.lifetime.renew_busy);
+        let unused = self.open("use")?;
+        let is_unused = flock(&unused, FlockOperation::NonBlockingLockExclusive).is_ok();
+        if !is_unused && !is_urgent {
+            return Ok(agent);
+        }
+        match self.renew(&user, &agent).await {
+            Err(failure) if agent.lives_longer_than(Duration::from_secs(60)) => {
+                output::message(&format!(
+                    "cynode: the token is not renewed yet: {}",
+                    sanitize::line(failure.message())
+                ));
+                Ok(agent)
+            }
+            renewed => renewed,
+        }
+    }
+
+    /// The agent with another token than one that the server refused.
+    pub async fn instead_of(
+        &self,
+        refused: &str,
+        user: impl Fn() -> Result<UserClient, Failure>,
+    ) -> Result<Agent, Failure> {
+        let _lock = self.lock("lock").await?;
+        match self.read()? {
+            Some(agent) if agent.token != refused => Ok(agent),
+            Some(agent) => self.renew(&user, &agent).await,
+            None => self.create(&user()?, None).await,
+        }
+    }
+
+    /// Remembers that the session of the token has its workspace.
+    pub async fn set_workspace(&self, token: TokenId) -> Result<(), Failure> {
+        let _lock = self.lock("lock").await?;
+        match self.read()? {
+            Some(agent) if agent.token_id == token => Ok(self.write(&Agent {
+                has_workspace: true,
+                ..agent
+            })?),
+            _ => Ok(()),
+        }
+    }
+
+    /// Forgets the agent. Returns its token, which the caller revokes.
+    pub async fn forget(&self) -> Result<Option<TokenId>, Failure> {
+        let _lock = self.lock("lock").await?;
+        let agent = self.read()?;
+        match fs_err::remove_file(&self.path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
+            _ => {}
+        }
+        Ok(agent.map(|agent| agent.token_id))
+    }
+
+    /// Marks a call that uses the token until it is dropped.
+    pub async fn in_use(&self) -> Result<InUse, Failure> {
+        let file = self.open("use")?;
+        let shared = FlockOperation::NonBlockingLockShared;
+        match tokio::time::timeout(USE_TIMEOUT, wait_for(&file, shared)).await {
+            Ok(taken) => taken?,
+            Err(_) => return Ok(InUse(None)),
+        }
+        Ok(InUse(Some(file)))
+    }
+
+    /// A lock that is released when it is dropped, or when its process ends.
+    pub async fn lock(&self, name: &str) -> Result<fs_err::File, Failure> {
+        let file = self.open(name)?;
+        let exclusive = FlockOperation::NonBlockingLockExclusive;
+        match tokio::time::timeout(LOCK_TIMEOUT, wait_for(&file, exclusive)).await {
+            Ok(taken) => taken?,
+            Err(_) => {
+                return Err(Failure::internal(format!(
+                    "another process holds {} for too long",
+                    self.path.with_extension(name).display()
+                ))
+                .remedy("End other 'cynode mcp' processes of this directory."));
+            }
+        }
+        Ok(file)
+    }
+
+    /// The same without a limit: a directory may take long to bring in.
+    pub async fn lock_for_long(&self, name: &str) -> Result<fs_err::File, Failure> {
+        let file = self.open(name)?;
+        wait_for(&file, FlockOperation::NonBlockingLockExclusive).await?;
+        Ok(file)
+    }
+
+    fn open(&self, name: &str) -> io::Result<fs_err::File> {
+        let directory = self.path.parent().unwrap_or(Path::new("/"));
+        let state = directory.parent().unwrap_or(Path::new("/"));
+        fs_err::create_dir_all(state.parent().unwrap_or(Path::new("/")))?;
+        private::closed_directory(state)?;
+        private::closed_directory(directory)?;
+        private::open_lock(&self.path.with_extension(name))
+    }
+
+    /// Makes a token. The caller holds the lock.
+    async fn create(&self, user: &UserClient, task: Option<TaskId>) -> Result<Agent, Failure> {
+        let task_id = match task.or(self.place.task) {
+            Some(task) => task,
+            None => self.create_task(user).await?,
+        };
+        let request = TokenCreate {
+            version: Some(API_VERSION),
+            kind: TokenKind::ProjectManager,
+            user: None,
+            project_id: None,
+            task_ids: vec![task_id],
+            job_id: None,
+            session_id: None,
+            expires_in_seconds: Some(self.lifetime.token.as_secs()),
+        };
+        let issued = user.create_token(&request).await?;
+        self.prune();
+        self.remember(issued, task_id, false)
+    }
+
+    async fn create_task(&self, user: &UserClient) -> Result<TaskId, Failure> {
+        let directory = sanitize::line(&self.place.directory.to_string_lossy());
+        let skipped = directory.chars().count().saturating_sub(MAX_NAMED_PATH);
+        let name: String = directory.chars().skip(skipped).collect();
+        let request = TaskCreate {
+            name: format!("agent in {name}"),
+            ..TaskCreate::default()
+        };
+        Ok(user.create_task(&request).await?.id)
+    }
+
+    /// Renews a token. The caller holds the lock.
+    async fn renew(
+        &self,
+        user: &impl Fn() -> Result<UserClient, Failure>,
+        agent: &Agent,
+    ) -> Result<Agent, Failure> {
+        let user = user()?;
+        let request = TokenRenew {
+            version: Some(API_VERSION),
+            expires_in_seconds: Some(self.lifetime.token.as_secs()),
+        };
+        match user.renew_token(agent.token_id, &request).await {
+            Ok(issued) => self.remember(issued, agent.task_id, agent.has_workspace),
+            // The server was set up anew, or the user is another: nothing is left to attach to.
+            Err(error) if error.is(ErrorCode::NotFound) => {
+                let task = user.task(agent.task_id).await.ok().map(|task| task.id);
+                self.create(&user, task).await
+            }
+            Err(error) if error.is(ErrorCode::TokenRevoked) => {
+                Err(Failure::from(error).remedy(format!(
+                    "Somebody took this agent's access back. To start over with another token and \
+                     session, run 'cynode mcp --forget --workspace {}'.",
+                    sanitize::line(&self.place.directory.to_string_lossy())
+                )))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn remember(
+        &self,
+        issued: TokenCreated,
+        task_id: TaskId,
+        has_workspace: bool,
+    ) -> Result<Agent, Failure> {
+        let agent = Agent {
+            version: 1,
+            server: self.place.server.clone(),
+            directory: self.place.directory.to_string_lossy().into_owned(),
+            task_id,
+            token_id: issued.id,
+            token: issued.token,
+            expires_at: issued.expires_at,
+            has_workspace,
+        };
+        self.write(&agent)?;
+        Ok(agent)
+    }
+
+    /// Makes room for another agent. What can't be removed stays.
+    fn prune(&self) {
+        let Some(entries) = self
+            .path
+            .parent()
+            .and_then(|path| fs_err::read_dir(path).ok())
+        else {
+            return;
+        };
+        let mut agents: Vec<_> = entries
+            .flatten()
+            .map(|entry| entry.path())
+            .filter(|path| {
+                path.extension()
+                    .is_some_and(|extension| extension == "json")
+            })
+            .filter_map(|path| Some((fs_err::metadata(&path).ok()?.modified().ok()?, path)))
+            .collect();
+        agents.sort();
+        let excess = (agents.len() + 1).saturating_sub(MAX_AGENTS);
+        for (_, path) in agents.drain(..excess.min(agents.len())) {
+            for extension in ["json", "lock", "use", "workspace"] {
+                drop(fs_err::remove_file(path.with_extension(extension)));
+            }
+        }
+    }
+}
+
+/// Takes a lock without blocking the thread.
+async fn wait_for(file: &fs_err::File, operation: FlockOperation) -> io::Result<()> {
+    loop {
+        match flock(file, operation) {
+            Err(rustix::io::Errno::WOULDBLOCK) => tokio::time::sleep(LOCK_POLL).await,
+            taken => return Ok(taken?),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    fn place() -> Place {
+        Place {
+            server: "http://one".to_owned(),
+            directory: "/a".into(),
+            is_brought: true,
+            task: None,
+            purpose: "bridge".to_owned(),
+        }
+    }
+
+    fn agent(name: &str) -> Agent {
+        Agent {
+            version: 1,
+            server: name.to_owned(),
+            directory: "/a".to_owned(),
+            task_id: TaskId::generate(),
+            token_id: TokenId::generate(),
+            token: "cyn_secret".to_owned(),
+            expires_at: OffsetDateTime::now_utc() + Duration::from_hours(30),
+            has_workspace: false,
+        }
+    }
+
+    fn no_user() -> Result<UserClient, Failure> {
+        Err(Failure::internal("the user's credential is not needed"))
+    }
+
+    #[test]
+    fn agents_are_told_apart_by_server_directory_task_and_purpose() {
+        let keys: BTreeSet<String> = [
+            place(),
+            Place {
+                server: "http://two".to_owned(),
+                ..place()
+            },
+            Place {
+                directory: "/b".into(),
+                ..place()
+            },
+            Place {
+                is_brought: false,
+                ..place()
+            },
+            Place {
+                task: Some(TaskId::generate()),
+                ..place()
+            },
+            Place {
+                purpose: "other".to_owned(),
+                ..place()
+            },
+            // Parts do not run into one another.
+            Place {
+                server: "http://one/".to_owned(),
+                directory: "a".into(),
+                ..place()
+            },
+        ]
+        .iter()
+        .map(Place::key)
+        .collect();
+        assert_eq!(keys.len(), 7);
+        assert_eq!(place().key(), place().key());
+    }
+
+    #[tokio::test]
+    async fn a_valid_token_needs_no_credential_of_the_user() {
+        let home = tempfile::tempdir().expect("a directory");
+        let state = home.path().join("state/cynode-client");
+        let file = AgentFile::new(&state, place(), Lifetime::BRIDGE);
+        assert!(file.read().expect("read").is_none());
+        assert!(file.current(no_user).await.is_err());
+        let known = agent("http://one");
+        file.write(&known).expect("written");
+        assert_eq!(file.current(no_user).await.ok(), Some(known.clone()));
+        // One that expires soon is used as long as it is valid, if it can't be renewed.
+        let soon = Agent {
+            expires_at: OffsetDateTime::now_utc() + Duration::from_hours(1),
+            ..known.clone()
+        };
+        file.write(&soon).expect("written");
+        assert_eq!(file.current(no_user).await.ok(), Some(soon.clone()));
+        // Somebody else has replaced it.
+        let found = file.instead_of("cyn_older", no_user).await;
+        assert_eq!(found.ok(), Some(soon.clone()));
+        assert!(file.instead_of("cyn_secret", no_user).await.is_err());
+        file.set_workspace(soon.token_id).await.expect("written");
+        let read = file.read().expect("read").expect("an agent");
+        assert!(read.has_workspace);
+        assert_eq!(file.forget().await.ok(), Some(Some(soon.token_id)));
+        assert!(file.read().expect("read").is_none());
+    }
+
+    #[tokio::test]
+    async fn a_damaged_file_and_one_of_another_server_count_as_none() {
+        let home = tempfile::tempdir().expect("a directory");
+        let state = home.path().join("cynode-client");
+        let file = AgentFile::new(&state, place(), Lifetime::BRIDGE);
+        drop(file.lock("lock").await.expect("a lock"));
+        file.write(&agent("http://two")).expect("written");
+        assert!(file.read().expect("read").is_none());
+        fs_err::write(&file.path, "{").expect("written");
+        assert!(file.read().expect("read").is_none());
+    }
+
+    #[tokio::test]
+    // invariant: bounded
+    async fn agents_beyond_the_limit_are_forgotten() {
+        let home = tempfile::tempdir().expect("a directory");
+        let state = home.path().join("cynode-client");
+        let file = AgentFile::new(&state, place(), Lifetime::BRIDGE);
+        drop(file.lock("lock").await.expect("a lock"));
+        let agents = state.join("agents");
+        for number in 0..=MAX_AGENTS {
+            fs_err::write(agents.join(format!("{number}.json")), "{}").expect("written");
+        }
+        file.prune();
+        let left = fs_err::read_dir(agents).expect("a directory");
+        let left = left.flatten().filter(|entry| {
+            entry
+                .path()
+                .extension()
+                .is_some_and(|extension| extension == "json")
+        });
+        assert_eq!(left.count(), MAX_AGENTS - 1);
+    }
+}

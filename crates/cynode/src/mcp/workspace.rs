@@ -1,0 +1,273 @@
+//! The workspace of the agent's session: the directory, brought in before the first tool call.
+//!
+//! Invariants: a session that exists is never filled again. Only when the server has said that its
+//! workspace is gone, and the agent creates the next session explicitly, the directory is brought
+//! again.
+
+use std::{
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
+
+use bytes::Bytes;
+use cynode_api::SessionId;
+use cynode_client::{McpAnswer, McpHeaders};
+use serde_json::{Map, Value, json};
+use tokio::sync::Mutex;
+
+use super::{
+    agent::{Agent, AgentFile},
+    message::Outline,
+    refusal::Refusal,
+    upstream::Upstream,
+};
+use crate::{
+    bring::{BringOptions, bring},
+    directories::Directories,
+    failure::Failure,
+    output,
+};
+
+/// The tool that makes the session of a token.
+pub const CREATE: &str = "sandbox_session_create";
+/// The code of calls whose session ended, and whose workspace is gone.
+const GONE: &str = "session_ended";
+/// The revision of the bridge's own call.
+const REVISION: &str = "2025-06-18";
+
+/// How sessions are made.
+#[derive(Clone, Debug, Default)]
+pub struct SessionOptions {
+    /// Brought in; without it the workspace begins empty.
+    pub directory: Option<PathBuf>,
+    pub image: Option<String>,
+    pub gitignore: bool,
+}
+
+#[derive(Debug)]
+pub struct Workspace {
+    upstream: Arc<Upstream>,
+    options: SessionOptions,
+    /// One call at a time makes the session. Holds how many attempts have been made, and why the
+    /// last one failed.
+    turn: Mutex<Option<(u64, Refusal)>>,
+    attempts: AtomicU64,
+    is_ready: AtomicBool,
+    is_gone: AtomicBool,
+}
+
+/// The right to make the session, among all bridges of the directory.
+#[derive(Debug)]
+pub struct Claim<'a> {
+    workspace: &'a Workspace,
+    file: AgentFile,
+    agent: Agent,
+    _lock: fs_err::File,
+}
+
+impl Claim<'_> {
+    /// Brings the directory in. Returns the arguments of the call that makes the session.
+    pub async fn arguments(&self) -> Result<Map<String, Value>, Refusal> {
+        let Workspace {
+            upstream, options, ..
+        } = self.workspace;
+        let mut arguments = Map::new();
+        if let Some(directory) = &options.directory {
+            let bring_options = BringOptions {
+                gitignore: options.gitignore,
+            };
+            let user = upstream.user()?;
+            let brought = bring(&user, self.agent.task_id, directory, &bring_options).await;
+            let artifact = match brought {
+                Ok(brought) => brought.artifact,
+                Err(failure) => return Err(upstream.explained(failure).await.into()),
+            };
+            let reference = format!("artifact:{artifact}");
+            arguments.insert("workspace_ref".to_owned(), json!(reference));
+        }
+        if let Some(image) = &options.image {
+            arguments.insert("image_ref".to_owned(), json!(image));
+        }
+        Ok(arguments)
+    }
+
+    /// The session exists.
+    pub async fn fulfil(self, session: Option<SessionId>) -> Result<(), Refusal> {
+        self.file.set_workspace(self.agent.token_id).await?;
+        self.workspace.is_ready.store(true, Ordering::Relaxed);
+        self.workspace.is_gone.store(false, Ordering::Relaxed);
+        self.workspace.remember(session);
+        Ok(())
+    }
+}
+
+impl Workspace {
+    pub fn new(upstream: Arc<Upstream>, options: SessionOptions) -> Self {
+        // The server makes a session with its defaults on first use.
+        let is_ready = options.directory.is_none() && options.image.is_none();
+        Self {
+            upstream,
+            options,
+            turn: Mutex::default(),
+            attempts: AtomicU64::new(0),
+            is_ready: AtomicBool::new(is_ready),
+            is_gone: AtomicBool::new(false),
+        }
+    }
+
+    pub fn is_ready(&self) -> bool {
+        self.is_ready.load(Ordering::Relaxed)
+    }
+
+    /// Makes the session with its workspace, unless that was done before. Calls that wait for an
+    /// attempt share its failure; later ones try again.
+    pub async fn prepare(&self) -> Result<(), Refusal> {
+        let seen = self.attempts.load(Ordering::Relaxed);
+        let mut turn = self.turn.lock().await;
+        if self.is_ready() {
+            return Ok(());
+        }
+        if let Some((attempt, refusal)) = &*turn
+            && *attempt > seen
+        {
+            return Err(refusal.clone());
+        }
+        let made = async {
+            let Some(claim) = self.claimed().await? else {
+                return Ok(());
+            };
+            let session = self.create(claim.arguments().await?).await?;
+            claim.fulfil(session).await
+        };
+        let made = made.await;
+        let attempt = self.attempts.fetch_add(1, Ordering::Relaxed) + 1;
+        *turn = made.clone().err().map(|refusal| (attempt, refusal));
+        made
+    }
+
+    /// Lets a call of the client make the session. `None` if it exists already.
+    pub async fn claim(&self) -> Result<Option<Claim<'_>>, Refusal> {
+        let _turn = self.turn.lock().await;
+        self.claimed().await
+    }
+
+    async fn claimed(&self) -> Result<Option<Claim<'_>>, Refusal> {
+        let (file, _) = self.upstream.agent().await?;
+        // Another bridge of this directory may be making it.
+        let lock = file.lock_for_long("workspace").await?;
+        let (file, agent) = self.upstream.agent().await?;
+        if agent.has_workspace && !self.is_gone() {
+            self.is_ready.store(true, Ordering::Relaxed);
+            return Ok(None);
+        }
+        Ok(Some(Claim {
+            workspace: self,
+            file,
+            agent,
+            _lock: lock,
+        }))
+    }
+
+    /// Creates the session of the token, or finds the one that exists.
+    async fn create(&self, arguments: Map<String, Value>) -> Result<Option<SessionId>, Refusal> {
+        let call = json!({
+            "jsonrpc": "2.0",
+            "id": 1,
+            "method": "tools/call",
+            "params": {"name": CREATE, "arguments": arguments},
+        });
+        let headers = McpHeaders {
+            protocol_version: Some(REVISION.to_owned()),
+            method: Some("tools/call".to_owned()),
+            name: Some(CREATE.to_owned()),
+        };
+        let (answer, _in_use) = self
+            .upstream
+            .send(&headers, Bytes::from(call.to_string()))
+            .await?;
+        let outline = match answer {
+            McpAnswer::Message(message) => Outline::of(&message),
+            McpAnswer::Accepted | McpAnswer::Events(_) => None,
+        };
+        let unexpected = || Refusal::new("internal", "the server's answer is not valid");
+        let outline = outline.ok_or_else(unexpected)?;
+        if let Some(error) = outline.error {
+            let message = error["message"].as_str().unwrap_or_default();
+            return Err(Refusal::new("internal", message));
+        }
+        let result = outline.result.ok_or_else(unexpected)?;
+        let result: Value = serde_json::from_str(result.get()).map_err(|_| unexpected())?;
+        let structure = &result["structuredContent"];
+        if result["isError"] == true {
+            let text = |name: &str| structure[name].as_str().unwrap_or_default().to_owned();
+            return Err(Refusal::new(&text("code"), text("message")).remedy(text("remedy")));
+        }
+        Ok(structure["session_id"]
+            .as_str()
+            .and_then(|id| id.parse().ok()))
+    }
+
+    /// The agent's session becomes the session of the directory for the user's commands, so that
+    /// they show and fetch what the agent did.
+    fn remember(&self, session: Option<SessionId>) {
+        if let (Some(directory), Some(session)) = (&self.options.directory, session)
+            && let Ok(user) = self.upstream.user()
+            && let Some(directories) = Directories::of(user.base())
+        {
+            directories.remember_agents(directory, session);
+        }
+    }
+
+    /// Looks at the answer of a tool: whether the workspace is gone.
+    pub fn note(&self, answer: &[u8]) {
+        if self.options.directory.is_none()
+            || !memmem(answer, GONE.as_bytes())
+            || self.is_gone.load(Ordering::Relaxed)
+        {
+            return;
+        }
+        let is_gone = Outline::of(answer)
+            .and_then(|outline| outline.result)
+            .and_then(|result| serde_json::from_str::<Value>(result.get()).ok())
+            .is_some_and(|result| {
+                result["isError"] == true && result["structuredContent"]["code"] == GONE
+            });
+        self.is_gone.store(is_gone, Ordering::Relaxed);
+    }
+
+    pub fn is_gone(&self) -> bool {
+        self.is_gone.load(Ordering::Relaxed)
+    }
+
+    /// What calls are told while they wait.
+    pub fn progress(&self) -> String {
+        match &self.options.directory {
+            Some(directory) => format!("bringing {} into the sandbox", directory.display()),
+            None => "making the sandbox".to_owned(),
+        }
+    }
+}
+
+fn memmem(text: &[u8], part: &[u8]) -> bool {
+    text.windows(part.len()).any(|window| window == part)
+}
+
+/// Forgets the agent of a directory and revokes its token.
+pub async fn forget(upstream: &Upstream) -> Result<bool, Failure> {
+    let file = upstream.file().await?;
+    let Some(token) = file.forget().await? else {
+        return Ok(false);
+    };
+    if let Err(error) = upstream.user()?.revoke_token(token).await
+        && !error.is(cynode_api::ErrorCode::NotFound)
+    {
+        output::message(&format!(
+            "cynode: the token {token} is not revoked: {}",
+            crate::sanitize::line(&error.chain())
+        ));
+    }
+    Ok(true)
+}
