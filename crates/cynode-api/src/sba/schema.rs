@@ -129,6 +129,8 @@ fn generated() -> String {
     schema["$id"] = json!("urn:cynode:schema:job:1");
     schema["title"] = json!("A job that cynode-sba runs");
     schema["$defs"] = Value::Object(generator.definitions);
+    // Another crate of the build may have maps keep the order of insertion.
+    schema.sort_all_objects();
     let mut text = serde_json::to_string_pretty(&schema).expect("a schema serialises");
     text.push('\n');
     text

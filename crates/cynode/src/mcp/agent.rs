@@ -5,6 +5,9 @@
 //! replaced by one of them at a time, before it expires, and while no call uses it: its old secret
 //! ends calls in progress. Whoever still has an old secret reads the file again.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     io::{self, Read as _},
     os::unix::ffi::OsStrExt as _,
@@ -403,139 +406,5 @@ async fn wait_for(file: &fs_err::File, operation: FlockOperation) -> io::Result<
             Err(rustix::io::Errno::WOULDBLOCK) => tokio::time::sleep(LOCK_POLL).await,
             taken => return Ok(taken?),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use super::*;
-
-    fn place() -> Place {
-        Place {
-            server: "http://one".to_owned(),
-            directory: "/a".into(),
-            is_brought: true,
-            task: None,
-            purpose: "bridge".to_owned(),
-        }
-    }
-
-    fn agent(name: &str) -> Agent {
-        Agent {
-            version: 1,
-            server: name.to_owned(),
-            directory: "/a".to_owned(),
-            task_id: TaskId::generate(),
-            token_id: TokenId::generate(),
-            token: "cyn_secret".to_owned(),
-            expires_at: OffsetDateTime::now_utc() + Duration::from_hours(30),
-            has_workspace: false,
-        }
-    }
-
-    fn no_user() -> Result<UserClient, Failure> {
-        Err(Failure::internal("the user's credential is not needed"))
-    }
-
-    #[test]
-    fn agents_are_told_apart_by_server_directory_task_and_purpose() {
-        let keys: BTreeSet<String> = [
-            place(),
-            Place {
-                server: "http://two".to_owned(),
-                ..place()
-            },
-            Place {
-                directory: "/b".into(),
-                ..place()
-            },
-            Place {
-                is_brought: false,
-                ..place()
-            },
-            Place {
-                task: Some(TaskId::generate()),
-                ..place()
-            },
-            Place {
-                purpose: "other".to_owned(),
-                ..place()
-            },
-            // Parts do not run into one another.
-            Place {
-                server: "http://one/".to_owned(),
-                directory: "a".into(),
-                ..place()
-            },
-        ]
-        .iter()
-        .map(Place::key)
-        .collect();
-        assert_eq!(keys.len(), 7);
-        assert_eq!(place().key(), place().key());
-    }
-
-    #[tokio::test]
-    async fn a_valid_token_needs_no_credential_of_the_user() {
-        let home = tempfile::tempdir().expect("a directory");
-        let state = home.path().join("state/cynode-client");
-        let file = AgentFile::new(&state, place(), Lifetime::BRIDGE);
-        assert!(file.read().expect("read").is_none());
-        assert!(file.current(no_user).await.is_err());
-        let known = agent("http://one");
-        file.write(&known).expect("written");
-        assert_eq!(file.current(no_user).await.ok(), Some(known.clone()));
-        // One that expires soon is used as long as it is valid, if it can't be renewed.
-        let soon = Agent {
-            expires_at: OffsetDateTime::now_utc() + Duration::from_hours(1),
-            ..known.clone()
-        };
-        file.write(&soon).expect("written");
-        assert_eq!(file.current(no_user).await.ok(), Some(soon.clone()));
-        // Somebody else has replaced it.
-        let found = file.instead_of("cyn_older", no_user).await;
-        assert_eq!(found.ok(), Some(soon.clone()));
-        assert!(file.instead_of("cyn_secret", no_user).await.is_err());
-        file.set_workspace(soon.token_id).await.expect("written");
-        let read = file.read().expect("read").expect("an agent");
-        assert!(read.has_workspace);
-        assert_eq!(file.forget().await.ok(), Some(Some(soon.token_id)));
-        assert!(file.read().expect("read").is_none());
-    }
-
-    #[tokio::test]
-    async fn a_damaged_file_and_one_of_another_server_count_as_none() {
-        let home = tempfile::tempdir().expect("a directory");
-        let state = home.path().join("cynode-client");
-        let file = AgentFile::new(&state, place(), Lifetime::BRIDGE);
-        drop(file.lock("lock").await.expect("a lock"));
-        file.write(&agent("http://two")).expect("written");
-        assert!(file.read().expect("read").is_none());
-        fs_err::write(&file.path, "{").expect("written");
-        assert!(file.read().expect("read").is_none());
-    }
-
-    #[tokio::test]
-    // invariant: bounded
-    async fn agents_beyond_the_limit_are_forgotten() {
-        let home = tempfile::tempdir().expect("a directory");
-        let state = home.path().join("cynode-client");
-        let file = AgentFile::new(&state, place(), Lifetime::BRIDGE);
-        drop(file.lock("lock").await.expect("a lock"));
-        let agents = state.join("agents");
-        for number in 0..=MAX_AGENTS {
-            fs_err::write(agents.join(format!("{number}.json")), "{}").expect("written");
-        }
-        file.prune();
-        let left = fs_err::read_dir(agents).expect("a directory");
-        let left = left.flatten().filter(|entry| {
-            entry
-                .path()
-                .extension()
-                .is_some_and(|extension| extension == "json")
-        });
-        assert_eq!(left.count(), MAX_AGENTS - 1);
     }
 }
