@@ -35,8 +35,6 @@ const END_GRACE: Duration = Duration::from_secs(10);
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 /// The gateway counts progress in seconds from 2 on, and progress must rise.
 const PROGRESS_STEP: f64 = 0.001;
-/// How long a canceled request may take to end before the next line is read.
-const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Tools that need no session.
 const WITHOUT_SESSION: &str = "help_get";
 
