@@ -170,6 +170,8 @@ pub fn gate_and_agent(text: &[u8], strip: u32, tree: &Memory) {
     let mut scanned = Vec::new();
     for section in patch.sections() {
         section.each_added(|bytes| scanned.extend_from_slice(bytes));
+        // A content may end without a newline.
+        scanned.push(b'\n');
     }
     let known: BTreeSet<&[u8]> = tree
         .0

@@ -312,6 +312,7 @@ pub(super) struct ExistingIds {
     image: String,
     node: String,
     job: String,
+    token: String,
 }
 
 impl ExistingIds {
@@ -348,6 +349,9 @@ impl ExistingIds {
             .json(&json!({"command": ["true"], "task_id": task["id"]}));
         let job: Value = serde_json::from_slice(&Answer::of(job).await?.body)?;
         ensure!(job["state"] == "completed", "{job}");
+        let token = cluster
+            .make(&admin, "/v1/tokens", &json!({"kind": "user"}))
+            .await?;
         Ok(Self {
             session: id,
             exec: text(&exec["exec_id"])?,
@@ -356,6 +360,7 @@ impl ExistingIds {
             image: list("/v1/images").await?,
             node: list("/v1/nodes").await?,
             job: text(&job["job_id"])?,
+            token: text(&token["id"])?,
         })
     }
 
@@ -373,6 +378,7 @@ impl ExistingIds {
             "images" => &self.image,
             "nodes" => &self.node,
             "jobs" => &self.job,
+            "tokens" => &self.token,
             _ => SOME_ID,
         };
         let path = path

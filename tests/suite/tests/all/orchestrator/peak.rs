@@ -71,7 +71,8 @@ fn largest(route: &str) -> Option<Payload> {
             "/v1/sessions/{id}/execs/{exec_id}/output"
             | "/v1/jobs/{id}/output"
             | "/v1/jobs/{job_id}/output"
-            | "/v1/sessions/{id}/files",
+            | "/v1/sessions/{id}/files"
+            | "/v1/sessions/{id}/files:watch",
         ) => Payload::Unread(20),
         ("GET", "/v1/artifacts/{id}/content" | "/v1/tasks/{task_id}/artifacts/{path}") => {
             Payload::Unread(20)
@@ -99,7 +100,13 @@ fn largest(route: &str) -> Option<Payload> {
             | "/v1/users/{id}"
             | "/v1/calls/{id}",
         )
-        | ("DELETE", "/v1/policies/{id}" | "/v1/tokens/{id}" | "/v1/sessions/{id}/files")
+        | (
+            "DELETE",
+            "/v1/images/{id}"
+            | "/v1/policies/{id}"
+            | "/v1/tokens/{id}"
+            | "/v1/sessions/{id}/files",
+        )
         | ("HEAD", "/v1/sessions/{id}/files")
         | ("POST", "/v1/jobs/{id}/stop" | "/v1/calls/{id}/bar") => Payload::Call,
         _ => return None,

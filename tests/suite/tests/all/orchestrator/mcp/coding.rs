@@ -688,7 +688,7 @@ async fn an_export_has_the_changes_since_the_session_began_or_else_since_the_las
         while let Some(piece) = body.chunk().await? {
             patch.extend_from_slice(&piece);
         }
-        let (note, _) = told.split_once('\n').context("a note")?;
+        let note = told.lines().next().unwrap_or_default();
         Ok((note.to_owned(), String::from_utf8(patch)?))
     };
 
