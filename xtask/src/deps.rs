@@ -15,6 +15,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("cynode-api", &[]),
     ("cynode-archive", &[]),
     ("cynode-audit", &["cynode-api"]),
+    ("cynode-inference", &["cynode-api"]),
     ("cynode-patch", &[]),
     ("cynode-policy", &[]),
     ("cynode-sba-proto", &["cynode-api"]),
@@ -45,6 +46,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         "cynode-worker",
         &[
             "cynode-api",
+            "cynode-inference",
             "cynode-patch",
             "cynode-sba-proto",
             "cynode-service",

@@ -7,6 +7,7 @@
 mod artifact;
 mod audit;
 mod call;
+pub mod document;
 mod encoding;
 mod event;
 mod exec;
@@ -58,8 +59,8 @@ pub use ids::{
 };
 pub use image::{Image, ImageCreate, ImagePatch, ImageState, ImageVersion, LocalImages};
 pub use job::{
-    Job, JobAck, JobCreate, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop, Reporter,
-    Retry, job_limits,
+    Job, JobAck, JobCreate, JobError, JobOutput, JobProgress, JobRun, JobSandbox, JobState,
+    JobStop, Reporter, Retry, job_limits,
 };
 pub use node::{
     Capability, Excess, Heartbeat, HeartbeatAnswer, LargestLimits, LocalImage, NewTokens, Node,

@@ -221,7 +221,7 @@ pub(super) fn result(value: JsonValue) -> Conversion<JobResult> {
     })
 }
 
-fn step_result(value: JsonValue) -> Conversion<StepResult> {
+pub(super) fn step_result(value: JsonValue) -> Conversion<StepResult> {
     let mut step = object(value)?;
     Ok(StepResult {
         index: step.required("index", whole)?,

@@ -42,11 +42,48 @@ impl JobSpec {
         JsonValue::from_deserializer(value, Bounds::JOB).and_then(Self::from_document)
     }
 
+    /// Reads the JSON of a job that may lack its ids.
+    pub fn parse_with_ids(json: &[u8], absent: JobIds) -> Result<Self, Violations> {
+        let mut document = JsonValue::read(json, Bounds::JOB)?;
+        if let JsonValue::Object(members) = &mut document {
+            for (name, id) in [
+                ("job_id", absent.job_id.to_string()),
+                ("task_id", absent.task_id.to_string()),
+            ] {
+                if members.iter().all(|(given, _)| given != name) {
+                    members.push((name.to_owned(), JsonValue::Text(id)));
+                }
+            }
+        }
+        Self::from_document(document)
+    }
+
+    /// What is wrong with the job in a member of a JSON object, such as a request. None if there is
+    /// no such member, or nothing is wrong with it.
+    #[must_use]
+    pub fn violations_in(json: &[u8], member: &str) -> Option<Violations> {
+        let Ok(JsonValue::Object(members)) = JsonValue::read(json, Bounds::JOB) else {
+            return None;
+        };
+        let (_, job) = members.into_iter().find(|(name, _)| name == member)?;
+        match job {
+            JsonValue::Null => None,
+            job => Self::from_document(job).err(),
+        }
+    }
+
     pub(super) fn from_document(document: JsonValue) -> Result<Self, Violations> {
         let version = ProtocolVersion::of(&document)?;
         validate(&document, &JOB, version)?;
         Ok(super::convert::job(document)?)
     }
+}
+
+/// The ids of a job whose specification leaves them out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JobIds {
+    pub job_id: JobId,
+    pub task_id: TaskId,
 }
 
 /// Reads a job inside another document, such as a request.

@@ -1,6 +1,6 @@
 //! Bounds of job specifications and results.
 
-use crate::{file_limits, job_limits};
+use crate::{document::Bounds, file_limits, job_limits};
 
 /// The JSON of a job. Must fit in the body of a request.
 pub const MAX_JOB_BYTES: usize = 10 * 1024 * 1024;
@@ -41,10 +41,20 @@ pub const MAX_ARTIFACTS: usize = 1_000;
 pub const MAX_MESSAGE_BYTES: usize = 64 * 1024;
 pub const MAX_FAILURE_CODE_BYTES: usize = 64;
 
-/// Violations that are reported; the others are counted.
-pub const MAX_VIOLATIONS: usize = 64;
-/// Characters of a field's name that a violation repeats.
-pub const MAX_SHOWN_NAME: usize = 64;
+pub use crate::document::{MAX_SHOWN_NAME, MAX_VIOLATIONS};
+
+impl Bounds {
+    pub(super) const JOB: Self = Self {
+        bytes: MAX_JOB_BYTES,
+        nodes: MAX_JOB_NODES,
+        depth: MAX_DEPTH,
+    };
+    pub(super) const RESULT: Self = Self {
+        bytes: MAX_RESULT_BYTES,
+        nodes: MAX_RESULT_NODES,
+        depth: MAX_DEPTH,
+    };
+}
 
 // The same bounds have other types where files and jobs are served.
 const _: () = assert!(MAX_RUNTIME_SECONDS as u64 == job_limits::MAX_TIMEOUT_SECONDS);

@@ -1,8 +1,8 @@
 //! The format of jobs that `cynode-sba` runs, and of their results.
 //!
 //! One parser serves the orchestrator, the worker and the agent: a job is refused by all of them or
-//! by none, before any step runs. It reads a bounded document (`document`), compares it with the
-//! tables of its shape (`job_shape`, `result_shape`), reports every difference with its path, and
+//! by none, before any step runs. It reads a bounded document (`crate::document`), compares it with
+//! the tables of its shape (`job_shape`, `result_shape`), reports every difference with its path, and
 //! only then makes the types of it. The JSON Schema is generated from the same tables by a test and
 //! checked in, so that the agent only carries its text.
 //!
@@ -10,7 +10,6 @@
 //! runs.
 
 mod convert;
-mod document;
 mod failure;
 mod form;
 mod job;
@@ -23,13 +22,14 @@ mod schema;
 mod shape;
 mod validate;
 mod version;
-mod violation;
+
+use crate::document::{self, violation};
 
 pub use failure::FailureCode;
 pub use form::is_node_variable;
 pub use job::{
     Action, ApplyUnifiedDiff, CheckedCriterion, Constraints, Criterion, Inference, InferenceSource,
-    InlineSkill, JobContext, JobSpec, ListTree, ReadFile, RunCommand, Step, WriteFile,
+    InlineSkill, JobContext, JobIds, JobSpec, ListTree, ReadFile, RunCommand, Step, WriteFile,
     WrittenContent,
 };
 pub use result::{

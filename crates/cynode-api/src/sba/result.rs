@@ -3,15 +3,16 @@
 //! A result comes from inside a sandbox, where a step may have written it: it is read with the
 //! same bounds and checks as a job. Unknown fields are ignored, because results may grow.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use time::OffsetDateTime;
+use utoipa::ToSchema;
 
 use super::{
     convert,
     document::{Bounds, JsonValue},
     failure::FailureCode,
-    result_shape::RESULT,
+    result_shape::{RESULT, STEP},
     shape::Form,
     validate::validate,
     version::ProtocolVersion,
@@ -83,7 +84,7 @@ pub fn job_id_of(json: &[u8]) -> Option<JobId> {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ResultStatus {
     Success,
@@ -91,7 +92,7 @@ pub enum ResultStatus {
     Timeout,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StepStatus {
     Success,
@@ -125,6 +126,15 @@ pub struct StepResult {
     pub started_at: Option<OffsetDateTime>,
     #[serde(with = "time::serde::rfc3339::option")]
     pub ended_at: Option<OffsetDateTime>,
+}
+
+impl StepResult {
+    /// Reads the JSON of one step's result, with the bounds and checks of a whole result.
+    pub fn parse(json: &[u8]) -> Result<Self, Violations> {
+        let document = JsonValue::read(json, Bounds::RESULT)?;
+        validate(&document, &STEP, ProtocolVersion::CURRENT)?;
+        Ok(convert::step_result(document)?)
+    }
 }
 
 /// The encoding of both streams of a step: base64 if either is not UTF-8.
@@ -166,7 +176,7 @@ pub enum Verifier {
     Model,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct TodoSummary {
     pub total: u64,
     pub done: u64,

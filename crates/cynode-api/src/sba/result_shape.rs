@@ -71,7 +71,7 @@ const RESULT_RULE: Rule = Rule {
     schema: None,
 };
 
-static STEP: ObjectShape = open(
+pub(super) static STEP: ObjectShape = open(
     "the result of a step",
     &[
         required("index", &COUNT, ""),

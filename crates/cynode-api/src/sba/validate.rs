@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::Number;
 
+pub(super) use super::document::get;
 use super::{
     document::{JsonValue, Members},
     shape::{ObjectShape, Shape, Text},
@@ -54,7 +55,7 @@ impl<'a> Validator<'a> {
     }
 
     fn wrong_type(&mut self, expected: &'static str, value: &JsonValue) {
-        let actual = type_of(value);
+        let actual = value.type_name();
         self.report(ViolationCode::WrongType, || {
             format!("must be {expected}, not {actual}")
         });
@@ -268,23 +269,4 @@ fn resolved(shape: &'static Shape, members: &Members) -> &'static Shape {
         .iter()
         .find(|(variant, _)| variant == name)
         .map_or(shape, |(_, variant)| variant)
-}
-
-/// The value of a field.
-pub(super) fn get<'a>(members: &'a Members, name: &str) -> Option<&'a JsonValue> {
-    members
-        .iter()
-        .find(|(member, _)| member == name)
-        .map(|(_, value)| value)
-}
-
-fn type_of(value: &JsonValue) -> &'static str {
-    match value {
-        JsonValue::Null => "null",
-        JsonValue::Boolean(_) => "a boolean",
-        JsonValue::Number(_) => "a number",
-        JsonValue::Text(_) => "a string",
-        JsonValue::List(_) => "a list",
-        JsonValue::Object(_) => "an object",
-    }
 }

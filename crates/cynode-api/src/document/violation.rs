@@ -7,7 +7,10 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-use super::limits::{MAX_SHOWN_NAME, MAX_VIOLATIONS};
+/// Violations that are reported; the others are counted.
+pub const MAX_VIOLATIONS: usize = 64;
+/// Characters of a field's name that a violation repeats.
+pub const MAX_SHOWN_NAME: usize = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ViolationCode {
@@ -71,7 +74,8 @@ pub struct Violations {
 }
 
 impl Violations {
-    pub(super) fn none() -> Self {
+    #[must_use]
+    pub fn none() -> Self {
         Self {
             errors: Vec::new(),
             omitted: 0,
@@ -79,13 +83,14 @@ impl Violations {
     }
 
     /// A violation after which nothing else can be judged.
-    pub(super) fn only(code: ViolationCode, path: &[Segment<'_>], message: String) -> Self {
+    #[must_use]
+    pub fn only(code: ViolationCode, path: &[Segment<'_>], message: String) -> Self {
         let mut violations = Self::none();
         violations.add(code, path, || message);
         violations
     }
 
-    pub(super) fn add(
+    pub fn add(
         &mut self,
         code: ViolationCode,
         path: &[Segment<'_>],
@@ -102,7 +107,8 @@ impl Violations {
         }
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
         self.errors.is_empty()
     }
 }
@@ -124,7 +130,7 @@ impl std::error::Error for Violations {}
 
 /// A step from a value to one that it contains.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Segment<'a> {
+pub enum Segment<'a> {
     Field(&'a str),
     Index(usize),
 }
@@ -154,7 +160,8 @@ fn is_plain(name: &str) -> bool {
 }
 
 /// A text of the document, quoted, in printable ASCII, and cut.
-pub(super) fn quoted(text: &str) -> String {
+#[must_use]
+pub fn quoted(text: &str) -> String {
     let mut shown = String::from("\"");
     for character in text.chars().take(MAX_SHOWN_NAME) {
         match character {

@@ -1,20 +1,27 @@
 //! JSON as it was written: duplicate fields are kept, so that they can be reported with their path.
 //!
+//! Formats that refuse duplicate and unknown fields read their texts here: jobs of `cynode-sba` and
+//! requests to models.
+//!
 //! Invariant: reading stops as soon as a text exceeds its bounds, so the values of a text never
 //! take more memory than the bounds allow.
 
 use std::{cell::Cell, fmt};
 
-use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::{
+    Serialize, Serializer,
+    de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor},
+};
 use serde_json::{Map, Number, Value};
 
-use super::{
-    limits::{MAX_DEPTH, MAX_JOB_BYTES, MAX_JOB_NODES, MAX_RESULT_BYTES, MAX_RESULT_NODES},
-    violation::{ViolationCode, Violations},
+pub(crate) mod violation;
+
+pub use violation::{
+    MAX_SHOWN_NAME, MAX_VIOLATIONS, Segment, Violation, ViolationCode, Violations, quoted,
 };
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum JsonValue {
+pub enum JsonValue {
     Null,
     Boolean(bool),
     Number(Number),
@@ -24,29 +31,21 @@ pub(super) enum JsonValue {
 }
 
 /// The fields of an object, in the order of the text.
-pub(super) type Members = Vec<(String, JsonValue)>;
+pub type Members = Vec<(String, JsonValue)>;
 
 /// Bounds of one text.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Bounds {
+pub struct Bounds {
     /// Of the text; of a value that was parsed before, of its strings and names.
-    pub(super) bytes: usize,
-    pub(super) nodes: usize,
-}
-
-impl Bounds {
-    pub(super) const JOB: Self = Self {
-        bytes: MAX_JOB_BYTES,
-        nodes: MAX_JOB_NODES,
-    };
-    pub(super) const RESULT: Self = Self {
-        bytes: MAX_RESULT_BYTES,
-        nodes: MAX_RESULT_NODES,
-    };
+    pub bytes: usize,
+    /// Values and names.
+    pub nodes: usize,
+    /// Nesting of objects and lists. serde_json reads at most 127 levels.
+    pub depth: usize,
 }
 
 impl JsonValue {
-    pub(super) fn read(text: &[u8], bounds: Bounds) -> Result<Self, Violations> {
+    pub fn read(text: &[u8], bounds: Bounds) -> Result<Self, Violations> {
         if text.len() > bounds.bytes {
             return Err(Overrun::Bytes.violation(bounds));
         }
@@ -58,10 +57,7 @@ impl JsonValue {
         }
     }
 
-    pub(super) fn from_deserializer<'de, D>(
-        deserializer: D,
-        bounds: Bounds,
-    ) -> Result<Self, Violations>
+    pub fn from_deserializer<'de, D>(deserializer: D, bounds: Bounds) -> Result<Self, Violations>
     where
         D: Deserializer<'de>,
     {
@@ -72,7 +68,7 @@ impl JsonValue {
         };
         let reader = Reader {
             budget: &budget,
-            depth: MAX_DEPTH,
+            depth: bounds.depth,
         };
         reader
             .deserialize(deserializer)
@@ -83,7 +79,8 @@ impl JsonValue {
     }
 
     /// The value, in which the last of duplicate fields wins.
-    pub(super) fn into_value(self) -> Value {
+    #[must_use]
+    pub fn into_value(self) -> Value {
         match self {
             Self::Null => Value::Null,
             Self::Boolean(value) => Value::Bool(value),
@@ -93,9 +90,47 @@ impl JsonValue {
             Self::Object(members) => Value::Object(into_map(members)),
         }
     }
+
+    /// The type of the value, with its article.
+    #[must_use]
+    pub const fn type_name(&self) -> &'static str {
+        match self {
+            Self::Null => "null",
+            Self::Boolean(_) => "a boolean",
+            Self::Number(_) => "a number",
+            Self::Text(_) => "a string",
+            Self::List(_) => "a list",
+            Self::Object(_) => "an object",
+        }
+    }
 }
 
-pub(super) fn into_map(members: Members) -> Map<String, Value> {
+/// Keeps the order of fields, and duplicates.
+impl Serialize for JsonValue {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Null => serializer.serialize_unit(),
+            Self::Boolean(value) => serializer.serialize_bool(*value),
+            Self::Number(value) => value.serialize(serializer),
+            Self::Text(value) => serializer.serialize_str(value),
+            Self::List(items) => serializer.collect_seq(items),
+            Self::Object(members) => {
+                serializer.collect_map(members.iter().map(|(name, value)| (name, value)))
+            }
+        }
+    }
+}
+
+/// The value of a field; the first of duplicate ones.
+#[must_use]
+pub fn get<'a>(members: &'a [(String, JsonValue)], name: &str) -> Option<&'a JsonValue> {
+    members
+        .iter()
+        .find(|(member, _)| member == name)
+        .map(|(_, value)| value)
+}
+
+pub(crate) fn into_map(members: Members) -> Map<String, Value> {
     let value = |(name, value): (String, JsonValue)| (name, value.into_value());
     members.into_iter().map(value).collect()
 }
@@ -124,7 +159,7 @@ impl Overrun {
             ),
             Self::Depth => (
                 ViolationCode::TooDeep,
-                format!("is nested deeper than {MAX_DEPTH} levels"),
+                format!("is nested deeper than {} levels", bounds.depth),
             ),
         };
         Violations::only(code, &[], message)
@@ -260,6 +295,12 @@ mod tests {
     const SMALL: Bounds = Bounds {
         bytes: 40,
         nodes: 6,
+        depth: 64,
+    };
+    const LARGE: Bounds = Bounds {
+        bytes: 1_000,
+        nodes: 1_000,
+        depth: 64,
     };
 
     fn code(text: &str) -> Option<ViolationCode> {
@@ -283,9 +324,9 @@ mod tests {
             Some(ViolationCode::TooLarge)
         );
         let nested = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
-        let read = |depth| JsonValue::read(nested(depth).as_bytes(), Bounds::JOB);
-        assert!(read(MAX_DEPTH).is_ok());
-        let error = read(MAX_DEPTH + 1).expect_err("too deep");
+        let read = |depth| JsonValue::read(nested(depth).as_bytes(), LARGE);
+        assert!(read(LARGE.depth).is_ok());
+        let error = read(LARGE.depth + 1).expect_err("too deep");
         assert_eq!(error.errors[0].code, ViolationCode::TooDeep);
     }
 
@@ -299,12 +340,19 @@ mod tests {
 
     #[test]
     fn duplicate_fields_are_kept_in_order() {
-        let value = JsonValue::read(br#"{"b":null,"a":[true],"b":-1.5}"#, Bounds::JOB);
+        let value = JsonValue::read(br#"{"b":null,"a":[true],"b":-1.5}"#, LARGE);
         let Ok(JsonValue::Object(members)) = value else {
             panic!("{value:?}")
         };
         let names: Vec<&str> = members.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["b", "a", "b"]);
+    }
+
+    #[test]
+    fn a_value_is_written_as_it_was_read() {
+        let text = r#"{"b":null,"a":[true,"\u0000\"é"],"b":-1.5,"":{},"n":18446744073709551615}"#;
+        let value = JsonValue::read(text.as_bytes(), LARGE).expect("valid");
+        assert_eq!(serde_json::to_string(&value).expect("serialised"), text);
     }
 
     #[test]
@@ -325,7 +373,7 @@ mod tests {
         ] {
             assert_eq!(code(text), Some(ViolationCode::Syntax), "{text}");
         }
-        let error = JsonValue::read(b"\"\xff\"", Bounds::JOB).expect_err("not UTF-8");
+        let error = JsonValue::read(b"\"\xff\"", LARGE).expect_err("not UTF-8");
         assert_eq!(error.errors[0].code, ViolationCode::Syntax);
     }
 }
