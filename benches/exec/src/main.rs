@@ -17,6 +17,7 @@
 mod bombs;
 mod create;
 mod exec;
+mod jobs;
 mod memory;
 mod report;
 mod throughput;
@@ -58,6 +59,9 @@ struct Plan {
     burst: usize,
     /// How long the bombs run.
     bomb_seconds: u64,
+    /// Jobs, and the steps of each.
+    job_rounds: u32,
+    job_steps: usize,
 }
 
 impl Plan {
@@ -72,6 +76,8 @@ impl Plan {
             idle_sessions: if quick { [1, 3, 6] } else { [1, 10, 50] },
             burst: if quick { 10 } else { 100 },
             bomb_seconds: if quick { 10 } else { 60 },
+            job_rounds: if quick { 2 } else { 5 },
+            job_steps: if quick { 200 } else { 1_000 },
         }
     }
 }
@@ -111,6 +117,8 @@ async fn run(plan: Plan) -> Result<Report> {
     let mut ours = stack.ours;
     ours.end(session).await?;
 
+    print_progress("steps of jobs");
+    report.jobs = jobs::measure(&plan, &ours).await?;
     print_progress("create and end");
     let beside = World::new()?;
     let mut pooled = Ours::start(&beside, &Options::default().set("pool_size", "1")).await?;

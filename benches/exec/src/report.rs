@@ -23,6 +23,7 @@ pub(crate) struct Report {
     pub(crate) parallel: Parallel,
     pub(crate) create: Vec<Samples>,
     pub(crate) end: Vec<Samples>,
+    pub(crate) jobs: Vec<Samples>,
     pub(crate) burst: Burst,
     pub(crate) neighbour: Neighbour,
     pub(crate) transfers: Vec<Transfer>,
@@ -43,6 +44,7 @@ impl Report {
             parallel,
             create: Vec::new(),
             end: Vec::new(),
+            jobs: Vec::new(),
             burst: Burst::default(),
             neighbour: Neighbour::default(),
             transfers: Vec::new(),
@@ -51,11 +53,12 @@ impl Report {
         }
     }
 
-    fn latencies(&self) -> [(&'static str, &[Samples]); 3] {
+    fn latencies(&self) -> [(&'static str, &[Samples]); 4] {
         [
             ("exec of true", &self.exec),
             ("create", &self.create),
             ("end", &self.end),
+            ("step of a job", &self.jobs),
         ]
     }
 

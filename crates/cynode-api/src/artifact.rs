@@ -9,6 +9,17 @@ use crate::{ArtifactId, Flags, TaskId};
 pub mod artifact_limits {
     pub const MAX_BYTES: u64 = 1 << 30;
     pub const MAX_PATH: usize = 1_024;
+
+    /// Whether a text is a path within a task: relative, without '..', without control characters.
+    #[must_use]
+    pub fn is_path(path: &str) -> bool {
+        !path.is_empty()
+            && path.len() <= MAX_PATH
+            && !path.chars().any(char::is_control)
+            && path
+                .split('/')
+                .all(|part| !part.is_empty() && part != "." && part != "..")
+    }
 }
 
 /// One immutable version of a path.

@@ -32,6 +32,9 @@ pub struct Event {
     /// Where to read the result, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub result_ref: Option<String>,
+    /// Why a job failed: the code of its error, or of the failure in its result.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure_code: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

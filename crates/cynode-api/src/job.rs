@@ -6,7 +6,10 @@ use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{JobId, LimitsRequest, NetworkPolicy, NodeId, TaskId, Truncated, WorkspaceRef};
+use crate::{
+    JobId, LimitsRequest, NetworkPolicy, NodeId, TaskId, Truncated, WorkspaceRef,
+    sba::{JobSpec, TodoSummary},
+};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -16,9 +19,11 @@ pub struct JobRun {
     pub task_id: TaskId,
     pub job_id: JobId,
     pub sandbox: JobSandbox,
-    /// An SBA job specification instead of `sandbox.command`; its ids must match the outer ones.
+    /// An SBA job specification; its ids must equal the outer ones. With `sandbox.command`, that
+    /// command is the runner of the job instead of ours.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub job: Option<serde_json::Value>,
+    #[schema(value_type = Option<Object>)]
+    pub job: Option<Box<JobSpec>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -110,7 +115,12 @@ impl Default for JobOutput {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reporter {
+    /// The node: it saw the command's exit, or our runner told it through process 1.
     Worker,
+    /// The sandbox's own runner, by the callback. Any process of the job could have called it.
+    Sandbox,
+    /// The job's result file, read after the end. Any process of the job could have written it.
+    File,
     /// The orchestrator, without a report of the node.
     Orchestrator,
 }
@@ -120,9 +130,32 @@ impl Reporter {
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Worker => "worker",
+            Self::Sandbox => "sandbox",
+            Self::File => "file",
             Self::Orchestrator => "orchestrator",
         }
     }
+}
+
+/// How far a running SBA job is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct JobProgress {
+    /// The position of the current step, or of the agent's turn, from 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step: Option<u64>,
+    /// The number of steps; absent if an agent works the job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub steps: Option<u64>,
+    /// The type of the step, or the agent's tool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub activity: Option<String>,
+    /// What is left of the job's time.
+    pub remaining_seconds: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub todo: Option<TodoSummary>,
+    /// Tokens of all model calls so far, prompts included.
+    #[serde(default)]
+    pub tokens: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -146,10 +179,18 @@ pub struct Job {
     pub image_digest: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sba_result: Option<serde_json::Value>,
+    /// Of an SBA job that runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress: Option<JobProgress>,
     pub artifacts: Vec<serde_json::Value>,
+    /// Files below the directory of artifacts that were not kept: more or larger ones than the node
+    /// keeps, or with names that it does not accept.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub artifacts_omitted: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<JobError>,
-    /// `worker`, or `orchestrator` if it decided without the node.
+    /// `worker`, or `orchestrator` if it decided without the node. `sandbox` (the callback) and
+    /// `file` (`/job/result.json`) are claims of the job's own processes.
     #[schema(value_type = String)]
     pub reported_by: Reporter,
     /// The result that a node reported after the orchestrator had abandoned the job.
@@ -165,6 +206,14 @@ pub struct Job {
     /// The result was acknowledged, and the node has dropped the output.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub acknowledged: bool,
+}
+
+#[expect(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde passes a reference"
+)]
+const fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 /// A job as users request it; absent fields have defaults.
@@ -184,6 +233,11 @@ pub struct JobCreate {
     pub workspace_ref: Option<WorkspaceRef>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub command: Vec<String>,
+    /// An SBA job specification. Its ids are those of the job: outer ones may be absent, and must
+    /// be equal if they are not. With `command`, that command is its runner.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    pub job: Option<Box<JobSpec>>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]

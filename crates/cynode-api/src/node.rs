@@ -28,6 +28,10 @@ pub struct Capability {
     /// diffs only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encoded_patches: Option<u32>,
+    /// The newest version of the runner's protocol that the worker speaks. Absent for workers that
+    /// run plain commands only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub runner: Option<u32>,
     #[serde(default)]
     pub unenforced: BTreeSet<Unenforced>,
     #[serde(default)]

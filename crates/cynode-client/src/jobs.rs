@@ -9,7 +9,7 @@ use cynode_api::{
 use http::{Method, header};
 
 use crate::{
-    Error, ExecEvents, Result, SessionClient,
+    ArtifactBody, Error, ExecEvents, Result, SessionClient,
     client::{CALL_TIMEOUT, MAX_PAGES, accept, json, send},
     execs::EVENT_STREAM,
 };
@@ -75,6 +75,15 @@ impl SessionClient {
             accept(send(request).await?).await?,
             last_seq,
         ))
+    }
+
+    /// A file that the job left below its directory of artifacts. The body is streamed, without a
+    /// timeout.
+    pub async fn job_artifact(&self, id: JobId, path: &str) -> Result<ArtifactBody> {
+        let request = self
+            .request(Method::GET, &job_path(id, "/artifacts"))
+            .query(&[("path", path)]);
+        Ok(ArtifactBody::new(accept(send(request).await?).await?))
     }
 
     /// Acknowledges the result, so that the node may drop it.

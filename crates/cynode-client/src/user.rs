@@ -35,7 +35,7 @@ pub struct ArtifactBody {
 }
 
 impl ArtifactBody {
-    fn new(response: Response) -> Self {
+    pub(crate) fn new(response: Response) -> Self {
         let sha256 = response
             .headers()
             .get("x-content-sha256")
@@ -214,6 +214,12 @@ impl UserClient {
 
     pub async fn job(&self, id: JobId) -> Result<Job> {
         self.0.get(&format!("/v1/jobs/{id}"), &()).await
+    }
+
+    /// A job whose results are shortened to so many bytes each; 0 leaves them out.
+    pub async fn job_within(&self, id: JobId, max_result_bytes: usize) -> Result<Job> {
+        let query = [("max_result_bytes", max_result_bytes.to_string())];
+        self.0.get(&format!("/v1/jobs/{id}"), &query).await
     }
 
     pub async fn job_output(&self, id: JobId, query: &OutputQuery) -> Result<OutputPage> {

@@ -2,7 +2,12 @@
 
 use std::time::Duration;
 
-use cynode_api::{Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, Reporter};
+use cynode_api::{
+    Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, Problem, Reporter,
+    sba::{JobSpec, Violations},
+};
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
 
 use crate::{
     Orchestrator,
@@ -22,6 +27,14 @@ pub(crate) enum Error {
     /// The token expired or was revoked while its holder waited.
     #[error("the token is no longer valid")]
     TokenInvalid,
+    /// With its context, the specification is not valid.
+    #[error("{0}")]
+    Invalid(#[from] Violations),
+    #[error("{0}")]
+    TooLarge(String),
+    /// The gate's refusal of what the context would bring into the sandbox.
+    #[error("the context of the job is refused")]
+    Refused(Box<Problem>),
 }
 
 impl Orchestrator {
@@ -30,13 +43,15 @@ impl Orchestrator {
     pub(crate) async fn create_job(
         &self,
         caller: &Caller,
-        body: JobCreate,
+        mut body: JobCreate,
     ) -> Result<(JobRow, bool), Error> {
+        let spec = body.job.take();
+        let stored_body = stored_body(&body, spec.as_deref());
         let job_id = body.job_id.unwrap_or_else(JobId::generate);
         if body.job_id.is_some()
             && let Some(existing) = self.db.any_job(job_id).await?
         {
-            return self.repeated_job(caller, existing, &body).await;
+            return self.repeated_job(caller, existing, &stored_body).await;
         }
         let (task, is_new) = self
             .task_for(caller, body.task_id, || format!("job {job_id}"))
@@ -46,7 +61,11 @@ impl Orchestrator {
             .choose_image(
                 caller,
                 body.image_ref.as_deref(),
-                Work::Command,
+                if spec.is_some() {
+                    Work::Agent
+                } else {
+                    Work::Command
+                },
                 caller.preferences(&task),
             )
             .await?;
@@ -60,6 +79,7 @@ impl Orchestrator {
         let wanted = NodeRequirements {
             labels: &body.node_labels,
             limits: body.limits.unwrap_or_default(),
+            needs_runner: spec.is_some(),
         };
         match node_id {
             // Labels are not checked for a job that is bound to a node.
@@ -76,6 +96,13 @@ impl Orchestrator {
             ),
             None => self.placement.check_grantable(&wanted).await?,
         }
+        let resolved = match spec {
+            Some(spec) => Some(Box::pin(self.resolve_job(caller, &task, *spec)).await?),
+            None => None,
+        };
+        let deadline = resolved
+            .as_ref()
+            .map(|resolved| resolved.spec.constraints.max_runtime_seconds);
         let request = JobRun {
             version: Some(cynode_api::API_VERSION),
             task_id,
@@ -86,7 +113,7 @@ impl Orchestrator {
                 workspace_ref: body.workspace_ref.clone(),
                 command: body.command.clone(),
                 env: body.env.clone(),
-                timeout_seconds: body.timeout_seconds,
+                timeout_seconds: deadline.or(body.timeout_seconds),
                 network_policy: body.network_policy,
                 limits: body.limits,
             },
@@ -109,7 +136,9 @@ impl Orchestrator {
             image_ref: image.image_ref.clone(),
             image_digest: image.image_digest.clone(),
             sba_result: None,
+            progress: None,
             artifacts: Vec::new(),
+            artifacts_omitted: 0,
             error: None,
             reported_by: Reporter::Orchestrator,
             late_result: None,
@@ -117,8 +146,9 @@ impl Orchestrator {
             created_by: None,
         };
         let new = NewJob {
-            body: &body,
+            body: &stored_body,
             request: &request,
+            spec: resolved.as_ref().map(|resolved| resolved.json.as_str()),
             object: &object,
             retry: body.retry.unwrap_or_default(),
             node_id,
@@ -139,17 +169,17 @@ impl Orchestrator {
             .any_job(job_id)
             .await?
             .ok_or(Error::IdInUse(job_id))?;
-        self.repeated_job(caller, existing, &body).await
+        self.repeated_job(caller, existing, &stored_body).await
     }
 
     async fn repeated_job(
         &self,
         caller: &Caller,
         existing: JobRow,
-        body: &JobCreate,
+        body: &Value,
     ) -> Result<(JobRow, bool), Error> {
         let is_visible = is_visible(self.db.job(&caller.scope, existing.job_id).await)?;
-        if is_visible && existing.body == to_json(body) {
+        if is_visible && existing.body == *body {
             Ok((existing, false))
         } else {
             Err(Error::IdInUse(existing.job_id))
@@ -192,4 +222,18 @@ impl Orchestrator {
             drop(tokio::time::timeout_at(next, news.changed()).await);
         }
     }
+}
+
+/// The request as it is stored, to be compared with a repetition: a specification, which may be
+/// large, by its hash.
+fn stored_body(body: &JobCreate, spec: Option<&JobSpec>) -> Value {
+    let mut stored = to_json(body);
+    if let Some(spec) = spec {
+        let json = serde_json::to_vec(spec).unwrap_or_default();
+        stored["job"] = json!({
+            "sha256": hex::encode(Sha256::digest(&json)),
+            "steps": spec.steps.len(),
+        });
+    }
+    stored
 }

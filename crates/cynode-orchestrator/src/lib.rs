@@ -20,6 +20,9 @@ mod fleet;
 mod forward;
 mod gate;
 mod identity;
+mod job_artifacts;
+mod job_context;
+mod job_results;
 mod jobs;
 mod keys;
 mod mcp;
@@ -30,6 +33,7 @@ mod policies;
 mod reconcile;
 mod sessions;
 mod shapes;
+mod shorten;
 mod signal;
 
 use std::{path::Path, sync::Arc, time::Duration};
@@ -60,6 +64,7 @@ use crate::{
     blobs::Blobs,
     db::Db,
     fleet::Fleet,
+    job_artifacts::Collector,
     keys::Keys,
     placement::Placement,
     policies::Policies,
@@ -393,10 +398,11 @@ fn spawn_reconcilers(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
         stop,
         ..
     } = &*orchestrator.0;
+    let collector = Collector::new(db.clone(), Arc::clone(fleet), blobs.clone());
     let jobs = JobReconciler {
         db: db.clone(),
         fleet: Arc::clone(fleet),
-        blobs: blobs.clone(),
+        collector: collector.clone(),
         config: Arc::clone(config),
         placement: placement.clone(),
         lanes: Lanes::new(128, 16, Arc::clone(jobs_due)),
@@ -413,6 +419,7 @@ fn spawn_reconcilers(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
     let nodes = NodeReconciler {
         db: db.clone(),
         fleet: Arc::clone(fleet),
+        collector,
         config: Arc::clone(config),
         lanes: Lanes::new(64, 4, Arc::default()),
         jobs_due: Arc::clone(jobs_due),

@@ -44,6 +44,8 @@ pub(crate) enum Error {
     },
     #[error("{node}, which has the workspace, {reason}")]
     WorkspaceNodeLabel { node: String, reason: String },
+    #[error("{node}, which has the workspace, runs plain commands only")]
+    WorkspaceNodeOutdated { node: String },
     #[error("{}", .0.join("; "))]
     LimitUnenforceable(Vec<String>),
     /// No node fits, each with its reason.
@@ -295,10 +297,16 @@ impl Placement {
         id: NodeId,
         wanted: &NodeRequirements<'_>,
     ) -> Result<NodeId, Error> {
-        if wanted.labels.is_empty() && wanted.limits == LimitsRequest::default() {
+        if wanted.labels.is_empty()
+            && wanted.limits == LimitsRequest::default()
+            && !wanted.needs_runner
+        {
             return Ok(id);
         }
         let node = self.db.node(id).await?;
+        if wanted.needs_runner && !has_runner(&node) {
+            return Err(Error::WorkspaceNodeOutdated { node: node.name });
+        }
         if let Some(excess) = beyond(&node, wanted.limits) {
             return Err(Error::WorkspaceNodeLimit {
                 limit: excess.limit,
@@ -322,6 +330,8 @@ pub(crate) enum Unfit {
     NotReady(String),
     Label(String),
     NoImage,
+    /// The worker is too old for SBA jobs.
+    NoRunner,
     /// A requested limit exceeds the node's maximum.
     Limit(String),
     Full(i64),
@@ -335,6 +345,7 @@ impl std::fmt::Display for Unfit {
             Self::HadItBefore => f.write_str("had it before"),
             Self::NotReady(reason) | Self::Label(reason) => f.write_str(reason),
             Self::NoImage => f.write_str("does not have the image"),
+            Self::NoRunner => f.write_str("runs plain commands only"),
             Self::Limit(most) => write!(f, "gives a sandbox at most {most}"),
             Self::Full(most) => write!(f, "is full ({most} sandboxes)"),
             Self::Promised(sum, most) => {
@@ -354,6 +365,7 @@ impl Unfit {
             Self::NoImage => {
                 "Load the image on a node; after loading another under its reference, pin it with 'cynode image add'. 'cynode image show' says what is awaited."
             }
+            Self::NoRunner => "Upgrade the workers: these are too old for jobs of cynode-sba.",
             Self::Limit(_) => "Ask for less: 'cynode node show' has the largest limits.",
             Self::Promised(..) => {
                 "End sessions, ask for less memory, or raise worker.memory_overcommit."
@@ -391,6 +403,8 @@ pub(crate) type NodeLabels = BTreeMap<String, String>;
 pub(crate) struct NodeRequirements<'a> {
     pub(crate) labels: &'a NodeLabels,
     pub(crate) limits: LimitsRequest,
+    /// The work is an SBA job.
+    pub(crate) needs_runner: bool,
 }
 
 fn refuse_beyond(nodes: &[NodeRow], wanted: &NodeRequirements<'_>) -> Result<(), Error> {
@@ -425,6 +439,11 @@ pub(crate) fn missing_label(node: &NodeRow, labels: &NodeLabels) -> Option<Strin
     missing.map(|(name, value)| format!("does not have the label {name}={value}"))
 }
 
+/// Whether the node runs SBA jobs.
+fn has_runner(node: &NodeRow) -> bool {
+    node.capability.runner.is_some_and(|version| version >= 1)
+}
+
 /// Why a node can't take the work now, if so.
 fn unfit(
     node: &NodeRow,
@@ -444,6 +463,9 @@ fn unfit(
     }
     if let Some(excess) = beyond(node, wanted.limits) {
         return Some(Unfit::Limit(excess.max));
+    }
+    if wanted.needs_runner && !has_runner(node) {
+        return Some(Unfit::NoRunner);
     }
     if !has_image {
         return Some(Unfit::NoImage);

@@ -122,6 +122,7 @@ impl Orchestrator {
         let wanted = NodeRequirements {
             labels: &body.node_labels,
             limits: body.limits.unwrap_or_default(),
+            needs_runner: false,
         };
         let node_id = match kept {
             Some(node_id) => {

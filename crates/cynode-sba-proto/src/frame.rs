@@ -124,6 +124,12 @@ impl Decoder {
         }
     }
 
+    /// The same bytes under another limit, for a connection that gets another purpose.
+    #[must_use]
+    pub fn with_limit(self, limit: usize) -> Self {
+        Self { limit, ..self }
+    }
+
     pub fn extend(&mut self, bytes: &[u8]) {
         if self.start == self.buffer.len() {
             self.buffer.clear();
@@ -297,6 +303,23 @@ mod tests {
     }
 
     const MAX: usize = 1_024;
+
+    #[test]
+    fn a_new_limit_holds_for_bytes_that_came_before() {
+        let mut bytes = Vec::new();
+        for size in [10, 100] {
+            encode(&Frame::Data(vec![0; size]), &mut bytes);
+        }
+        let mut decoder = Decoder::new(MAX);
+        decoder.extend(&bytes);
+        let mut decoder = decoder.with_limit(50);
+        assert_eq!(decoder.next_frame(), Ok(Some(Frame::Data(vec![0; 10]))));
+        let too_large = FrameError::TooLarge {
+            size: 101,
+            limit: 50,
+        };
+        assert_eq!(decoder.next_frame(), Err(too_large));
+    }
 
     #[test]
     // invariant: bounded

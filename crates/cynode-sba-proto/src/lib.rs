@@ -11,6 +11,7 @@
 
 mod frame;
 mod message;
+pub mod runner;
 
 pub use frame::{Decoder, Frame, FrameError, encode, encode_data, encode_message, encode_output};
 pub use message::{
@@ -42,5 +43,9 @@ pub const CONTROL_SOCKET: &str = "/run/cynode/control.sock";
 pub const AGENT_BINARY: &str = "/run/cynode/cynode-sba";
 pub const WORKSPACE: &str = "/workspace";
 pub const HOME: &str = "/home/agent";
+/// The directory of a job: its specification, its result, its artifacts.
+pub const JOB: &str = "/job";
+/// Files that a job leaves below this directory become artifacts.
+pub const ARTIFACTS: &str = "/job/artifacts";
 /// The base of an export that stands for what the session began with.
 pub const BROUGHT: &str = "brought";

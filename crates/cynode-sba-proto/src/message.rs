@@ -30,6 +30,9 @@ pub struct Hello {
     /// those that are diffs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encoded_patches: Option<u32>,
+    /// The newest version of the protocol with a runner. Older agents omit it and have no runner.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub runner: Option<u32>,
 }
 
 /// A worker's request, one per connection.
@@ -54,6 +57,12 @@ pub enum Request {
     SignalAll { signal: i32 },
     /// Runs a file operation in a child process.
     File { op: FileOp },
+    /// Connects to the runner that an exec with [`ExecStart::runner`] started. Answered by `Ok` or
+    /// `Error`; from then on whole frames are relayed both ways, as [`ToRunner`] and
+    /// [`FromRunner`](crate::runner::FromRunner). A newer connection replaces an older one.
+    ///
+    /// [`ToRunner`]: crate::runner::ToRunner
+    Runner { exec_id: ExecId },
     #[serde(other)]
     Unknown,
 }
@@ -72,6 +81,12 @@ pub struct ExecStart {
     pub drain_ms: u64,
     /// Whether standard input follows; without it the command reads end of file.
     pub stdin: bool,
+    /// The command is the job runner: it gets one end of a socket pair, [`RUNNER_FD`], whose other
+    /// end process 1 keeps and relays.
+    ///
+    /// [`RUNNER_FD`]: crate::runner::RUNNER_FD
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub runner: bool,
 }
 
 /// Paths are bytes; relative ones are resolved against the workspace.
@@ -389,11 +404,11 @@ mod tests {
             any::<String>(),
             vec(any::<(String, String)>(), 0..3),
             any::<[u64; 3]>(),
-            any::<bool>(),
+            any::<[bool; 2]>(),
         );
         prop_oneof![
             start.prop_map(
-                |(exec_id, argv, cwd, env, [timeout_ms, grace_ms, drain_ms], stdin)| {
+                |(exec_id, argv, cwd, env, [timeout_ms, grace_ms, drain_ms], [stdin, runner])| {
                     Request::Exec(ExecStart {
                         exec_id,
                         argv,
@@ -403,6 +418,7 @@ mod tests {
                         grace_ms,
                         drain_ms,
                         stdin,
+                        runner,
                     })
                 }
             ),
@@ -421,6 +437,7 @@ mod tests {
                 }),
             any::<i32>().prop_map(|signal| Request::SignalAll { signal }),
             file_op().prop_map(|op| Request::File { op }),
+            exec_id().prop_map(|exec_id| Request::Runner { exec_id }),
             Just(Request::Unknown),
         ]
     }
@@ -464,17 +481,20 @@ mod tests {
                 any::<String>(),
                 select(&[Role::Watch, Role::Request][..]),
                 any::<Option<usize>>(),
-                any::<Option<u32>>()
+                any::<[Option<u32>; 2]>()
             )
-                .prop_map(|(protocol, version, role, max_frame, encoded_patches)| {
-                    Reply::Hello(Hello {
-                        protocol,
-                        version,
-                        role,
-                        max_frame,
-                        encoded_patches,
-                    })
-                }),
+                .prop_map(
+                    |(protocol, version, role, max_frame, [encoded_patches, runner])| {
+                        Reply::Hello(Hello {
+                            protocol,
+                            version,
+                            role,
+                            max_frame,
+                            encoded_patches,
+                            runner,
+                        })
+                    }
+                ),
             any::<i32>().prop_map(|pid| Reply::Started { pid }),
             any::<u64>().prop_map(|bytes| Reply::StdinTaken { bytes }),
             select(&[Reply::StdinClosed, Reply::Body, Reply::Unknown][..]),

@@ -26,6 +26,7 @@ use tokio::{
 
 use crate::{
     processes::Processes,
+    relay::Relay,
     spawn::{self, Report, SpawnedExec},
     sys,
 };
@@ -77,6 +78,8 @@ pub(crate) struct Exec {
     /// Signals room in the window, or that output is now discarded.
     room: Notify,
     pub(crate) stdin: RefCell<Option<Rc<AsyncFd<OwnedFd>>>>,
+    /// The way to the command, if it is a job's runner.
+    pub(crate) runner: Option<Rc<Relay>>,
     /// The generation of the current connection: a newer connection replaces an older one.
     generation: Cell<u64>,
 }
@@ -150,6 +153,7 @@ impl Execs {
             stdout,
             stderr,
             report,
+            runner,
         } = spawn::spawn(&start)?;
         let subreaper_end = self.processes.adopt(subreaper);
         let report = register(report, Interest::READABLE)?;
@@ -167,6 +171,9 @@ impl Execs {
                 ));
             }
         };
+        let runner = runner.map(Relay::new).transpose().map_err(|error| {
+            AgentError::new(ErrorCode::Internal, format!("watching a socket: {error}"))
+        })?;
         let exec = Rc::new(Exec {
             id: start.exec_id,
             processes: Rc::clone(&self.processes),
@@ -193,6 +200,7 @@ impl Execs {
                     .map(|fd| register(fd, Interest::WRITABLE).map(Rc::new))
                     .transpose()?,
             ),
+            runner,
             generation: Cell::default(),
         });
         let (stdout, stderr) = (
@@ -219,6 +227,14 @@ impl Execs {
             exec.exit.borrow().is_some() && exec.generation.get() == EXIT_ACKNOWLEDGED;
         if acknowledged && !self.processes.is_owned(exec.subreaper) {
             self.live.borrow_mut().remove(&exec.id);
+        }
+    }
+
+    /// Kills all processes of all commands.
+    pub(crate) async fn end_all(&self) {
+        let live: Vec<_> = self.live.borrow().values().cloned().collect();
+        for exec in live {
+            self.processes.end_tree(exec.subreaper).await;
         }
     }
 
@@ -484,6 +500,21 @@ impl Exec {
             self.unacked_bytes.set(self.unacked_bytes.get() - freed);
             self.room.notify_waiters();
         }
+    }
+
+    /// Takes the oldest output: a consumer in this process needs no acknowledgements.
+    pub(crate) fn take(&self) -> Option<Chunk> {
+        let chunk = self.unacked.borrow_mut().pop_front()?;
+        self.unacked_bytes
+            .set(self.unacked_bytes.get() - chunk.data.len());
+        self.room.notify_waiters();
+        Some(chunk)
+    }
+
+    /// The exit, once its output has been taken.
+    pub(crate) fn exit(&self) -> Option<ExitReport> {
+        let exit = self.exit.borrow();
+        exit.clone().filter(|_| self.unacked.borrow().is_empty())
     }
 
     /// Records that the worker has received the exit.

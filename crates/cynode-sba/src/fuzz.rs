@@ -99,8 +99,11 @@ mod tests {
     fn every_target_has_a_program_and_a_corpus() {
         let targets: BTreeSet<String> =
             TARGETS.iter().map(|(name, _)| (*name).to_owned()).collect();
-        assert_eq!(names(fuzz().join("fuzz_targets")), targets);
-        assert_eq!(names(fuzz().join("corpus")), targets);
+        // Those of another crate have a test there.
+        let others = BTreeSet::from(["inference".to_owned()]);
+        for directory in ["fuzz_targets", "corpus"] {
+            assert_eq!(&names(fuzz().join(directory)) - &others, targets);
+        }
     }
 
     #[test]

@@ -1,9 +1,11 @@
-//! `cynode-sba`: process 1 of every sandbox.
+//! `cynode-sba`: process 1 of every sandbox, and the runner of jobs.
 //!
-//! It runs commands, serves files and reaps orphans for a worker, which it connects to through one
-//! Unix socket. It holds no secrets and enforces no policy: it runs with the sandbox's own rights,
-//! inside the hostile part of the system. It guarantees order: each command's processes stay
-//! traceable, timeouts hold, and output is neither lost nor duplicated.
+//! Process 1 runs commands, serves files and reaps orphans for a worker, which it connects to
+//! through one Unix socket. It holds no secrets and enforces no policy: it runs with the sandbox's
+//! own rights, inside the hostile part of the system. It guarantees order: each command's processes
+//! stay traceable, timeouts hold, and output is neither lost nor duplicated.
+//!
+//! The runner ([`runner`]) works one job, on the same code and with the same guarantees.
 //!
 //! It is a library only so that fuzz targets can call the code that parses hostile input; the
 //! program is [`main`].
@@ -13,12 +15,15 @@
 )]
 
 mod exec;
+mod file_child;
 mod files;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 mod link;
 mod peer;
 mod processes;
+mod relay;
+mod runner;
 mod spawn;
 mod sys;
 mod validate;
@@ -30,12 +35,13 @@ use tokio::io::Interest;
 
 use crate::{exec::Execs, link::Link, validate::Format};
 
-const USAGE: &str = "usage: cynode-sba agent [--control SOCKET] | schema | \
+const USAGE: &str = "usage: cynode-sba agent [--control SOCKET] | \
+                     run [--stdio | --supervised] [--job-dir DIR] [--workspace DIR] | schema | \
                      validate FILE|- [--output json] | --version";
 const EXIT_USAGE: u8 = 64;
 const EXIT_UNSAFE: u8 = 77;
 
-/// Runs the agent.
+/// Runs the program.
 pub fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args_os()
         .skip(1)
@@ -56,6 +62,12 @@ pub fn main() -> ExitCode {
             if is_file(file) =>
         {
             return validate::run(file, Format::Json);
+        }
+        ["run", rest @ ..] => {
+            return match runner::Options::parse(rest) {
+                Some(options) => runner::main(&options),
+                None => fail(EXIT_USAGE, USAGE),
+            };
         }
         ["agent"] => PathBuf::from(CONTROL_SOCKET),
         ["agent", "--control", path] => PathBuf::from(path),
@@ -126,7 +138,7 @@ async fn agent(control: PathBuf) -> ExitCode {
     loop {
         match signals.async_io(Interest::READABLE, sys::read_signal).await {
             Ok(received) if received.signal == libc::SIGCHLD => execs.processes.reap(),
-            Ok(received) if received.from_outside => break,
+            Ok(received) if received.sender == Some(0) => break,
             // SIGTERM from inside the sandbox: hostile or mistaken, but not the owner of this
             // sandbox.
             Ok(_) => {}

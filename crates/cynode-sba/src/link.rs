@@ -3,42 +3,27 @@
 //! The agent always initiates connections and retries forever, so a restarted worker only has to
 //! wait for its agents.
 
-use std::{
-    cell::Cell,
-    io,
-    os::fd::{AsRawFd as _, OwnedFd},
-    path::PathBuf,
-    rc::Rc,
-    time::Duration,
-};
+use std::{cell::Cell, io, path::PathBuf, rc::Rc, time::Duration};
 
 use cynode_api::{ErrorCode, ExecId};
 use cynode_sba_proto::{
-    AgentError, Decoder, FileOp, Frame, Hello, MAX_DATA, MAX_WORKER_FRAME, PARKED_CONNECTIONS,
-    PROTOCOL, Reply, Request, Role, encode_message,
+    AgentError, Decoder, Frame, Hello, MAX_DATA, MAX_WORKER_FRAME, PARKED_CONNECTIONS, PROTOCOL,
+    Reply, Request, Role, encode_message, runner,
 };
 use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _, Interest, unix::AsyncFd},
+    io::{AsyncReadExt as _, AsyncWriteExt as _, Interest},
     net::{UnixStream, unix::OwnedReadHalf},
-    sync::{Notify, oneshot},
+    sync::Notify,
 };
 
 use crate::{
     exec::{Exec, Execs},
-    files,
-    peer::Peer,
-    processes::Processes,
-    sys::{self, Fork},
+    file_child, files,
+    relay::Relay,
 };
 
 const INITIAL_RETRY_DELAY: Duration = Duration::from_millis(10);
 const LONGEST_RETRY_DELAY: Duration = Duration::from_millis(250);
-/// File operations that take longer are killed: the worker has stopped waiting long before.
-const FILE_OPERATION_TIMEOUT: Duration = Duration::from_secs(3_600);
-/// Time from the worker's disconnect to killing the child that serves the connection.
-const FILE_GRACE_PERIOD: Duration = Duration::from_secs(2);
-/// How often to check whether a child is stopped.
-const POLL_INTERVAL: Duration = Duration::from_millis(250);
 
 #[derive(Debug)]
 pub(crate) struct Link {
@@ -84,6 +69,7 @@ impl Link {
                 role,
                 max_frame: Some(MAX_WORKER_FRAME),
                 encoded_patches: Some(cynode_patch::WIRE_VERSION),
+                runner: Some(runner::VERSION),
             }),
             &mut hello,
         );
@@ -121,7 +107,13 @@ impl Link {
         match request {
             Err(_) => {}
             Ok(Err(refusal)) => drop(send_reply(&mut stream, &Reply::Error(refusal)).await),
-            Ok(Ok(Request::File { op })) => serve_file(&self.execs, op, stream, decoder),
+            Ok(Ok(Request::File { op })) => {
+                if let Ok(stream) = stream.into_std() {
+                    file_child::start(&self.execs.processes, stream, decoder, |peer| {
+                        files::serve(op, peer)
+                    });
+                }
+            }
             Ok(Ok(Request::Exec(start))) => match self.execs.start(start).await {
                 Ok(exec) => self.serve_exec(exec, 0, stream, decoder, true).await,
                 Err(refusal) => drop(send_reply(&mut stream, &Reply::Error(refusal)).await),
@@ -157,6 +149,10 @@ impl Link {
                 self.execs.processes.signal_all(signal);
                 drop(send_reply(&mut stream, &Reply::Ok { changed: None }).await);
             }
+            Ok(Ok(Request::Runner { exec_id })) => match self.runner(exec_id) {
+                Ok(relay) => relay.serve(stream, decoder).await,
+                Err(refusal) => drop(send_reply(&mut stream, &Reply::Error(refusal)).await),
+            },
             Ok(Ok(Request::Unknown)) => {
                 drop(
                     send_reply(
@@ -170,6 +166,19 @@ impl Link {
                 );
             }
         }
+    }
+
+    fn runner(&self, exec_id: ExecId) -> Result<Rc<Relay>, AgentError> {
+        let exec = self
+            .execs
+            .get(exec_id)
+            .ok_or_else(|| unknown_exec(exec_id))?;
+        exec.runner.clone().ok_or_else(|| {
+            AgentError::new(
+                ErrorCode::InvalidRequest,
+                format!("the exec {exec_id} is not a job's runner"),
+            )
+        })
     }
 
     /// Sends output and exit, and receives acknowledgements and standard input, until the worker
@@ -243,7 +252,7 @@ fn unknown_exec(id: ExecId) -> AgentError {
     AgentError::new(ErrorCode::ExecNotFound, format!("there is no exec {id}"))
 }
 
-async fn send_reply(
+pub(crate) async fn send_reply(
     stream: &mut (impl tokio::io::AsyncWrite + Unpin),
     reply: &Reply,
 ) -> io::Result<()> {
@@ -384,168 +393,5 @@ async fn stdin_closed(exec: &Exec) {
             return;
         }
         activity.await;
-    }
-}
-
-/// Passes the connection to a child that serves one file operation, so that the child pays for the
-/// memory.
-fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decoder) {
-    let Ok(stream) = stream.into_std() else {
-        return;
-    };
-    match sys::fork() {
-        Ok(Fork::Child) => {
-            sys::set_name(c"cynode-file");
-            sys::close_all_but(stream.as_raw_fd());
-            let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                stream.set_nonblocking(false)?;
-                files::serve(op, &mut Peer::new(stream, decoder))
-            }));
-            sys::exit_now(i32::from(!matches!(served, Ok(Ok(())))))
-        }
-        Ok(Fork::Parent(pid)) => {
-            let ended = execs.processes.adopt(pid);
-            let connection = sys::watch(stream.into(), Interest::READABLE).ok();
-            let processes = Rc::clone(&execs.processes);
-            tokio::task::spawn_local(async move {
-                supervise_file_operation(
-                    &processes,
-                    pid,
-                    ended,
-                    connection,
-                    FILE_OPERATION_TIMEOUT,
-                )
-                .await;
-            });
-        }
-        Err(_) => {
-            // One small frame into an empty socket buffer doesn't block.
-            let refusal = AgentError {
-                errno: Some("EAGAIN".to_owned()),
-                ..AgentError::new(
-                    ErrorCode::PidsExhausted,
-                    "no process slot is free for the file operation",
-                )
-            };
-            drop(Peer::new(stream, decoder).reply(&Reply::Error(refusal)));
-        }
-    }
-}
-
-/// Waits for a child that serves a file operation. Kills it and its descendants when the worker
-/// gives up by closing the connection, after `limit`, and immediately when the child is stopped:
-/// only hostile code in the sandbox stops it, to make the caller wait forever, and a stopped child
-/// can't time itself out.
-async fn supervise_file_operation(
-    processes: &Processes,
-    pid: i32,
-    ended: oneshot::Receiver<i32>,
-    connection: Option<AsyncFd<OwnedFd>>,
-    limit: Duration,
-) {
-    let mut ended = std::pin::pin!(ended);
-    let closed = async {
-        match &connection {
-            Some(connection) => closed(connection).await,
-            None => std::future::pending().await,
-        }
-    };
-    let grace = tokio::select! {
-        _ = &mut ended => return,
-        () = closed => FILE_GRACE_PERIOD,
-        () = stopped(pid) => Duration::ZERO,
-        () = tokio::time::sleep(limit) => Duration::ZERO,
-    };
-    drop(connection);
-    if tokio::time::timeout(grace, ended).await.is_err() {
-        processes.end_tree(pid).await;
-    }
-}
-
-async fn stopped(pid: i32) {
-    while !sys::is_stopped(pid) {
-        tokio::time::sleep(POLL_INTERVAL).await;
-    }
-}
-
-/// Waits until the worker closes its end of a connection, without reading data.
-async fn closed(connection: &AsyncFd<OwnedFd>) {
-    loop {
-        match connection.readable().await {
-            Ok(mut ready) if !ready.ready().is_read_closed() => ready.clear_ready(),
-            _ => return,
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::process::Command;
-
-    use super::*;
-
-    /// A long-running child, and its connection to the worker.
-    #[expect(clippy::zombie_processes, reason = "its owner reaps it")]
-    fn child(
-        processes: &Processes,
-    ) -> (
-        i32,
-        oneshot::Receiver<i32>,
-        AsyncFd<OwnedFd>,
-        std::os::unix::net::UnixStream,
-    ) {
-        let child = Command::new("sleep").arg("1000").spawn().expect("started");
-        let pid = child.id().cast_signed();
-        let (ours, workers) = std::os::unix::net::UnixStream::pair().expect("a pair");
-        ours.set_nonblocking(true).expect("non-blocking");
-        (
-            pid,
-            processes.adopt(pid),
-            sys::watch(ours.into(), Interest::READABLE).expect("watched"),
-            workers,
-        )
-    }
-
-    #[tokio::test]
-    async fn a_stopped_late_or_abandoned_file_operation_is_killed() {
-        let hour = Duration::from_secs(3_600);
-        for (reason, stop, limit, close) in [
-            ("stopped", true, hour, false),
-            ("late", false, Duration::from_millis(50), false),
-            ("closed", false, hour, true),
-        ] {
-            let processes = Processes::default();
-            let (pid, ended, connection, worker) = child(&processes);
-            if stop {
-                sys::kill(pid, libc::SIGSTOP).expect("stopped");
-            }
-            let worker = (!close).then_some(worker);
-            supervise_file_operation(&processes, pid, ended, Some(connection), limit).await;
-            drop(worker);
-            assert!(
-                !processes.is_owned(pid) && sys::kill(pid, 0).is_err(),
-                "{reason}"
-            );
-        }
-    }
-
-    #[tokio::test]
-    async fn a_running_file_operation_is_not_killed() {
-        let processes = Processes::default();
-        let (pid, ended, connection, _worker) = child(&processes);
-        let attending = supervise_file_operation(
-            &processes,
-            pid,
-            ended,
-            Some(connection),
-            Duration::from_secs(3_600),
-        );
-        assert!(
-            tokio::time::timeout(3 * POLL_INTERVAL, attending)
-                .await
-                .is_err()
-        );
-        assert!(processes.is_owned(pid));
-        processes.end_tree(pid).await;
     }
 }

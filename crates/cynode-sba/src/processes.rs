@@ -118,6 +118,21 @@ impl Processes {
     }
 }
 
+/// The processes above this one: those that may tell it to end. 0 stands for processes outside of
+/// the pid namespace.
+pub(crate) fn ancestors() -> HashSet<u32> {
+    let table = process_table();
+    let mut ancestors = HashSet::from([0, 1]);
+    let mut at = own_pid();
+    while let Some(process) = table.iter().find(|process| process.pid == at) {
+        at = process.parent;
+        if !ancestors.insert(at.unsigned_abs()) {
+            break;
+        }
+    }
+    ancestors
+}
+
 fn own_pid() -> i32 {
     std::process::id().cast_signed()
 }

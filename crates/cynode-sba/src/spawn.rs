@@ -6,7 +6,8 @@
 //! exits when it has no child left.
 //!
 //! Invariants: the subreaper holds no descriptor except its report pipe, so that the command's
-//! pipes close with their last writer; it ignores every signal except SIGKILL and SIGSTOP.
+//! pipes close with their last writer; it ignores every signal except SIGKILL and SIGSTOP. Only a
+//! job's runner inherits a descriptor beyond the standard streams.
 
 use std::{
     ffi::CString,
@@ -19,9 +20,10 @@ use std::{
 };
 
 use cynode_api::ErrorCode;
-use cynode_sba_proto::{AgentError, ExecStart, WORKSPACE};
+use cynode_sba_proto::{AgentError, ExecStart, WORKSPACE, runner::RUNNER_FD};
 use rustix::{
     fs::{Access, Mode, OFlags},
+    net::{AddressFamily, SocketFlags, SocketType},
     pipe::PipeFlags,
 };
 
@@ -38,6 +40,8 @@ pub(crate) struct SpawnedExec {
     pub(crate) stderr: OwnedFd,
     /// Reads [`Report`]s.
     pub(crate) report: OwnedFd,
+    /// The other end of the runner's socket pair.
+    pub(crate) runner: Option<OwnedFd>,
 }
 
 /// A subreaper's report.
@@ -147,17 +151,35 @@ pub(crate) fn spawn(start: &ExecStart) -> Result<SpawnedExec, AgentError> {
             .map_err(|error| sandbox_error("opening /dev/null", error.raw_os_error()))?;
         (null, None)
     };
+    let (runner, runner_end) = if start.runner {
+        let (ours, theirs) = rustix::net::socketpair(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .map_err(|error| sandbox_error("opening a socket pair", error.raw_os_error()))?;
+        (Some(ours), Some(theirs))
+    } else {
+        (None, None)
+    };
     match sys::fork() {
         Ok(Fork::Child) => {
             // A panic in the child must not unwind into the parent's async runtime.
             let _ended = std::panic::catch_unwind(|| {
-                subreaper(&command, &stdin_out, &stdout_in, &stderr_in, &report_out)
+                let inherited = Inherited {
+                    streams: [&stdin_out, &stdout_in, &stderr_in],
+                    runner: runner_end.as_ref(),
+                };
+                subreaper(&command, &inherited, &report_out)
             });
             sys::exit_now(70)
         }
         Ok(Fork::Parent(subreaper)) => {
-            for fd in [Some(&stdout), Some(&stderr), Some(&report), stdin.as_ref()]
+            let ours = [Some(&stdout), Some(&stderr), Some(&report)];
+            for fd in ours
                 .into_iter()
+                .chain([stdin.as_ref(), runner.as_ref()])
                 .flatten()
             {
                 rustix::io::ioctl_fionbio(fd, true)
@@ -169,6 +191,7 @@ pub(crate) fn spawn(start: &ExecStart) -> Result<SpawnedExec, AgentError> {
                 stdout,
                 stderr,
                 report,
+                runner,
             })
         }
         Err(error) => Err(sandbox_error(
@@ -232,15 +255,43 @@ pub(crate) fn start_error(start: &ExecStart, report: Report) -> AgentError {
     }
 }
 
+/// What a command gets besides its arguments.
+struct Inherited<'a> {
+    streams: [&'a OwnedFd; 3],
+    runner: Option<&'a OwnedFd>,
+}
+
+impl Inherited<'_> {
+    /// Gives the descriptors the numbers that the command expects.
+    fn place(&self) -> io::Result<()> {
+        for (target, fd) in (0..).zip(self.streams) {
+            sys::become_fd(fd.as_raw_fd(), target)?;
+        }
+        if let Some(runner) = self.runner {
+            let runner = above_runner_fd(runner)?;
+            sys::become_fd(runner.as_raw_fd(), RUNNER_FD)?;
+        }
+        Ok(())
+    }
+}
+
+/// A copy with a number that [`Inherited::place`] does not overwrite.
+fn above_runner_fd(fd: &OwnedFd) -> io::Result<OwnedFd> {
+    Ok(rustix::io::fcntl_dupfd_cloexec(fd, RUNNER_FD + 1)?)
+}
+
 /// The main function of the forked subreaper.
-fn subreaper(
-    command: &PreparedCommand,
-    stdin: &OwnedFd,
-    stdout: &OwnedFd,
-    stderr: &OwnedFd,
-    report: &OwnedFd,
-) -> ! {
+fn subreaper(command: &PreparedCommand, inherited: &Inherited<'_>, report: &OwnedFd) -> ! {
     sys::block_all_signals();
+    let moved;
+    let report = match inherited.runner.map(|_| above_runner_fd(report)) {
+        None => report,
+        Some(Ok(copy)) => {
+            moved = copy;
+            &moved
+        }
+        Some(Err(_)) => sys::exit_now(70),
+    };
     // Well below PIPE_BUF, so the write is atomic. The descriptor is above the standard streams,
     // which Rust's runtime opens in every process.
     let send_report = |message: Report| {
@@ -248,15 +299,17 @@ fn subreaper(
             sys::exit_now(70);
         }
     };
-    for (fd, target) in [(stdin, 0), (stdout, 1), (stderr, 2)] {
-        if let Err(error) = sys::become_fd(fd.as_raw_fd(), target) {
-            send_report(Report::StartFailed {
-                errno: error.raw_os_error().unwrap_or(libc::EINVAL),
-            });
-            sys::exit_now(0);
-        }
+    if let Err(error) = inherited.place() {
+        send_report(Report::StartFailed {
+            errno: error.raw_os_error().unwrap_or(libc::EINVAL),
+        });
+        sys::exit_now(0);
     }
-    sys::close_all_but(report.as_raw_fd());
+    if inherited.runner.is_some() {
+        sys::close_all_but(&[RUNNER_FD, report.as_raw_fd()]);
+    } else {
+        sys::close_all_but(&[report.as_raw_fd()]);
+    }
     sys::set_name(c"cynode-exec");
     if sys::become_subreaper().is_err() {
         sys::exit_now(70);
@@ -276,6 +329,7 @@ fn subreaper(
         }
     };
     sys::close_standard_streams();
+    sys::close_all_but(&[report.as_raw_fd()]);
     send_report(Report::Started { pid: main });
     loop {
         match sys::wait_any(true) {

@@ -40,19 +40,21 @@ pub(crate) fn exit_now(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
-/// Closes every descriptor from 3 on, except `keep`.
-pub(crate) fn close_all_but(keep: RawFd) {
-    let keep = u32::try_from(keep).unwrap_or(u32::MAX);
-    for (first, last) in [
-        (3, keep.saturating_sub(1)),
-        (keep.saturating_add(1).max(3), u32::MAX),
-    ] {
-        if first <= last {
-            // SAFETY: only called in a forked child, which uses none of the closed descriptors
-            // afterwards.
-            unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
+/// Closes every descriptor from 3 on, except those in `keep`, which are in ascending order.
+pub(crate) fn close_all_but(keep: &[RawFd]) {
+    let mut first = 3;
+    for keep in keep.iter().filter_map(|fd| u32::try_from(*fd).ok()) {
+        if keep > first {
+            close_range(first, keep - 1);
         }
+        first = first.max(keep.saturating_add(1));
     }
+    close_range(first, u32::MAX);
+}
+
+fn close_range(first: u32, last: u32) {
+    // SAFETY: only called in a forked child, which uses none of the closed descriptors afterwards.
+    unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
 }
 
 pub(crate) fn close_standard_streams() {
@@ -62,13 +64,25 @@ pub(crate) fn close_standard_streams() {
     }
 }
 
-/// Duplicates `fd` to `target` (0, 1 or 2), without close-on-exec.
+/// Duplicates `fd` to another number, without close-on-exec.
 pub(crate) fn become_fd(fd: RawFd, target: RawFd) -> io::Result<()> {
     // SAFETY: both are plain descriptor numbers; `dup2` checks them.
     if unsafe { libc::dup2(fd, target) } == -1 {
         Err(io::Error::last_os_error())
     } else {
         Ok(())
+    }
+}
+
+/// Takes over a descriptor that this process was started with.
+pub(crate) fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: `fcntl` checks the number. Whoever calls this does so once, before anything else
+    // opens a descriptor, so nothing else owns the number.
+    unsafe {
+        if libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) == -1 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(OwnedFd::from_raw_fd(fd))
     }
 }
 
@@ -132,10 +146,11 @@ pub(crate) fn signal_fd(signals: &[i32]) -> io::Result<OwnedFd> {
     }
 }
 
-/// A received signal, and whether a plain `kill` from outside this pid namespace sent it.
+/// A received signal.
 pub(crate) struct ReceivedSignal {
     pub(crate) signal: i32,
-    pub(crate) from_outside: bool,
+    /// The process that sent it with a plain `kill`; 0 for one outside of this pid namespace.
+    pub(crate) sender: Option<u32>,
 }
 
 /// The next signal of a [`signal_fd`]; `WouldBlock` if there is none.
@@ -156,7 +171,7 @@ pub(crate) fn read_signal(fd: &OwnedFd) -> io::Result<ReceivedSignal> {
         // `kill`.
         Ok(ReceivedSignal {
             signal: info.ssi_signo.cast_signed(),
-            from_outside: info.ssi_code == libc::SI_USER && info.ssi_pid == 0,
+            sender: (info.ssi_code == libc::SI_USER).then_some(info.ssi_pid),
         })
     }
 }

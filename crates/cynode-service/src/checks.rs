@@ -12,6 +12,7 @@ use cynode_api::{
         MAX_LABEL_BYTES, MAX_LABELS, MAX_LIFETIME_SECONDS, MAX_REASON_BYTES, MIN_DISK_BYTES,
         MIN_MEMORY_BYTES, MIN_NOFILE, MIN_PIDS,
     },
+    sba::is_node_variable,
 };
 
 use crate::ApiError;
@@ -160,7 +161,8 @@ pub fn check_argv(field: &str, argv: &[String]) -> Result<(), ApiError> {
     }
 }
 
-/// Validates environment variables. The prefix `CYNODE_` is reserved for the system.
+/// Validates environment variables. The node sets some itself, which callers can't override: those
+/// with the prefix `CYNODE_`, and those that say where its proxies are.
 pub fn check_env(
     env: &BTreeMap<String, String>,
     max_count: usize,
@@ -199,6 +201,12 @@ pub fn check_env(
         if name.starts_with("CYNODE_") {
             return Err(ApiError::invalid(format!(
                 "env.{}: the prefix CYNODE_ is reserved for the system",
+                shown(name)
+            )));
+        }
+        if is_node_variable(name) {
+            return Err(ApiError::invalid(format!(
+                "env.{}: is set by the node and can't be overridden",
                 shown(name)
             )));
         }
@@ -301,6 +309,12 @@ mod tests {
             (vec!["a"], vec![("A=", "")], "env: "),
             (vec!["a"], vec![("A", "\0")], "env.A: "),
             (vec!["a"], vec![("CYNODE_X", "")], "env.CYNODE_X: "),
+            (
+                vec!["a"],
+                vec![("OLLAMA_BASE_URL", "")],
+                "env.OLLAMA_BASE_URL: ",
+            ),
+            (vec!["a"], vec![("https_Proxy", "")], "env.https_Proxy: "),
         ] {
             let argv: Vec<String> = argv.into_iter().map(str::to_owned).collect();
             let env: Vec<(&str, String)> = env

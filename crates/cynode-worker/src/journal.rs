@@ -39,6 +39,9 @@ pub(crate) struct SessionRecord {
     /// not delete.
     #[serde(default)]
     pub(crate) resumed: bool,
+    /// The sandbox has a directory for a job. Those that earlier versions started have none.
+    #[serde(default)]
+    pub(crate) has_job_directory: bool,
     /// The job that owns this sandbox. Only that job sees the session.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) job_id: Option<JobId>,
@@ -186,6 +189,22 @@ impl Journal {
 
     fn job_path(&self, id: JobId) -> PathBuf {
         self.directory.join("jobs").join(format!("{id}.json"))
+    }
+
+    /// The files of a job beside its record.
+    pub(crate) fn job_directory(&self, id: JobId) -> PathBuf {
+        self.directory.join("jobs").join(id.to_string())
+    }
+
+    /// Directories of jobs without a record, left by a crash. Call only while no job is being
+    /// accepted.
+    pub(crate) fn unrecorded_jobs(&self) -> io::Result<Vec<PathBuf>> {
+        let names = names(&self.directory.join("jobs"))?;
+        let ids = names.iter().filter_map(|name| name.parse::<JobId>().ok());
+        Ok(ids
+            .filter(|id| !self.job_path(*id).exists() && self.unreadable_job(*id).is_none())
+            .map(|id| self.job_directory(id))
+            .collect())
     }
 
     pub(crate) fn write_job<T: Serialize>(&self, id: JobId, record: &T) -> io::Result<()> {

@@ -128,6 +128,18 @@ impl Failure {
         &self.message
     }
 
+    /// The places in a file that are wrong, and what is wrong there.
+    pub fn violations(&self) -> impl Iterator<Item = (&str, &str)> {
+        let listed = self
+            .extensions
+            .as_ref()
+            .and_then(|members| members.get("violations")?.as_array());
+        listed
+            .into_iter()
+            .flatten()
+            .filter_map(|violation| Some((violation["path"].as_str()?, violation["message"].as_str()?)))
+    }
+
     pub fn remedy_text(&self) -> Option<&str> {
         self.remedy.as_deref()
     }
@@ -145,6 +157,9 @@ impl Failure {
                     sanitize::line(&self.code),
                     sanitize::line(&self.message)
                 ));
+                for (path, message) in self.violations() {
+                    output::message(&sanitize::line(&format!("  {path}: {message}")));
+                }
                 if let Some(remedy) = &self.remedy {
                     output::message(&format!("  remedy: {}", sanitize::line(remedy)));
                 }

@@ -82,13 +82,7 @@ pub(super) async fn content(
 
 /// A path within a task: relative, without '..', in plain UTF-8.
 fn check_path(path: &str) -> Result<(), ApiError> {
-    let good = !path.is_empty()
-        && path.len() <= artifact_limits::MAX_PATH
-        && !path.chars().any(char::is_control)
-        && path
-            .split('/')
-            .all(|part| !part.is_empty() && part != "." && part != "..");
-    if good {
+    if artifact_limits::is_path(path) {
         Ok(())
     } else {
         Err(ApiError::invalid(format!(

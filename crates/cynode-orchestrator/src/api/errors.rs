@@ -140,6 +140,7 @@ impl From<placement::Error> for ApiError {
                 ErrorCode::LimitUnenforceable
             }
             Error::WorkspaceNodeLabel { .. } | Error::NoNode(_) => ErrorCode::NoCapacity,
+            Error::WorkspaceNodeOutdated { .. } => ErrorCode::AgentOutdated,
         };
         let problem = Problem::new(code, error.to_string());
         match error.remedy() {
@@ -178,6 +179,9 @@ impl From<jobs::Error> for ApiError {
         let code = match error {
             Error::Db(error) => return error.into(),
             Error::Placement(error) => return error.into(),
+            Error::Invalid(violations) => return super::job_body::problem(&violations),
+            Error::Refused(problem) => return (*problem).into(),
+            Error::TooLarge(_) => ErrorCode::TooLarge,
             Error::IdInUse(_) => ErrorCode::JobIdInUse,
             Error::TokenInvalid => ErrorCode::Unauthorized,
         };

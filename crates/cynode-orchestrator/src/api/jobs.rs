@@ -5,38 +5,47 @@ use std::time::Duration;
 use axum::{
     Json,
     extract::{Request, State},
-    response::Response,
+    response::{IntoResponse as _, Response},
 };
 use cynode_api::{
-    Job, JobCreate, JobId, JobState, OutputPage, OutputQuery, Page, Problem, TaskId,
+    Job, JobCreate, JobId, JobProgress, JobState, OutputPage, OutputQuery, Page, Problem, TaskId,
     exec_limits::MAX_WAIT_MS,
 };
 use cynode_service::{ApiError, QueryParams, output::OutputRequest};
-use http::{HeaderMap, StatusCode};
+use http::{HeaderMap, StatusCode, header};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-use super::{Body, Id, check_version, output, page_request, requests::check_job, states};
+use super::{
+    Id, check_version, job_body::JobBody, output, page_request, requests::check_job, states,
+};
 use crate::{
     Orchestrator,
     caller::Person,
     db::{JobRow, Order},
     forward::forward,
+    job_results::{self, Shown},
 };
 
 /// Bounds `Prefer: wait`, in seconds.
 const MAX_WAIT_SECONDS: u64 = 3_600;
+/// How long a node may take to tell the progress of a job that is shown.
+const PROGRESS_TIMEOUT: Duration = Duration::from_secs(1);
+/// Titles of open items that a progress lists, and the characters of a text in it.
+const MAX_PROGRESS_ITEMS: usize = 100;
+const MAX_PROGRESS_TEXT: usize = 256;
 
-/// Create a job. Responds with 202 at once; with `Prefer: wait=N` when it has ended, or after N
-/// seconds.
+/// Create a job: a command, or a specification for `cynode-sba`. Responds with 202 at once; with
+/// `Prefer: wait=N` when it has ended, or after N seconds. Everything that is wrong with a
+/// specification is listed in `violations`, each with its path in the request.
 #[utoipa::path(post, path = "/v1/jobs", tag = "jobs", request_body = JobCreate,
     responses((status = 202, body = Job), (status = 200, body = Job, description = "The job has ended, or the request is a repetition"), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn create(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
     headers: HeaderMap,
-    Body(body): Body<JobCreate>,
-) -> Result<(StatusCode, Json<Job>), ApiError> {
+    JobBody(body): JobBody,
+) -> Result<Response, ApiError> {
     check_version(body.version)?;
     check_job(&body)?;
     let wait = preferred_wait(&headers);
@@ -51,7 +60,26 @@ pub(super) async fn create(
     } else {
         StatusCode::ACCEPTED
     };
-    Ok((status, Json(row.into_object())))
+    // Who did not wait for the result does not expect it.
+    let max_result_bytes = wait.is_none().then_some(0);
+    answer(&orchestrator, status, row, max_result_bytes).await
+}
+
+/// A job with its results, each at most so long if that is given.
+async fn answer(
+    orchestrator: &Orchestrator,
+    status: StatusCode,
+    row: JobRow,
+    max_result_bytes: Option<usize>,
+) -> Result<Response, ApiError> {
+    Ok(
+        match job_results::show(&orchestrator.blobs, row, max_result_bytes).await? {
+            Shown::Object(job) => (status, Json(*job)).into_response(),
+            Shown::Stream(body) => {
+                (status, [(header::CONTENT_TYPE, "application/json")], body).into_response()
+            }
+        },
+    )
 }
 
 /// `Prefer: wait=N`. Unknown preferences are ignored.
@@ -112,36 +140,64 @@ pub(super) async fn list(
     ))
 }
 
-/// Show a job.
-#[utoipa::path(get, path = "/v1/jobs/{id}", tag = "jobs", params(("id" = JobId, Path)),
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ShowQuery {
+    /// Shortens `sba_result` to about so many bytes of JSON: first what steps returned, then the
+    /// list of steps that succeeded. 0 leaves it out.
+    max_result_bytes: Option<usize>,
+}
+
+/// Show a job, with the result of an SBA job and, while it runs, its progress.
+#[utoipa::path(get, path = "/v1/jobs/{id}", tag = "jobs", params(("id" = JobId, Path), ShowQuery),
     responses((status = 200, body = Job), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn show(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
     Id(id): Id<JobId>,
-) -> Result<Json<Job>, ApiError> {
-    Ok(Json(JobRow::into_object(
-        orchestrator.db.job(&caller.scope, id).await?,
-    )))
+    QueryParams(query): QueryParams<ShowQuery>,
+) -> Result<Response, ApiError> {
+    let mut row = orchestrator.db.job(&caller.scope, id).await?;
+    row.object.progress = progress(&orchestrator, &row).await;
+    answer(&orchestrator, StatusCode::OK, row, query.max_result_bytes).await
 }
 
-/// Stop a job. Responds when it has ended, or after a while with its state. Stopping an ended job
-/// changes nothing.
+/// How far an SBA job is, if its node answers at once.
+async fn progress(orchestrator: &Orchestrator, row: &JobRow) -> Option<JobProgress> {
+    let node_id = row
+        .node_id
+        .filter(|id| row.has_spec() && !row.state.is_final() && !orchestrator.fleet.is_backed_off(*id))?;
+    let ask = async {
+        let client = orchestrator.fleet.client(&orchestrator.db, node_id).await.ok()?;
+        client.job(row.job_id).await.ok()?.progress
+    };
+    let mut progress = tokio::time::timeout(PROGRESS_TIMEOUT, ask).await.ok()??;
+    let cut = |text: &mut String| *text = text.chars().take(MAX_PROGRESS_TEXT).collect();
+    progress.activity.iter_mut().for_each(cut);
+    if let Some(todo) = &mut progress.todo {
+        todo.open.truncate(MAX_PROGRESS_ITEMS);
+        todo.open.iter_mut().for_each(cut);
+    }
+    Some(progress)
+}
+
+/// Stop a job. Responds when it has ended, or after a while with its state, without the result of
+/// an SBA job. Stopping an ended job changes nothing.
 #[utoipa::path(post, path = "/v1/jobs/{id}/stop", tag = "jobs", params(("id" = JobId, Path)),
     responses((status = 200, body = Job), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn stop(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
     Id(id): Id<JobId>,
-) -> Result<Json<Job>, ApiError> {
+) -> Result<Response, ApiError> {
     orchestrator.db.job(&caller.scope, id).await?;
     orchestrator.db.request_stop(id).await?;
     orchestrator.jobs_due.notify_one();
-    Ok(Json(JobRow::into_object(
-        orchestrator
-            .wait_for_job(&caller, id, Duration::from_secs(30))
-            .await?,
-    )))
+    let row = orchestrator
+        .wait_for_job(&caller, id, Duration::from_secs(30))
+        .await?;
+    answer(&orchestrator, StatusCode::OK, row, Some(0)).await
 }
 
 /// A job's output, while it runs and after it has ended, in the format of an exec's.

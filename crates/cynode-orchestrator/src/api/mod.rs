@@ -7,6 +7,7 @@ mod errors;
 mod events;
 mod identity;
 mod images;
+mod job_body;
 mod jobs;
 mod nodes;
 mod output;
@@ -207,6 +208,9 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
             ErrorCode::NotFound,
             ErrorCode::WorkspaceNotFound,
             ErrorCode::JobIdInUse,
+            ErrorCode::ImageNotCompatible,
+            ErrorCode::AgentOutdated,
+            ErrorCode::Unavailable,
         ],
     ),
     ("GET /v1/jobs/{id}", &[ErrorCode::JobNotFound]),
@@ -308,18 +312,22 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
         let edge::JsonBytes { bytes, .. } = &edge::JsonBytes::from_request(request, state).await?;
         let read = || {
             let value = edge::parse(bytes)?;
-            check_no_nul(bytes)?;
+            check_no_nul(bytes, None)?;
             Ok(Self(value))
         };
         compute::run(bytes.len(), read).await
     }
 }
 
-fn check_no_nul(bytes: &Bytes) -> Result<(), ApiError> {
+/// Refuses NUL, except in a member that is stored as JSON text.
+fn check_no_nul(bytes: &Bytes, except: Option<&str>) -> Result<(), ApiError> {
     if memchr::memmem::find(bytes, b"\\u0000").is_none() {
         return Ok(());
     }
-    let value: Value = serde_json::from_slice(bytes).unwrap_or_default();
+    let mut value: Value = serde_json::from_slice(bytes).unwrap_or_default();
+    if let (Some(name), Some(members)) = (except, value.as_object_mut()) {
+        members.remove(name);
+    }
     match find_nul(&value, String::new()) {
         Some(path) => Err(ApiError::invalid(format!(
             "{path}: must not contain the character NUL"
@@ -574,7 +582,7 @@ mod tests {
             (r#"{"a":"\\u0000"}"#, None),
             (r#"{"a":"x"}"#, None),
         ] {
-            let error = check_no_nul(&Bytes::from(body))
+            let error = check_no_nul(&Bytes::from(body), None)
                 .err()
                 .map(|error| error.into_problem().detail);
             assert_eq!(error.is_some(), found.is_some(), "{body} {error:?}");
@@ -583,5 +591,7 @@ mod tests {
                 "{body}"
             );
         }
+        let body = Bytes::from(r#"{"job":{"a":"\u0000"},"b":""}"#);
+        assert!(check_no_nul(&body, Some("job")).is_ok() && check_no_nul(&body, None).is_err());
     }
 }

@@ -38,8 +38,10 @@ pub(super) fn check_session_name(name: &str) -> Result<(), ApiError> {
 }
 
 pub(super) fn check_job(body: &JobCreate) -> Result<(), ApiError> {
-    if body.command.is_empty() {
-        return Err(ApiError::invalid("command: must name a program"));
+    if body.command.is_empty() && body.job.is_none() {
+        return Err(ApiError::invalid(
+            "command: must name a program; or give the job a specification, in job",
+        ));
     }
     check_node_labels(&body.node_labels)?;
     if !body
@@ -51,7 +53,9 @@ pub(super) fn check_job(body: &JobCreate) -> Result<(), ApiError> {
             job_limits::MAX_TIMEOUT_SECONDS
         )));
     }
-    checks::check_argv("command", &body.command)?;
+    if !body.command.is_empty() {
+        checks::check_argv("command", &body.command)?;
+    }
     checks::check_env(&body.env, exec_limits::MAX_ENV, exec_limits::MAX_ENV_BYTES)?;
     body.limits.as_ref().map_or(Ok(()), checks::check_limits)
 }

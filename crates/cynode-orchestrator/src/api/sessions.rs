@@ -624,7 +624,7 @@ pub(super) async fn patch_files(call: NodeCall) -> Result<Response, ApiError> {
         ("path_b64" = Option<String>, Query),
     ),
     responses(
-        (status = 200, content_type = "text/event-stream", body = String),
+        (status = 200, content_type = "text/event-stream", body = serde_json::Value),
         (status = "default", body = Problem, content_type = "application/problem+json"),
     ),
 )]

@@ -4,7 +4,7 @@ use cynode_api::{Artifact, ArtifactId, Flags, NodeId, Page, TaskId, UserId, Work
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, Error, Missing, PageRequest, quotas};
+use super::{Db, Error, Missing, PageRequest, Statement, quotas};
 use crate::blobs::{Blobs, StagedBlob};
 
 /// Held shared while a blob is placed until the row that references it is committed, and
@@ -50,6 +50,13 @@ pub(crate) struct NewArtifact<'a> {
     pub(crate) flags: &'a Flags,
 }
 
+fn with_content(task_id: TaskId, path: &str, sha256: &str) -> Statement {
+    sqlx::query("select * from artifacts where task_id = $1 and path = $2 and sha256 = $3 order by version desc limit 1")
+        .bind(*task_id.as_uuid())
+        .bind(path.to_owned())
+        .bind(sha256.to_owned())
+}
+
 impl Db {
     /// Adds the next version of a path and places its bytes. Concurrent inserts become separate
     /// versions.
@@ -58,17 +65,43 @@ impl Db {
         new: &NewArtifact<'_>,
         blobs: &Blobs,
     ) -> Result<Artifact, Error> {
-        let made = self.try_insert_artifact(new, blobs).await;
+        let made = self.try_insert_artifact(new, blobs, false).await;
         if made.is_err() {
             blobs.discard(new.staged).await;
         }
         made
     }
 
+    /// Adds a version of a path unless one has the same content. Repeating it changes nothing.
+    pub(crate) async fn ensure_artifact(
+        &self,
+        new: &NewArtifact<'_>,
+        blobs: &Blobs,
+    ) -> Result<Artifact, Error> {
+        let ensured = self.try_insert_artifact(new, blobs, true).await;
+        // Harmless after the bytes were placed.
+        blobs.discard(new.staged).await;
+        ensured
+    }
+
+    /// The newest version of a path with this content.
+    pub(crate) async fn artifact_with(
+        &self,
+        task_id: TaskId,
+        path: &str,
+        sha256: &str,
+    ) -> Result<Option<Artifact>, Error> {
+        let row = with_content(task_id, path, sha256)
+            .fetch_optional(&self.pool)
+            .await?;
+        Ok(row.as_ref().map(artifact).transpose()?)
+    }
+
     async fn try_insert_artifact(
         &self,
         new: &NewArtifact<'_>,
         blobs: &Blobs,
+        reuses_content: bool,
     ) -> Result<Artifact, Error> {
         let mut transaction = self.begin().await?;
         lock_blobs_shared(&mut transaction).await?;
@@ -77,6 +110,14 @@ impl Db {
             .bind(new.task_id.as_uuid())
             .execute(&mut *transaction)
             .await?;
+        if reuses_content {
+            let row = with_content(new.task_id, new.path, &new.staged.sha256)
+                .fetch_optional(&mut *transaction)
+                .await?;
+            if let Some(row) = row {
+                return Ok(artifact(&row)?);
+            }
+        }
         let row = sqlx::query(
             "insert into artifacts (id, task_id, path, version, sha256, size, media_type, created_by, flagged)
              select $1, $2, $3, coalesce(max(version), 0) + 1, $4, $5, $6, $7, $8 from artifacts where task_id = $2 and path = $3 returning *",
@@ -195,12 +236,13 @@ impl Db {
         Ok(gone.rows_affected())
     }
 
-    /// Drops the collected output of a batch of jobs that ended more than `days` ago. The streams
-    /// in their objects stay and no longer count towards quotas.
+    /// Drops the collected output and the results of a batch of jobs that ended more than `days`
+    /// ago. The streams in their objects stay and no longer count towards quotas.
     pub(crate) async fn expire_outputs(&self, days: u32) -> Result<u64, Error> {
         let gone = sqlx::query(
-            "update jobs set output_sha256 = null, output_bytes = 0 where job_id in (
-                 select job_id from jobs where (output_sha256 is not null or output_bytes > 0) and acknowledged
+            "update jobs set output_sha256 = null, result_sha256 = null, late_result_sha256 = null, output_bytes = 0 where job_id in (
+                 select job_id from jobs
+                 where (output_sha256 is not null or result_sha256 is not null or late_result_sha256 is not null or output_bytes > 0) and acknowledged
                      and updated_at < now() - make_interval(days => $1) limit 1000)",
         )
         .bind(i32::try_from(days).unwrap_or(i32::MAX))
@@ -255,7 +297,8 @@ impl Db {
             .await?;
         let unneeded: Vec<String> = sqlx::query_scalar(
             "select hash from unnest($1::text[]) as hash
-             where not exists (select from artifacts where sha256 = hash) and not exists (select from jobs where output_sha256 = hash)",
+             where not exists (select from artifacts where sha256 = hash) and not exists (select from jobs where output_sha256 = hash)
+               and not exists (select from jobs where result_sha256 = hash) and not exists (select from jobs where late_result_sha256 = hash)",
         )
         .bind(hashes)
         .fetch_all(&mut *transaction)

@@ -804,7 +804,8 @@ impl Db {
     }
 }
 
-/// How jobs ended: exit code, node, image, and the size and hash of the stored output.
+/// How jobs ended: exit code, node, image, hashes of the stored output and of the result, and what
+/// the result says in short.
 async fn ends_of(
     connection: &mut PgConnection,
     events: &[Event],
@@ -821,7 +822,10 @@ async fn ends_of(
         "select job_id, jsonb_strip_nulls(jsonb_build_object('exit_code', object->'exit_code', 'signal', object->'signal', 'node_id', object->'node_id',
                     'image_ref', object->'image_ref', 'image_digest', object->'image_digest', 'error', object#>'{error,code}',
                     'stdout_sha256', encode(sha256(convert_to(object->>'stdout', 'UTF8')), 'hex'), 'stderr_sha256', encode(sha256(convert_to(object->>'stderr', 'UTF8')), 'hex'),
-                    'truncated', object->'truncated', 'output_sha256', output_sha256))
+                    'truncated', object->'truncated', 'output_sha256', output_sha256,
+                    'result_sha256', result_summary->'sha256', 'steps', result_summary->'steps', 'failure_code', result_summary->'failure_code',
+                    'reported_by', case when result_summary is not null then object->'reported_by' end,
+                    'artifacts', nullif(jsonb_array_length(object->'artifacts'), 0)))
          from jobs where job_id = any($1)",
     )
     .bind(ids)

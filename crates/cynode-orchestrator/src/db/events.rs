@@ -19,6 +19,7 @@ pub(crate) struct NewEvent {
     pub(crate) session_id: Option<SessionId>,
     pub(crate) state: String,
     pub(crate) result_ref: Option<String>,
+    pub(crate) failure_code: Option<String>,
 }
 
 impl NewEvent {
@@ -31,6 +32,14 @@ impl NewEvent {
             session_id: None,
             state: state.to_string(),
             result_ref: state.is_final().then(|| format!("/v1/jobs/{job_id}")),
+            failure_code: None,
+        }
+    }
+
+    pub(super) fn with_failure_code(self, failure_code: Option<String>) -> Self {
+        Self {
+            failure_code,
+            ..self
         }
     }
 
@@ -43,6 +52,7 @@ impl NewEvent {
             session_id: Some(session_id),
             state: state.to_string(),
             result_ref: Some(format!("/v1/sessions/{session_id}")),
+            failure_code: None,
         }
     }
 }
@@ -76,6 +86,7 @@ pub(super) fn event(row: &PgRow) -> Result<Event, sqlx::Error> {
             .map(SessionId::from_uuid),
         state: row.try_get("state")?,
         result_ref: row.try_get("result_ref")?,
+        failure_code: row.try_get("failure_code")?,
     })
 }
 
@@ -83,8 +94,8 @@ pub(super) fn event(row: &PgRow) -> Result<Event, sqlx::Error> {
 pub(super) async fn add(connection: &mut PgConnection, new: &NewEvent) -> Result<(), Error> {
     sqlx::query(
         "with head as (update event_head set last = last + 1 returning last)
-         insert into events (cursor, type, project_id, task_id, job_id, session_id, state, result_ref)
-         select head.last, $1, (select project_id from tasks where id = $2), $2, $3, $4, $5, $6 from head",
+         insert into events (cursor, type, project_id, task_id, job_id, session_id, state, result_ref, failure_code)
+         select head.last, $1, (select project_id from tasks where id = $2), $2, $3, $4, $5, $6, $7 from head",
     )
     .bind(new.kind)
     .bind(new.task_id.as_uuid())
@@ -92,6 +103,7 @@ pub(super) async fn add(connection: &mut PgConnection, new: &NewEvent) -> Result
     .bind(new.session_id.map(|id| *id.as_uuid()))
     .bind(&new.state)
     .bind(&new.result_ref)
+    .bind(&new.failure_code)
     .execute(&mut *connection)
     .await?;
     sqlx::query("select pg_notify($1, '')")

@@ -1,24 +1,19 @@
-//! Jobs: their nodes, their state, their results.
+//! Jobs: their nodes and their states. What nodes report is in `job_reports.rs`.
 
 use std::{collections::BTreeMap, time::Duration};
 
 use cynode_api::{
-    ImageVersionId, Job, JobCreate, JobId, JobOutput, JobRun, JobState, NodeId, Page, Retry,
-    TaskId, Truncated, UserId, job_limits,
+    ImageVersionId, Job, JobId, JobRun, JobState, NodeId, Page, Retry, TaskId, job_limits,
 };
 use serde_json::Value;
-use sqlx::{PgConnection, Row as _, postgres::PgRow};
+use sqlx::{Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
 use super::{
-    Db, Error, Missing, NewEvent, PageRequest, decode, events, quotas, sandboxes::NewSandbox,
-    to_json,
+    Db, Error, Missing, NewEvent, PageRequest, decode, events, sandboxes::NewSandbox, to_json,
 };
-use crate::{
-    blobs::{Blobs, StagedBlob},
-    caller::Scope,
-};
+use crate::caller::Scope;
 
 /// The right to step a job, until it expires or somebody else schedules the job.
 #[derive(Clone, Copy, Debug)]
@@ -37,23 +32,31 @@ pub(crate) struct JobRow {
     pub(crate) object: Job,
     pub(crate) late_result: Option<Value>,
     pub(crate) output_sha256: Option<String>,
+    /// The result of an SBA job, and of the attempt that was abandoned.
+    pub(crate) result_sha256: Option<String>,
+    pub(crate) late_result_sha256: Option<String>,
     pub(crate) image_version_id: Option<ImageVersionId>,
     pub(crate) created_by: String,
     pub(crate) lease: Lease,
 }
 
 /// A job that a lost node may still run.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct OrphanedJob {
     pub(crate) job_id: JobId,
     pub(crate) task_id: TaskId,
     pub(crate) node_id: NodeId,
+    pub(crate) created_by: String,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct NewJob<'a> {
-    pub(crate) body: &'a JobCreate,
+    /// The caller's request, with the hash of the specification instead of it.
+    pub(crate) body: &'a Value,
+    /// The node's request without the specification.
     pub(crate) request: &'a JobRun,
+    /// The JSON of the specification.
+    pub(crate) spec: Option<&'a str>,
     pub(crate) object: &'a Job,
     pub(crate) retry: Retry,
     /// The only node that can run the job.
@@ -79,6 +82,8 @@ fn job(row: &PgRow) -> Result<JobRow, Error> {
         object: decode(get("object")?)?,
         late_result: row.try_get("late_result")?,
         output_sha256: row.try_get("output_sha256")?,
+        result_sha256: row.try_get("result_sha256")?,
+        late_result_sha256: row.try_get("late_result_sha256")?,
         image_version_id: id("image_version_id")?.map(ImageVersionId::from_uuid),
         created_by: text("created_by")?,
         lease: Lease(row.try_get("lease_until")?),
@@ -86,6 +91,11 @@ fn job(row: &PgRow) -> Result<JobRow, Error> {
 }
 
 impl JobRow {
+    /// Whether the job has a specification.
+    pub(crate) fn has_spec(&self) -> bool {
+        self.body.get("job").is_some()
+    }
+
     /// The labels that the job requires of its node.
     pub(crate) fn node_labels(&self) -> Result<BTreeMap<String, String>, Error> {
         self.body
@@ -109,53 +119,6 @@ impl JobRow {
     }
 }
 
-/// The part of a job's output that is dropped to stay within a quota.
-#[derive(Clone, Copy, Debug)]
-enum OmittedOutput {
-    /// The collected output; the streams in the job's object stay.
-    Whole,
-    Streams,
-}
-
-impl OmittedOutput {
-    fn leave_out(self, output: &mut JobOutput, quota: &str) {
-        let Truncated { stdout, stderr } = output.truncated;
-        let truncated = Truncated {
-            stdout: stdout || !output.stdout.is_empty(),
-            stderr: stderr || !output.stderr.is_empty(),
-        };
-        if !truncated.stdout && !truncated.stderr {
-            return;
-        }
-        if matches!(self, Self::Streams) {
-            *output = JobOutput {
-                truncated,
-                ..JobOutput::default()
-            };
-        }
-        output.truncated_by = Some(quota.to_owned());
-    }
-}
-
-fn stream_bytes(output: &JobOutput) -> i64 {
-    i64::try_from(output.stdout.len() + output.stderr.len()).unwrap_or(i64::MAX)
-}
-
-/// Fails when the stored bytes exceed the quota of the task's owner or project.
-async fn check_bytes(connection: &mut PgConnection, task: TaskId) -> Result<(), Error> {
-    let owner: Uuid = sqlx::query_scalar("select owner_id from tasks where id = $1")
-        .bind(task.as_uuid())
-        .fetch_one(&mut *connection)
-        .await?;
-    quotas::check(
-        connection,
-        UserId::from_uuid(owner),
-        task,
-        quotas::Usage::Bytes,
-    )
-    .await
-}
-
 impl Db {
     /// Inserts a job, and its task if that is new. `None` when the id is taken.
     pub(crate) async fn insert_job(
@@ -165,19 +128,23 @@ impl Db {
         scope: &Scope,
     ) -> Result<Option<JobRow>, Error> {
         let insert = sqlx::query(
-            "insert into jobs (job_id, task_id, state, body, request, retry, object, image_version_id, owner_id, created_by, node_id)
-             values ($1, $2, 'accepted', $3, $4, $5, $6, $7, $8, $9, $10) on conflict do nothing returning *",
+            "with new as (
+                 insert into jobs (job_id, task_id, state, body, request, retry, object, image_version_id, owner_id, created_by, node_id)
+                 values ($1, $2, 'accepted', $3, $4, $5, $6, $7, $8, $9, $10) on conflict do nothing returning *),
+             spec as (insert into job_specs (job_id, spec) select job_id, $11 from new where $11::text is not null)
+             select * from new",
         )
         .bind(new.request.job_id.as_uuid())
         .bind(new.request.task_id.as_uuid())
-        .bind(to_json(new.body))
+        .bind(new.body)
         .bind(to_json(new.request))
         .bind(to_json(&new.retry).as_str().unwrap_or_default())
         .bind(to_json(new.object))
         .bind(new.image_version_id.as_uuid())
         .bind(scope.user_id.as_uuid())
         .bind(new.created_by)
-        .bind(new.node_id.map(|id| *id.as_uuid()));
+        .bind(new.node_id.map(|id| *id.as_uuid()))
+        .bind(new.spec);
         let new = NewSandbox {
             insert,
             task,
@@ -278,21 +245,23 @@ impl Db {
         rows.iter().map(job).collect()
     }
 
-    /// Extends the lease of a job. False when the lease was lost meanwhile: then another reconciler
+    /// Extends the lease of a job. `None` when the lease was lost meanwhile: then another reconciler
     /// has the job.
     pub(crate) async fn extend_lease(
         &self,
         id: JobId,
         lease: Lease,
         duration: Duration,
-    ) -> Result<bool, Error> {
-        let set = sqlx::query("update jobs set lease_until = now() + make_interval(secs => $3) where job_id = $1 and lease_until = $2")
-            .bind(id.as_uuid())
-            .bind(lease.0)
-            .bind(duration.as_secs_f64())
-            .execute(&self.pool)
-            .await?;
-        Ok(set.rows_affected() == 1)
+    ) -> Result<Option<Lease>, Error> {
+        let until: Option<OffsetDateTime> = sqlx::query_scalar(
+            "update jobs set lease_until = now() + make_interval(secs => $3) where job_id = $1 and lease_until = $2 returning lease_until",
+        )
+        .bind(id.as_uuid())
+        .bind(lease.0)
+        .bind(duration.as_secs_f64())
+        .fetch_optional(&self.pool)
+        .await?;
+        Ok(until.map(Lease))
     }
 
     /// Assigns a job to a node, durably, before the node is called. False when the job was assigned
@@ -343,125 +312,6 @@ impl Db {
         }
         super::commit(transaction).await?;
         Ok(true)
-    }
-
-    /// Advances the state of a job. A final state is never changed. Returns whether anything
-    /// changed.
-    ///
-    /// A job ends even when its output exceeds a quota; then less of the output is kept, and the
-    /// object says so.
-    pub(crate) async fn advance_job(
-        &self,
-        id: JobId,
-        from: Option<NodeId>,
-        object: &Job,
-        output: Option<(&StagedBlob, &Blobs)>,
-        acknowledged: bool,
-    ) -> Result<bool, Error> {
-        let mut advanced = self
-            .try_advance_job(id, from, object, output, acknowledged)
-            .await;
-        if let Some((staged, blobs)) = output
-            && !matches!(advanced, Ok(true))
-        {
-            blobs.discard(staged).await;
-        }
-        // First drop the collected output, then the streams too.
-        let mut object = object.clone();
-        for without in [OmittedOutput::Whole, OmittedOutput::Streams] {
-            let Err(Error::Quota(quota)) = &advanced else {
-                break;
-            };
-            without.leave_out(&mut object.output, &quota.to_string());
-            advanced = self
-                .try_advance_job(id, from, &object, None, acknowledged)
-                .await;
-        }
-        advanced
-    }
-
-    async fn try_advance_job(
-        &self,
-        id: JobId,
-        from: Option<NodeId>,
-        object: &Job,
-        output: Option<(&StagedBlob, &Blobs)>,
-        acknowledged: bool,
-    ) -> Result<bool, Error> {
-        let blob = output.map_or(0, |(staged, _)| {
-            i64::try_from(staged.size).unwrap_or(i64::MAX)
-        });
-        let kept = blob.saturating_add(stream_bytes(&object.output));
-        let mut transaction = self.begin().await?;
-        if output.is_some() {
-            super::artifacts::lock_blobs_shared(&mut transaction).await?;
-        }
-        let row = sqlx::query(
-            "update jobs set state = $3, object = $4, output_sha256 = coalesce($5, output_sha256), output_bytes = output_bytes + $7,
-                 acknowledged = $6, updated_at = now()
-             where job_id = $1 and node_id is not distinct from $2 and state in ('accepted', 'in_progress') and not (state = 'in_progress' and $3 = 'accepted')
-               and state <> $3
-             returning task_id",
-        )
-        .bind(id.as_uuid())
-        .bind(from.map(|id| *id.as_uuid()))
-        .bind(object.state.as_str())
-        .bind(to_json(object))
-        .bind(output.map(|(staged, _)| &staged.sha256))
-        .bind(acknowledged)
-        .bind(kept)
-        .fetch_optional(&mut *transaction)
-        .await?;
-        let Some(row) = row else { return Ok(false) };
-        let task_id = TaskId::from_uuid(row.try_get("task_id")?);
-        if kept > 0 {
-            check_bytes(&mut transaction, task_id).await?;
-        }
-        if let Some((staged, blobs)) = output {
-            blobs.place(staged).await?;
-        }
-        events::add(&mut transaction, &NewEvent::job(task_id, id, object.state)).await?;
-        super::commit(transaction).await?;
-        Ok(true)
-    }
-
-    pub(crate) async fn acknowledge_job(&self, id: JobId) -> Result<(), Error> {
-        sqlx::query("update jobs set acknowledged = true where job_id = $1")
-            .bind(id.as_uuid())
-            .execute(&self.pool)
-            .await
-            .map(drop)
-            .map_err(Error::from)
-    }
-
-    /// Stores the result that a node reports for an abandoned job, without its output when
-    /// that exceeds a quota.
-    pub(crate) async fn insert_late_result(&self, id: JobId, mut result: Job) -> Result<(), Error> {
-        match self.try_insert_late_result(id, &result).await {
-            Err(Error::Quota(quota)) => {
-                OmittedOutput::Streams.leave_out(&mut result.output, &quota.to_string());
-                self.try_insert_late_result(id, &result).await
-            }
-            kept => kept,
-        }
-    }
-
-    async fn try_insert_late_result(&self, id: JobId, result: &Job) -> Result<(), Error> {
-        let kept = stream_bytes(&result.output);
-        let mut transaction = self.begin().await?;
-        let task = sqlx::query_scalar::<_, Uuid>(
-            "update jobs set late_result = $2, output_bytes = output_bytes + $3 where job_id = $1 and late_result is null returning task_id",
-        )
-        .bind(id.as_uuid())
-        .bind(to_json(result))
-        .bind(kept)
-        .fetch_optional(&mut *transaction)
-        .await?;
-        let Some(task) = task else { return Ok(()) };
-        if kept > 0 {
-            check_bytes(&mut transaction, TaskId::from_uuid(task)).await?;
-        }
-        super::commit(transaction).await
     }
 
     pub(crate) async fn request_stop(&self, id: JobId) -> Result<(), Error> {
@@ -521,7 +371,7 @@ impl Db {
         unreachable_after: Duration,
     ) -> Result<Vec<OrphanedJob>, Error> {
         let rows = sqlx::query(
-            "select l.job_id, j.task_id, l.node_id from job_leftovers l join jobs j on j.job_id = l.job_id join nodes n on n.id = l.node_id
+            "select l.job_id, j.task_id, l.node_id, j.created_by from job_leftovers l join jobs j on j.job_id = l.job_id join nodes n on n.id = l.node_id
              where not l.stopped and not n.is_lost and n.last_heartbeat_at > now() - make_interval(secs => $1)
                and ((j.node_id is not null and j.node_id <> l.node_id) or j.state not in ('accepted', 'in_progress')) limit 100",
         )
@@ -535,6 +385,7 @@ impl Db {
                     job_id: JobId::from_uuid(id("job_id")?),
                     task_id: TaskId::from_uuid(id("task_id")?),
                     node_id: NodeId::from_uuid(id("node_id")?),
+                    created_by: row.try_get("created_by")?,
                 })
             })
             .collect()

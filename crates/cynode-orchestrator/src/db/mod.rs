@@ -54,6 +54,7 @@ mod events;
 mod execs;
 mod identity;
 mod images;
+mod job_reports;
 mod jobs;
 mod nodes;
 mod places;
@@ -94,7 +95,8 @@ pub(crate) use events::{EventScope, NewEvent};
 pub(crate) use execs::RunningExec;
 pub(crate) use identity::{Authenticated, NewToken};
 pub(crate) use images::{NewImage, ResolvedImage, name_and_tag};
-pub(crate) use jobs::{JobRow, NewJob, OrphanedJob};
+pub(crate) use job_reports::ReportBlobs;
+pub(crate) use jobs::{JobRow, Lease, NewJob, OrphanedJob};
 pub(crate) use nodes::{NodeRow, Registration};
 pub(crate) use places::{PlacedSession, SessionAt};
 pub(crate) use policies::{CHANNEL as POLICY_CHANNEL, PolicyRow};
@@ -143,6 +145,11 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
         8,
         "sessions of tokens",
         include_str!("../../migrations/0008_sessions_of_tokens.sql"),
+    ),
+    (
+        9,
+        "SBA jobs",
+        include_str!("../../migrations/0009_sba_jobs.sql"),
     ),
 ];
 

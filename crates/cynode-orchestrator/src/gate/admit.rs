@@ -24,6 +24,7 @@ use super::{
     refusal::denied,
     request_body::{BodyContext, ForwardedBody, IncomingBody, RequestBody},
     routes::BodyKind,
+    submitted_jobs::SubmittedJob,
     targets::{Target, TargetNames},
 };
 use crate::{db, identity::SessionSnapshot};
@@ -38,7 +39,7 @@ struct Admission {
 }
 
 /// The number of paths that one call may touch.
-const MAX_PATHS: usize = 10_000;
+pub(super) const MAX_PATHS: usize = 10_000;
 /// More paths than this are decided on a blocking thread.
 const INLINE_PATHS: usize = 64;
 
@@ -157,7 +158,8 @@ impl Call<'_> {
             &address.query,
             std::iter::empty(),
             None,
-        );
+        )
+        .map_err(Stage::Arguments.refuse())?;
         self.authorize(self.route.action, &target, &calls)?;
         Ok(target.project_id)
     }
@@ -206,7 +208,11 @@ impl Call<'_> {
                 drop(body.assign_id("session_id", || SessionId::generate().to_string()));
             }
             Action::JobCreate => {
-                drop(body.assign_id("job_id", || JobId::generate().to_string()));
+                // The id in a specification is that of the job.
+                let given = SubmittedJob::of(Action::JobCreate, body.json())
+                    .and_then(|job| job.id("job_id")?.parse().ok());
+                let id: JobId = given.unwrap_or_else(JobId::generate);
+                drop(body.assign_id("job_id", || id.to_string()));
             }
             _ => {
                 self.intent.exec_id = address.path.get("exec_id").and_then(|id| id.parse().ok());
@@ -225,7 +231,7 @@ impl Call<'_> {
         let (patch, calls) = match CallerPatch::read(action, body.json()) {
             Ok(patch) => {
                 let paths = || body.archive_paths();
-                let calls = address.check_path_bytes(paths()).map(|()| {
+                let calls = address.check_path_bytes(paths()).and_then(|()| {
                     PolicyCalls::new(action, body.json(), &address.query, paths(), patch.as_ref())
                 });
                 (patch, calls)
@@ -240,6 +246,9 @@ impl Call<'_> {
         detail.extend(tool_detail(self.tool));
         if let Ok(calls) = &calls {
             calls.describe(action, &mut detail);
+        }
+        if let Some(job) = SubmittedJob::of(action, body.json()) {
+            detail.insert("job".to_owned(), job.describe());
         }
         if !repaired.is_empty() {
             detail.insert("repaired".to_owned(), json!(repaired.len()));
@@ -258,7 +267,7 @@ impl Call<'_> {
             if calls.len() > MAX_PATHS {
                 Err(ApiError::new(
                     ErrorCode::TooLarge,
-                    format!("the call names more than {MAX_PATHS} paths; split it"),
+                    format!("the call names more than {MAX_PATHS} paths or programs; split it"),
                 ))
             } else {
                 Ok(calls)

@@ -16,7 +16,7 @@ use http::{HeaderName, HeaderValue, StatusCode, header};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::{patches::CallerPatch, policy_calls};
+use super::{patches::CallerPatch, policy_calls, submitted_jobs::SubmittedJob};
 
 /// The number of flagged files, also for answers that are not JSON objects.
 const FLAGGED_HEADER: HeaderName = HeaderName::from_static("x-cynode-flagged");
@@ -144,7 +144,6 @@ pub(crate) fn scan_json(
     patch: Option<&CallerPatch<'_>>,
 ) -> Result<Flags, Leak> {
     let mut flags = Flags::default();
-    let mut leak = None;
     for (name, value) in body.as_object().into_iter().flatten() {
         if action == Action::FilePatch && name == "diff" {
             if let Some(patch) = patch {
@@ -160,25 +159,63 @@ pub(crate) fn scan_json(
         if action == Action::FileWrite && name == "old" {
             continue;
         }
-        let treatment = field_treatment(policy, action, name);
-        if treatment == ShapeAction::Off {
+        if name == "job"
+            && let Some(job) = SubmittedJob::of(action, body)
+        {
+            job.scan(scanner, policy, &mut flags)?;
             continue;
         }
-        let mut last = None;
-        scanner.each_shape_in_member(name, value, &mut |place, kind| {
-            // Records repeat the name of a flagged field, so a name that is a token is refused.
-            if treatment == ShapeAction::Refuse || place.ends_with("(name)") {
-                leak.get_or_insert_with(|| Leak::shape(place, None, kind));
-            } else if last.as_ref() != Some(&(place.to_owned(), kind)) {
-                flags.add(place, kind);
-                last = Some((place.to_owned(), kind));
-            }
-        });
-        if let Some(leak) = leak.take() {
-            return Err(leak);
-        }
+        let treatment = field_treatment(policy, action, name);
+        scan_member(scanner, treatment, name, value, &mut flags)?;
     }
     Ok(flags)
+}
+
+/// Scans every text in a member of a body.
+pub(super) fn scan_member(
+    scanner: &Scanner,
+    treatment: ShapeAction,
+    name: &str,
+    value: &Value,
+    flags: &mut Flags,
+) -> Result<(), Leak> {
+    if treatment == ShapeAction::Off {
+        return Ok(());
+    }
+    let (mut leak, mut last) = (None, None);
+    scanner.each_shape_in_member(name, value, &mut |place, kind| {
+        // Records repeat the name of a flagged field, so a name that is a token is refused.
+        if treatment == ShapeAction::Refuse || place.ends_with("(name)") {
+            leak.get_or_insert_with(|| Leak::shape(place, None, kind));
+        } else if last.as_ref() != Some(&(place.to_owned(), kind)) {
+            flags.add(place, kind);
+            last = Some((place.to_owned(), kind));
+        }
+    });
+    leak.map_or(Ok(()), Err)
+}
+
+/// Scans the content of a file.
+pub(super) fn scan_file(
+    scanner: &Scanner,
+    action: ShapeAction,
+    field: &str,
+    path: &str,
+    content: &[u8],
+    flags: &mut Flags,
+) -> Result<(), Leak> {
+    if action == ShapeAction::Off {
+        return Ok(());
+    }
+    // Flags and refusals repeat the path.
+    if let Some(hit) = scanner.find(path.as_bytes()) {
+        let place = field.rsplit_once('.').map(|(parent, _)| format!("{parent}.path"));
+        let place = place.as_deref().unwrap_or("path");
+        return Err(Leak::shape(place, None, hit.what));
+    }
+    let mut scan = scanner.content(path, action);
+    scan.feed(content);
+    refuse_or_flag(field, path, scan, flags)
 }
 
 /// Scans the text that an edit inserts as content of its file.
@@ -192,16 +229,7 @@ fn scan_edit(
     let (Some(new), Some(path)) = (new, policy_calls::edited_path(body)) else {
         return Ok(());
     };
-    if action == ShapeAction::Off {
-        return Ok(());
-    }
-    // Flags and refusals repeat the path.
-    if let Some(hit) = scanner.find(path.as_bytes()) {
-        return Err(Leak::shape("path", None, hit.what));
-    }
-    let mut scan = scanner.content(&path, action);
-    scan.feed(new.as_bytes());
-    refuse_or_flag("new", &path, scan, flags)
+    scan_file(scanner, action, "new", &path, new.as_bytes(), flags)
 }
 
 /// Refuses a scanned file, or admits it with flags.

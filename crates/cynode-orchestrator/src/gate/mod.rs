@@ -25,6 +25,7 @@ mod routes;
 mod seeds;
 mod spool;
 mod stage;
+mod submitted_jobs;
 mod targets;
 
 use axum::{
@@ -46,6 +47,7 @@ pub(crate) use routes::runs_on_node;
 pub(crate) use seeds::SeedScan;
 pub(crate) use spool::json_body;
 pub(crate) use stage::Stage;
+pub(crate) use submitted_jobs::{check_context, check_step_diff};
 pub(crate) use targets::wants_bytes;
 
 use crate::{

@@ -78,19 +78,31 @@ impl<'a> CallerPatch<'a> {
         action: ShapeAction,
         flags: &mut Flags,
     ) -> Result<(), Leak> {
-        let mut scan = || {
-            let mut sections = self.patch.sections().iter();
-            sections.try_for_each(|section| scan_section(scanner, action, section, flags))
-        };
-        if self.patch.inflated_bytes() > INLINE_INFLATED_BYTES {
-            tokio::task::block_in_place(scan)
-        } else {
-            scan()
-        }
+        scan_patch("diff", &self.patch, scanner, action, flags)
+    }
+}
+
+/// Scans the content that a patch in a field adds, by the files it is for.
+pub(super) fn scan_patch(
+    field: &str,
+    patch: &Patch<'_>,
+    scanner: &Scanner,
+    action: ShapeAction,
+    flags: &mut Flags,
+) -> Result<(), Leak> {
+    let mut scan = || {
+        let mut sections = patch.sections().iter();
+        sections.try_for_each(|section| scan_section(field, scanner, action, section, flags))
+    };
+    if patch.inflated_bytes() > INLINE_INFLATED_BYTES {
+        tokio::task::block_in_place(scan)
+    } else {
+        scan()
     }
 }
 
 fn scan_section(
+    field: &str,
     scanner: &Scanner,
     action: ShapeAction,
     section: &Section<'_>,
@@ -103,13 +115,13 @@ fn scan_section(
         let mut hit = None;
         section.each_added(|bytes| hit = hit.or_else(|| watch.feed(bytes)));
         section.each_added_joined(|bytes| hit = hit.or_else(|| joined.feed(bytes)));
-        hit.map_or(Ok(()), |hit| Err(Leak::system("diff", hit.what)))?;
+        hit.map_or(Ok(()), |hit| Err(Leak::system(field, hit.what)))?;
     }
     let Some(path) = section.new.as_ref().filter(|_| action != ShapeAction::Off) else {
         return Ok(());
     };
     if let Some(hit) = scanner.find(path) {
-        return Err(Leak::shape("diff", None, hit.what));
+        return Err(Leak::shape(field, None, hit.what));
     }
     let path = String::from_utf8_lossy(path);
     let mut scan = scanner.content(&path, action);
@@ -119,7 +131,7 @@ fn scan_section(
         section.each_added_joined(|bytes| scan.feed(bytes));
         scan.mark_unscanned();
     }
-    leaks::refuse_or_flag("diff", &path, scan, flags)
+    leaks::refuse_or_flag(field, &path, scan, flags)
 }
 
 /// The text of a patch in a body, and the number of leading path components to strip.

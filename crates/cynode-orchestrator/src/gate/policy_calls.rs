@@ -1,17 +1,18 @@
-//! What policies see of a call: its program, image, limits and every path that it touches.
+//! What policies see of a call: its programs, image, limits and every path that it touches.
 
 use std::borrow::Cow;
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::LimitsRequest;
 use cynode_policy::{Action, Call, CallLimits, within_workspace};
+use cynode_service::ApiError;
 use serde::Deserialize as _;
 use serde_json::{Map, Value, json};
 
-use super::patches::CallerPatch;
+use super::{patches::CallerPatch, submitted_jobs::SubmittedJob};
 
-/// The number of a patch's paths that a record lists.
-const RECORDED_PATHS: usize = 100;
+/// The number of a call's paths, and of a job's programs, that a record lists.
+const RECORDED_NAMES: usize = 100;
 
 /// The limits in a body. The handler refuses malformed ones.
 fn limits(body: &Value) -> CallLimits {
@@ -36,23 +37,28 @@ pub(crate) fn policy_limits(requested: LimitsRequest) -> CallLimits {
     }
 }
 
-/// The call as policies see it: one [`Call`] for each path that it touches.
+/// The call as policies see it: one [`Call`] for each path that it touches, and for each program of
+/// a job. Each path and each program is in at least one of them; not every path meets every
+/// program.
 #[derive(Debug, Default)]
 pub(crate) struct PolicyCalls<'a> {
     call: Call,
     /// The directory of relative paths, stored once because thousands of paths may share it.
     base: Option<String>,
     paths: Vec<Cow<'a, str>>,
+    /// Of a job with a specification; other calls have at most one, in `call`.
+    programs: Vec<&'a str>,
 }
 
 impl<'a> PolicyCalls<'a> {
     pub(crate) fn new(
         action: Action,
-        body: &Value,
+        body: &'a Value,
         query: &[(String, String)],
         archive_paths: impl Iterator<Item = &'a str>,
         patch: Option<&CallerPatch<'_>>,
-    ) -> Self {
+    ) -> Result<Self, ApiError> {
+        let job = SubmittedJob::of(action, body);
         let base = (action == Action::FileImport).then(|| queried_path(query));
         let paths = match action {
             // The empty path is the directory itself.
@@ -65,51 +71,73 @@ impl<'a> PolicyCalls<'a> {
                 let paths = patch.map(CallerPatch::paths).unwrap_or_default();
                 paths.into_iter().map(Cow::Owned).collect()
             }
+            Action::JobCreate => {
+                let paths = job.map(SubmittedJob::paths).transpose()?.unwrap_or_default();
+                paths.into_iter().map(Cow::Owned).collect()
+            }
             _ => paths(action, body, query)
                 .into_iter()
                 .map(Cow::Owned)
                 .collect(),
         };
-        Self {
-            call: call(action, body, query),
+        let call = call(action, body, query);
+        // A command beside the specification is one more program of the job.
+        let programs = job.map(|job| {
+            let runner = body["command"][0].as_str();
+            job.programs().into_iter().chain(runner).collect()
+        });
+        Ok(Self {
+            call,
             base,
             paths,
-        }
+            programs: programs.unwrap_or_default(),
+        })
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.paths.len().max(1)
+        self.paths.len().max(self.programs.len()).max(1)
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = Call> {
-        let with_path = |path: &Cow<'_, str>| {
-            let path = match &self.base {
+        (0..self.len()).map(|number| {
+            let path = cyclic(&self.paths, number).map(|path| match &self.base {
                 Some(base) => within_workspace(&format!("{base}/{path}")),
                 None => within_workspace(path),
-            };
+            });
+            let call = self.call.clone();
             Call {
-                path: Some(path),
-                ..self.call.clone()
+                path,
+                program: cyclic(&self.programs, number)
+                    .map(|program| (*program).to_owned())
+                    .or(call.program),
+                ..call
             }
-        };
-        let without_path = self.paths.is_empty().then(|| self.call.clone());
-        self.paths.iter().map(with_path).chain(without_path)
+        })
     }
 
-    /// Lists the files that a patch touches. Other calls name theirs in the query or body.
+    /// Lists the files that a patch touches and a job writes, and the programs of a job. Other
+    /// calls name theirs in the query or body.
     pub(crate) fn describe(&self, action: Action, detail: &mut Map<String, Value>) {
-        if action == Action::FilePatch {
-            detail.insert(
-                "paths".to_owned(),
-                self.paths
-                    .iter()
-                    .take(RECORDED_PATHS)
-                    .map(|path| json!(path))
-                    .collect(),
-            );
-            detail.insert("path_count".to_owned(), json!(self.paths.len()));
+        let mut list = |name: &str, count: &str, total: usize, items: Value| {
+            detail.insert(name.to_owned(), items);
+            detail.insert(count.to_owned(), json!(total));
+        };
+        if action == Action::FilePatch || (action == Action::JobCreate && !self.paths.is_empty()) {
+            let paths = self.paths.iter().take(RECORDED_NAMES);
+            let paths = paths.map(|path| json!(path)).collect();
+            list("paths", "path_count", self.paths.len(), paths);
+        }
+        if !self.programs.is_empty() {
+            let programs = self.programs.iter().take(RECORDED_NAMES);
+            let programs = programs.map(|program| json!(program)).collect();
+            list("programs", "program_count", self.programs.len(), programs);
         }
     }
+}
+
+/// An item of a list that is repeated.
+fn cyclic<T>(items: &[T], number: usize) -> Option<&T> {
+    items.get(number.checked_rem(items.len())?)
 }
 
 fn call(action: Action, body: &Value, query: &[(String, String)]) -> Call {
@@ -243,7 +271,8 @@ mod tests {
     fn patch_paths(diff: &str, strip: Option<u32>) -> Result<Vec<String>, String> {
         let (action, body) = (Action::FilePatch, json!({"diff": diff, "strip": strip}));
         let patch = CallerPatch::read(action, &body).map_err(|error| error.detail.clone())?;
-        let calls = PolicyCalls::new(action, &body, &[], std::iter::empty(), patch.as_ref());
+        let calls = PolicyCalls::new(action, &body, &[], std::iter::empty(), patch.as_ref())
+            .map_err(|error| error.detail.clone())?;
         Ok(calls.iter().filter_map(|call| call.path).collect())
     }
 
@@ -322,7 +351,8 @@ mod tests {
     fn policies_see_the_path_that_a_call_acts_on_and_no_stray_one() {
         let query = [("path".to_owned(), "in/query".to_owned())];
         let seen = |action, body: &Value| -> Vec<String> {
-            let calls = PolicyCalls::new(action, body, &query, std::iter::empty(), None);
+            let calls = PolicyCalls::new(action, body, &query, std::iter::empty(), None)
+                .expect("few paths");
             calls.iter().filter_map(|call| call.path).collect()
         };
         let body = json!({"path": "in/body"});
@@ -347,7 +377,8 @@ mod tests {
             &query,
             ["a", "./b//c"].into_iter(),
             None,
-        );
+        )
+        .expect("few paths");
         assert_eq!(calls.len(), 3);
         assert_eq!(
             calls
@@ -356,13 +387,9 @@ mod tests {
                 .collect::<Vec<_>>(),
             ["/workspace/sub", "/workspace/sub/a", "/workspace/sub/b/c"]
         );
-        let none = PolicyCalls::new(
-            Action::SessionExec,
-            &json!({"argv": ["ls"]}),
-            &[],
-            std::iter::empty(),
-            None,
-        );
+        let body = json!({"argv": ["ls"]});
+        let none = PolicyCalls::new(Action::SessionExec, &body, &[], std::iter::empty(), None)
+            .expect("few paths");
         assert_eq!(
             (
                 none.len(),
@@ -370,5 +397,37 @@ mod tests {
             ),
             (1, vec![Some("ls".to_owned())])
         );
+    }
+    #[test]
+    fn policies_see_each_program_and_each_written_path_of_a_job() {
+        let run = |argv: &[&str]| json!({"type": "run_command", "args": {"argv": argv}});
+        let write = |path: &str| json!({"type": "write_file", "args": {"path": path}});
+        let seen = |body: &Value| -> Vec<(Option<String>, Option<String>)> {
+            let action = Action::JobCreate;
+            let calls = PolicyCalls::new(action, body, &[], std::iter::empty(), None)
+                .expect("few paths");
+            assert_eq!(calls.iter().count(), calls.len());
+            calls.iter().map(|call| (call.program, call.path)).collect()
+        };
+        let some = |text: &str| Some(text.to_owned());
+        let steps = [run(&["rm"]), run(&["git"]), run(&["make"]), write("../a"), write("b")];
+        assert_eq!(
+            seen(&json!({"job": {"steps": steps}})),
+            [
+                (some("git"), some("/a")),
+                (some("make"), some("/workspace/b")),
+                (some("rm"), some("/a")),
+            ]
+        );
+        assert_eq!(
+            seen(&json!({"command": ["./runner"], "job": {"steps": [run(&["rm"])]}})),
+            [(some("rm"), None), (some("./runner"), None)]
+        );
+        assert_eq!(
+            seen(&json!({"job": {"steps": [write("a"), write("b")]}})),
+            [(None, some("/workspace/a")), (None, some("/workspace/b"))]
+        );
+        assert_eq!(seen(&json!({"job": {"steps": []}})), [(None, None)]);
+        assert_eq!(seen(&json!({"command": ["ls"]})), [(some("ls"), None)]);
     }
 }

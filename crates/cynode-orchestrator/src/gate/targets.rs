@@ -11,7 +11,7 @@ use cynode_service::ApiError;
 use serde_json::Value;
 use uuid::Uuid;
 
-use super::{address::Address, routes::TargetKind};
+use super::{address::Address, routes::TargetKind, submitted_jobs::SubmittedJob};
 use crate::{
     Orchestrator,
     caller::Caller,
@@ -326,7 +326,13 @@ impl Orchestrator {
                 None => Ok(Target::public(Resource::System)),
             },
             TargetKind::NewWork => {
-                let mut target = match names.in_body("task_id") {
+                let in_job = || {
+                    SubmittedJob::of(Action::JobCreate, names.body)?
+                        .id("task_id")?
+                        .parse()
+                        .ok()
+                };
+                let mut target = match names.in_body("task_id").or_else(in_job) {
                     Some(id) => self.task_target(caller, id).await?,
                     None => Target::public(Resource::System),
                 };

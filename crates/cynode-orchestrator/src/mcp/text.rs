@@ -2,12 +2,14 @@
 //! terminal control. Where something is left out, the text names the call that reads it.
 
 mod bound;
+mod job;
 mod output;
 
 use cynode_api::file_limits::{DEFAULT_ENTRIES, MAX_ENTRIES};
 use serde_json::{Map, Value, json};
 
 use super::{plain, run::ToolOutput, tools::MAX_READ, view::View};
+use crate::shorten;
 
 /// Room for the calls that read on.
 const CONTINUATION: usize = 640;
@@ -398,7 +400,7 @@ pub(crate) fn bound(result: &mut Value, view: &View) {
     if view.asks_for_more {
         return;
     }
-    if bound::json_size(result) > view.limit {
+    if shorten::json_size(result) > view.limit {
         bound::shorten(result, view.limit);
     }
 }

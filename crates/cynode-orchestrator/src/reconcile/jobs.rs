@@ -1,6 +1,6 @@
 //! Jobs: dispatched to a node, followed, collected, acknowledged.
 
-use std::{sync::Arc, time::Duration};
+use std::{borrow::Cow, sync::Arc, time::Duration};
 
 use cynode_api::{ErrorCode, Job, JobError, JobState, NodeId, Reporter, Retry};
 use cynode_client::SessionClient;
@@ -9,10 +9,9 @@ use time::OffsetDateTime;
 use super::{Error, Lanes, Reconciler};
 use crate::{
     Config,
-    blobs::Blobs,
     db::{Db, JobRow},
     fleet::{CallError, Fleet, is_transient_refusal},
-    output,
+    job_artifacts::{self, Collector, Source, Wanted},
     placement::{self, NodeRequirements, Placement},
     signal::EventSignal,
 };
@@ -30,14 +29,12 @@ const CAPACITY_INTERVAL: Duration = Duration::from_secs(2);
 const LANE_INTERVAL: Duration = Duration::from_secs(1);
 /// Bounds each call of a step. A lease lasts longer.
 const CALL_TIMEOUT: Duration = Duration::from_secs(15);
-/// While the output is fetched.
-const COLLECT_LEASE: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Debug)]
 pub(crate) struct JobReconciler {
     pub(crate) db: Db,
     pub(crate) fleet: Arc<Fleet>,
-    pub(crate) blobs: Blobs,
+    pub(crate) collector: Collector,
     pub(crate) config: Arc<Config>,
     pub(crate) placement: Placement,
     pub(crate) lanes: Lanes,
@@ -121,6 +118,7 @@ impl JobReconciler {
         let wanted = NodeRequirements {
             labels: &labels,
             limits: row.request.sandbox.limits.unwrap_or_default(),
+            needs_runner: row.has_spec(),
         };
         let node = match self
             .placement
@@ -158,9 +156,13 @@ impl JobReconciler {
         client: &SessionClient,
         is_first: bool,
     ) -> Result<Option<Duration>, Error> {
+        let mut request = Cow::Borrowed(&row.request);
+        if row.has_spec() {
+            request.to_mut().job = self.db.job_spec(row.job_id).await?;
+        }
         match self
             .fleet
-            .call(node_id, CALL_TIMEOUT, client.run_job_async(&row.request))
+            .call(node_id, CALL_TIMEOUT, client.run_job_async(&request))
             .await
         {
             Ok(job) => self.store_report(row, node_id, client, job).await,
@@ -275,34 +277,33 @@ impl JobReconciler {
     ) -> Result<Option<Duration>, Error> {
         let job = storable(of_row(row, node_id, job));
         if !job.state.is_final() {
+            let job = Job {
+                sba_result: None,
+                artifacts: Vec::new(),
+                ..job
+            };
             self.db
                 .advance_job(row.job_id, Some(node_id), &job, None, false)
                 .await?;
             return Ok(Some(POLL_INTERVAL));
         }
-        if !self
-            .db
-            .extend_lease(row.job_id, row.lease, COLLECT_LEASE)
-            .await?
-        {
-            // Another reconciler has the job.
-            return Ok(None);
-        }
-        let output = match output::collect(&self.fleet, &self.blobs, node_id, client, row.job_id)
+        let source = Source::new(row, node_id, client);
+        let collected = match self
+            .collector
+            .collect(source, job, Wanted::Output, Some(row.lease))
             .await
         {
-            Ok(output) => output,
-            // The output is too large to keep: only the excerpt in the object stays.
-            Err(error) if error.is_too_large() => None,
+            Ok(collected) => collected,
+            Err(job_artifacts::Error::LeaseLost) => return Ok(None),
             Err(error) => {
                 tracing::debug!(job_id = %row.job_id, %error, "The output of a job can't be fetched.");
                 self.db.wake_job(row.job_id, node_id, RETRY_DELAY).await?;
                 return Ok(None);
             }
         };
-        let output = output.as_ref().map(|staged| (staged, &self.blobs));
+        let blobs = collected.blobs(&self.collector.blobs);
         self.db
-            .advance_job(row.job_id, Some(node_id), &job, output, false)
+            .advance_job(row.job_id, Some(node_id), &collected.job, Some(blobs), false)
             .await?;
         self.readers.notify();
         let next = self.acknowledge(row, node_id, client).await?;
@@ -382,9 +383,25 @@ impl JobReconciler {
             {
                 Ok(job) if job.acknowledged => {}
                 Ok(job) if job.state.is_final() => {
-                    self.db
-                        .insert_late_result(row.job_id, storable(job))
-                        .await?;
+                    let source = Source::new(row, node_id, &client);
+                    match self
+                        .collector
+                        .store_late(source, storable(job), Some(row.lease))
+                        .await
+                    {
+                        Ok(()) => {}
+                        Err(job_artifacts::Error::LeaseLost) => return Ok(None),
+                        Err(error) => {
+                            tracing::debug!(job_id = %row.job_id, %error, "A late result can't be fetched.");
+                            self.db.wake_job(row.job_id, node_id, POLL_INTERVAL).await?;
+                            return Ok(None);
+                        }
+                    }
+                    // The lease was extended meanwhile.
+                    if let Some(delay) = self.acknowledge(row, node_id, &client).await? {
+                        self.db.wake_job(row.job_id, node_id, delay).await?;
+                    }
+                    return Ok(None);
                 }
                 Ok(_) => {
                     drop(
@@ -425,7 +442,11 @@ fn of_row(row: &JobRow, node_id: NodeId, job: Job) -> Job {
         task_id: row.task_id,
         node_id: Some(node_id),
         image_ref: row.object.image_ref.clone(),
-        reported_by: Reporter::Worker,
+        reported_by: match job.reported_by {
+            // Only the orchestrator itself decides without a node.
+            Reporter::Orchestrator => Reporter::Worker,
+            reporter => reporter,
+        },
         late_result: None,
         command: None,
         created_by: None,
@@ -438,6 +459,8 @@ fn of_row(row: &JobRow, node_id: NodeId, job: Job) -> Job {
 /// as base64.
 pub(super) fn storable(mut job: Job) -> Job {
     use base64::Engine as _;
+    // Shown by the node while the job runs.
+    job.progress = None;
     let output = &mut job.output;
     // The orchestrator decides what it keeps.
     output.truncated_by = None;

@@ -33,7 +33,7 @@ use crate::{
     Config, audit, blobs,
     db::{self, Db},
     fleet::{self, CallError, Fleet},
-    placement,
+    job_artifacts, placement,
     shapes::ShapePolicies,
     signal::EventSignal,
 };
@@ -55,6 +55,8 @@ pub(crate) enum Error {
     Blob(#[from] blobs::Error),
     #[error(transparent)]
     Audit(#[from] audit::Error),
+    #[error(transparent)]
+    Report(#[from] job_artifacts::Error),
     #[error("the job has no image")]
     NoImage,
 }

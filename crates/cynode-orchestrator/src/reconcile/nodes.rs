@@ -10,6 +10,7 @@ use crate::{
     Config,
     db::{Db, OrphanedJob},
     fleet::Fleet,
+    job_artifacts::{Collector, Source},
 };
 
 /// Bounds each call to a node.
@@ -19,6 +20,7 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(15);
 pub(crate) struct NodeReconciler {
     pub(crate) db: Db,
     pub(crate) fleet: Arc<Fleet>,
+    pub(crate) collector: Collector,
     pub(crate) config: Arc<Config>,
     pub(crate) lanes: Lanes,
     /// Wake the other reconcilers when a node is lost.
@@ -77,6 +79,7 @@ impl NodeReconciler {
             job_id,
             task_id,
             node_id,
+            ..
         } = *orphan;
         // The job was assigned to the same node again, which reports its end itself.
         if self
@@ -98,8 +101,15 @@ impl NodeReconciler {
             // there: that is not a result.
             Ok(job) if job.acknowledged => self.db.mark_orphan_stopped(job_id, node_id).await?,
             Ok(job) => {
-                self.db
-                    .insert_late_result(job_id, super::jobs::storable(job))
+                let source = Source {
+                    job_id,
+                    task_id,
+                    created_by: &orphan.created_by,
+                    node_id,
+                    client: &client,
+                };
+                self.collector
+                    .store_late(source, super::jobs::storable(job), None)
                     .await?;
                 drop(
                     self.fleet

@@ -1,4 +1,4 @@
-//! A directory that paths can't escape, for patches and imports.
+//! A directory that paths can't escape, for patches, imports and the steps of jobs.
 //!
 //! Invariants: a path has no `..` and is not absolute; links on it are followed only while they
 //! stay below the root; where the kernel can't guarantee that (no `openat2`), no link is followed.
@@ -39,31 +39,74 @@ impl ConfinedRoot {
         })
     }
 
+    /// The root is a directory that is open already.
+    pub(super) const fn at(root: OwnedFd) -> Self {
+        Self {
+            root,
+            without_openat2: false,
+        }
+    }
+
     /// Opens a directory below the root, as the base of other calls. `EXDEV` means that the path
     /// leads outside.
     pub(super) fn directory(&self, parts: &[&[u8]]) -> Result<OwnedFd, Errno> {
         if parts.is_empty() {
             return openat(&self.root, ".", DIRECTORY_FLAGS, Mode::empty());
         }
-        let path = parts.join(&b'/');
-        if self.without_openat2 {
-            return self.real_directory(parts);
+        self.look_up(&parts.join(&b'/'), DIRECTORY_FLAGS)
+            .unwrap_or_else(|| self.real_directory(parts))
+    }
+
+    /// Opens what a path names, which may contain `..`. `EXDEV` means that it leads outside.
+    pub(super) fn open_below(&self, path: &[u8], flags: OFlags) -> Result<OwnedFd, Errno> {
+        if let Some(result) = self.look_up(path, flags) {
+            return result;
         }
-        for _ in 0..MAX_LOOKUP_ATTEMPTS {
-            match openat2(
-                &self.root,
-                path.as_slice(),
-                DIRECTORY_FLAGS,
-                Mode::empty(),
-                ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS,
-            ) {
-                Err(Errno::AGAIN) => {}
-                // Some seccomp filters return EPERM for unknown calls.
-                Err(Errno::NOSYS | Errno::PERM) => return self.real_directory(parts),
+        let parts = parts(path).map_err(|_| Errno::XDEV)?;
+        let Some((name, parents)) = parts.split_last() else {
+            return Err(Errno::NOENT);
+        };
+        let directory = self.real_directory(parents)?;
+        openat(directory, *name, flags | OFlags::NOFOLLOW, Mode::empty()).map_err(|errno| {
+            if errno == Errno::LOOP {
+                Errno::XDEV
+            } else {
+                errno
+            }
+        })
+    }
+
+    /// Opens a directory below the root for listing; follows no links.
+    pub(super) fn readable_directory(&self, path: &[u8]) -> Result<OwnedFd, Errno> {
+        const FLAGS: OFlags = OFlags::RDONLY
+            .union(OFlags::DIRECTORY)
+            .union(OFlags::CLOEXEC);
+        if !self.without_openat2 {
+            let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+            match openat2(&self.root, path, FLAGS, Mode::empty(), resolve) {
+                Err(Errno::NOSYS | Errno::PERM) => {}
                 result => return result,
             }
         }
-        Err(Errno::AGAIN)
+        let parts: Vec<&[u8]> = path.split(|byte| *byte == b'/').collect();
+        openat(self.real_directory(&parts)?, ".", FLAGS, Mode::empty())
+    }
+
+    /// Lets the kernel resolve a path; `None` if it can't keep the path below the root.
+    fn look_up(&self, path: &[u8], flags: OFlags) -> Option<Result<OwnedFd, Errno>> {
+        if self.without_openat2 {
+            return None;
+        }
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+        for _ in 0..MAX_LOOKUP_ATTEMPTS {
+            match openat2(&self.root, path, flags, Mode::empty(), resolve) {
+                Err(Errno::AGAIN) => {}
+                // Some seccomp filters return EPERM for unknown calls.
+                Err(Errno::NOSYS | Errno::PERM) => return None,
+                result => return Some(result),
+            }
+        }
+        Some(Err(Errno::AGAIN))
     }
 
     /// Like [`ConfinedRoot::directory`], but follows no links: `EXDEV` means that the path contains

@@ -7,7 +7,10 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::{CStr, OsStr},
-    os::{fd::OwnedFd, unix::ffi::OsStrExt},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
     path::Path,
     time::{Duration, Instant, SystemTime},
 };
@@ -21,6 +24,7 @@ use rustix::{
 };
 
 use super::{
+    confined::ConfinedRoot,
     error::{Failure, FailureContext, Outcome},
     names,
     path::{self, Files},
@@ -63,39 +67,73 @@ impl Files {
             Err(Errno::NOTDIR | Errno::NOENT) => return single(&full_path, &prefix),
             Err(errno) => return Err(Failure::system(errno, "listing", path::bytes(&full_path))),
         };
-        let mut listing = Listing {
-            prefix,
+        let extent = Extent {
+            depth: depth as usize,
             max_entries: max_entries as usize,
+            max_bytes: file_limits::MAX_ANSWER_BYTES,
             hidden: request.hidden.unwrap_or(false),
-            deadline: Instant::now() + MAX_LISTING_TIME,
-            kept: BTreeMap::new(),
-            pending: BTreeSet::new(),
-            bytes: 0,
-            truncated: false,
+            skips: |_| false,
         };
-        listing
-            .add_directory(&top, b"")
-            .doing("listing", path::bytes(&full_path))?;
-        while let Some(directory) = listing.pending.pop_first() {
-            if directory.split(|byte| *byte == b'/').count() >= depth as usize {
-                continue;
-            }
-            if Instant::now() >= listing.deadline {
-                listing.truncated = true;
-                break;
-            }
-            listing.descend(&top, &directory);
-        }
-        Ok(listing.finish())
+        list_directory(top, prefix, extent).doing("listing", path::bytes(&full_path))
     }
+}
+
+/// How much of a tree is listed.
+pub(super) struct Extent {
+    pub(super) depth: usize,
+    pub(super) max_entries: usize,
+    /// Of the JSON.
+    pub(super) max_bytes: usize,
+    pub(super) hidden: bool,
+    /// Directories with such a name are listed without what they contain.
+    pub(super) skips: fn(&[u8]) -> bool,
+}
+
+/// Lists an open directory. Replacing directories with links meanwhile leads nowhere else.
+pub(super) fn list_directory(
+    top: OwnedFd,
+    prefix: Vec<u8>,
+    extent: Extent,
+) -> Result<ListResult, Errno> {
+    let depth = extent.depth;
+    let mut listing = Listing {
+        prefix,
+        extent,
+        deadline: Instant::now() + MAX_LISTING_TIME,
+        kept: BTreeMap::new(),
+        pending: BTreeSet::new(),
+        bytes: 0,
+        truncated: false,
+    };
+    listing.add_directory(&top, b"")?;
+    let top = ConfinedRoot::at(top);
+    while let Some(directory) = listing.pending.pop_first() {
+        if directory.split(|byte| *byte == b'/').count() >= depth {
+            continue;
+        }
+        if Instant::now() >= listing.deadline {
+            listing.truncated = true;
+            break;
+        }
+        listing.descend(&top, &directory);
+    }
+    Ok(listing.finish())
 }
 
 /// A path that is not a directory is its own only entry.
 fn single(full_path: &Path, prefix: &[u8]) -> Outcome<ListResult> {
-    let stat = statat(CWD, full_path, AtFlags::SYMLINK_NOFOLLOW)
-        .doing("listing", path::bytes(full_path))?;
+    list_entry(CWD, full_path, prefix).doing("listing", path::bytes(full_path))
+}
+
+/// Lists one name of a directory, whatever it is.
+pub(super) fn list_entry(
+    directory: impl AsFd,
+    name: &Path,
+    prefix: &[u8],
+) -> Result<ListResult, Errno> {
+    let stat = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
     let target = (path::kind(&stat) == FileType::Symlink)
-        .then(|| readlinkat(CWD, full_path, Vec::new()).ok())
+        .then(|| readlinkat(&directory, name, Vec::new()).ok())
         .flatten();
     let entry = entry(prefix, &stat, target.as_deref().map(CStr::to_bytes));
     Ok(ListResult {
@@ -106,8 +144,7 @@ fn single(full_path: &Path, prefix: &[u8]) -> Outcome<ListResult> {
 
 struct Listing {
     prefix: Vec<u8>,
-    max_entries: usize,
-    hidden: bool,
+    extent: Extent,
     deadline: Instant,
     /// By path relative to the listed directory.
     kept: BTreeMap<Vec<u8>, FileEntry>,
@@ -120,28 +157,35 @@ struct Listing {
 }
 
 impl Listing {
-    fn descend(&mut self, top: &OwnedFd, relative: &[u8]) {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        match openat(top, relative, flags, Mode::empty())
+    fn descend(&mut self, top: &ConfinedRoot, relative: &[u8]) {
+        match top
+            .readable_directory(relative)
             .and_then(|directory| self.add_directory(&directory, relative))
         {
             // Unreadable and deleted directories have no entries.
             Ok(())
-            | Err(Errno::ACCESS | Errno::PERM | Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {}
+            | Err(
+                Errno::ACCESS
+                | Errno::PERM
+                | Errno::NOENT
+                | Errno::NOTDIR
+                | Errno::LOOP
+                | Errno::XDEV,
+            ) => {}
             Err(_) => self.truncated = true,
         }
     }
 
     fn add_directory(&mut self, directory: &OwnedFd, relative: &[u8]) -> Result<(), Errno> {
         let (names, complete) =
-            names::smallest(directory, self.max_entries, self.deadline, |name| {
-                self.hidden || !name.starts_with(b".")
+            names::smallest(directory, self.extent.max_entries, self.deadline, |name| {
+                self.extent.hidden || !name.starts_with(b".")
             })?;
         self.truncated |= !complete;
         for name in names {
             let mut path = relative.to_vec();
             path::join(&mut path, &name.bytes);
-            let full = self.kept.len() >= self.max_entries;
+            let full = self.kept.len() >= self.extent.max_entries;
             if full
                 && self
                     .kept
@@ -165,13 +209,13 @@ impl Listing {
                 .flatten();
             let mut printed = self.prefix.clone();
             path::join(&mut printed, &path);
-            if kind == FileType::Dir {
+            if kind == FileType::Dir && !(self.extent.skips)(&name.bytes) {
                 self.pending.insert(path.clone());
             }
             let entry = entry(&printed, &stat, target.as_deref().map(CStr::to_bytes));
             self.bytes += json_bytes(&entry);
             self.kept.insert(path, entry);
-            while self.bytes > file_limits::MAX_ANSWER_BYTES {
+            while self.bytes > self.extent.max_bytes {
                 self.drop_last();
             }
         }

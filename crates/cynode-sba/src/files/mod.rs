@@ -2,13 +2,15 @@
 //!
 //! The child runs with the sandbox's own rights, so paths need no boundary here: a caller may touch
 //! what the sandbox's user may touch. Patches and imports are the exception: they never leave their
-//! target directory, so that a careless diff or archive stays inside it.
+//! target directory, so that a careless diff or archive stays inside it. So are the steps of a job
+//! ([`workspace`]).
 //!
 //! Invariants: nothing here blocks on a FIFO or a device, and nothing panics on unusual files;
 //! memory is bounded for any tree; every failure is reported with one of the API's codes and names
 //! operation and path.
 
 mod archive;
+mod artifacts;
 mod confined;
 mod digest;
 mod error;
@@ -26,6 +28,7 @@ mod staged;
 mod tree;
 mod walk;
 mod watch;
+pub(crate) mod workspace;
 mod write;
 
 use std::io;
@@ -35,7 +38,11 @@ use cynode_sba_proto::{FileOp, Reply};
 use serde::Serialize;
 
 use self::error::{Failure, Outcome};
-pub(crate) use self::path::Files;
+pub(crate) use self::{
+    artifacts::{Artifact, serve_artifacts},
+    path::Files,
+    staged::StagedFile,
+};
 use crate::peer::Peer;
 
 /// Runs one operation in `/workspace` and sends its reply. An error means that the connection

@@ -36,6 +36,14 @@ impl Default for Files {
 }
 
 impl Files {
+    /// Files of another workspace.
+    pub(crate) fn within(root: &Path) -> Self {
+        Self {
+            root: root.to_owned(),
+            ..Self::default()
+        }
+    }
+
     #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn new(root: impl Into<PathBuf>) -> Self {
         let root: PathBuf = root.into();

@@ -20,7 +20,7 @@ use crate::peer::Peer;
 /// Files up to this size are read once, into memory.
 const SMALL_FILE_BYTES: u64 = 1024 * 1024;
 /// Files up to this size are hashed as a whole before a range is sent.
-const MAX_HASHED_FOR_RANGE_BYTES: u64 = 64 * 1024 * 1024;
+pub(super) const MAX_HASHED_FOR_RANGE_BYTES: u64 = 64 * 1024 * 1024;
 /// Files in kernel file systems report size 0; their content is read up to this size.
 const MAX_UNSIZED_BYTES: u64 = 16 * 1024 * 1024;
 

@@ -21,7 +21,7 @@ use rustix::{
 };
 
 #[derive(Debug)]
-pub(super) struct StagedFile {
+pub(crate) struct StagedFile {
     directory: OwnedFd,
     file: File,
     /// The hidden name, if the file has one.
@@ -30,7 +30,7 @@ pub(super) struct StagedFile {
 
 impl StagedFile {
     /// Creates an empty file on the file system of `directory`.
-    pub(super) fn new(directory: OwnedFd) -> Result<Self, Errno> {
+    pub(crate) fn new(directory: OwnedFd) -> Result<Self, Errno> {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
         // An unnamed file gets its name through /proc.
         if access("/proc/self/fd", Access::EXISTS).is_ok() {
@@ -62,13 +62,13 @@ impl StagedFile {
         })
     }
 
-    pub(super) fn file(&mut self) -> &mut File {
+    pub(crate) fn file(&mut self) -> &mut File {
         &mut self.file
     }
 
     /// Sets permissions and name in `directory`, which must be on the same file system. Without
     /// `replace`, an existing name is an error, without a race.
-    pub(super) fn publish(
+    pub(crate) fn publish(
         mut self,
         directory: impl AsFd,
         name: &OsStr,

@@ -26,7 +26,7 @@ use super::{
 };
 
 /// The number of links followed from one path.
-const MAX_LINKS: usize = 40;
+pub(super) const MAX_LINKS: usize = 40;
 
 /// The source of a body: chunks, then `None`. An error means that the sender disconnected.
 pub(super) type Body<'a> = &'a mut dyn FnMut() -> io::Result<Option<Vec<u8>>>;

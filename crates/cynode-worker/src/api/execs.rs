@@ -288,6 +288,7 @@ async fn run(
         env: exec_environment(&entry.record(), &request.env),
         input,
         stdin_open: request.stdin_open,
+        is_runner: false,
         may_be_running: false,
     };
     let (execs, started) = (Arc::clone(&entry.execs), Arc::clone(&exec));

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use axum::{
     Json,
+    body::{Body, Bytes},
     extract::State,
     response::{IntoResponse as _, Response},
 };
@@ -12,10 +13,11 @@ use cynode_api::{
     OutputQuery, Page, Problem, TaskId,
 };
 use cynode_service::{ApiError, JsonBody, QueryParams, output::OutputRequest};
-use http::{HeaderMap, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use serde::Deserialize;
 use time::OffsetDateTime;
 use tokio::time::Instant;
+use tokio_util::io::ReaderStream;
 use utoipa::IntoParams;
 
 use super::{
@@ -23,7 +25,10 @@ use super::{
     output::answer,
     sessions::{Id, page, parse_id},
 };
-use crate::{jobs::JobEntry, sessions::check_version};
+use crate::{
+    jobs::{JobEntry, WholeJob},
+    sessions::check_version,
+};
 
 impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<JobId> {
     type Rejection = ApiError;
@@ -58,8 +63,25 @@ fn responds_async(headers: &HeaderMap) -> bool {
     })
 }
 
+/// The job with its result, which is written as it is stored: as values it would take many times the
+/// memory.
+fn whole(whole: WholeJob) -> Result<Response, ApiError> {
+    let WholeJob { job, result } = whole;
+    let mut json = serde_json::to_vec(&job)
+        .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+    if let Some(result) = result {
+        // The last byte closes the object.
+        json.pop();
+        json.extend_from_slice(b",\"sba_result\":");
+        json.extend_from_slice(&result);
+        json.push(b'}');
+    }
+    let kind = HeaderValue::from_static("application/json");
+    Ok(([(header::CONTENT_TYPE, kind)], Bytes::from(json)).into_response())
+}
+
 /// Waits for the end of a job. Fails if the worker shuts down: the next worker resumes the job.
-async fn result(api: &Api, entry: &JobEntry) -> Result<Job, ApiError> {
+async fn result(api: &Api, entry: &JobEntry) -> Result<WholeJob, ApiError> {
     tokio::select! {
         () = entry.wait_until_ended() => api.jobs.object(entry).await,
         () = api.stop.cancelled() => Err(ApiError::new(
@@ -69,9 +91,9 @@ async fn result(api: &Api, entry: &JobEntry) -> Result<Job, ApiError> {
     }
 }
 
-/// Run a job: one command, once, in its own sandbox. Responds at its end, however the command
-/// ended; with `Prefer: respond-async` as soon as the job is on disk. A repeated request returns
-/// the same job.
+/// Run a job: one command, or the steps of one specification, once, in its own sandbox. Responds at
+/// its end, however it ended; with `Prefer: respond-async` as soon as the job is on disk. A repeated
+/// request returns the same job.
 #[utoipa::path(post, path = "/v1/worker/jobs:run", tag = "jobs", request_body = JobRun,
     params(("Prefer" = Option<String>, Header,
         description = "`respond-async`: do not wait for the end")),
@@ -86,15 +108,16 @@ pub(super) async fn run(
 ) -> Result<Response, ApiError> {
     let entry = api.jobs.run(request).await?;
     if !responds_async(&headers) {
-        return Ok(Json(result(&api, &entry).await?).into_response());
+        return whole(result(&api, &entry).await?);
     }
     let job = api.jobs.object(&entry).await?;
-    let status = if job.state.is_final() {
+    let status = if job.job.state.is_final() {
         StatusCode::OK
     } else {
         StatusCode::ACCEPTED
     };
-    Ok((status, [("preference-applied", "respond-async")], Json(job)).into_response())
+    let applied = [("preference-applied", "respond-async")];
+    Ok((status, applied, whole(job)?).into_response())
 }
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -109,7 +132,7 @@ pub(super) struct JobListQuery {
     cursor: Option<String>,
 }
 
-/// List unacknowledged jobs in the order of their ids, without their output.
+/// List unacknowledged jobs in the order of their ids, without their output, results and artifacts.
 #[utoipa::path(get, path = "/v1/worker/jobs", tag = "jobs", params(JobListQuery),
     responses(
         (status = 200, body = Page<Job>),
@@ -151,9 +174,46 @@ pub(super) async fn list(
     responses(
         (status = 200, body = Job),
         (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show(State(api): State<Api>, Id(id): Id<JobId>) -> Result<Json<Job>, ApiError> {
+pub(super) async fn show(State(api): State<Api>, Id(id): Id<JobId>) -> Result<Response, ApiError> {
     let entry = api.jobs.get(id)?;
-    Ok(Json(api.jobs.object(&entry).await?))
+    whole(api.jobs.object(&entry).await?)
+}
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ArtifactQuery {
+    /// Relative to the job's directory of artifacts.
+    path: String,
+}
+
+/// Read a file that the job left in its directory of artifacts. It is retained until the job is
+/// acknowledged.
+#[utoipa::path(get, path = "/v1/worker/jobs/{job_id}/artifacts", tag = "jobs",
+    params(("job_id" = JobId, Path), ArtifactQuery),
+    responses(
+        (status = 200, content_type = "application/octet-stream", body = Vec<u8>),
+        (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn artifact(
+    State(api): State<Api>,
+    Id(id): Id<JobId>,
+    QueryParams(query): QueryParams<ArtifactQuery>,
+) -> Result<Response, ApiError> {
+    let entry = api.jobs.get(id)?;
+    let (kept, file) = api.jobs.artifact(&entry, query.path).await?;
+    let mut headers = HeaderMap::new();
+    for (name, value) in [
+        (header::CONTENT_TYPE, "application/octet-stream".to_owned()),
+        (header::CONTENT_LENGTH, kept.size.to_string()),
+        (header::ETAG, format!("\"sha256:{}\"", kept.sha256)),
+        (HeaderName::from_static("x-content-sha256"), kept.sha256),
+    ] {
+        if let Ok(value) = HeaderValue::from_str(&value) {
+            headers.insert(name, value);
+        }
+    }
+    let body = Body::from_stream(ReaderStream::new(tokio::fs::File::from_std(file)));
+    Ok((headers, body).into_response())
 }
 
 /// Read the output of a running or finished job, as for an exec. It is retained until the job is
@@ -242,9 +302,9 @@ pub(super) async fn acknowledge(
 pub(super) async fn stop(
     State(api): State<Api>,
     JsonBody(request): JsonBody<JobStop>,
-) -> Result<Json<Job>, ApiError> {
+) -> Result<Response, ApiError> {
     let entry = api.jobs.stop(&request).await?;
-    result(&api, &entry).await.map(Json)
+    whole(result(&api, &entry).await?)
 }
 
 #[cfg(test)]

@@ -89,6 +89,7 @@ fn documented() -> OpenApiRouter<Api> {
         .routes(routes!(jobs::list))
         .routes(routes!(jobs::show))
         .routes(routes!(jobs::output))
+        .routes(routes!(jobs::artifact))
         .routes(routes!(jobs::acknowledge))
         .routes(routes!(jobs::stop))
         .routes(routes!(images::list))
@@ -147,7 +148,7 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
         &[
             ErrorCode::JobIdInUse,
             ErrorCode::ImageNotFound,
-            ErrorCode::JobKindUnsupported,
+            ErrorCode::AgentRequired,
             ErrorCode::LimitUnenforceable,
             ErrorCode::NoCapacity,
             ErrorCode::NoSpace,
@@ -162,6 +163,14 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
     (
         "GET /v1/worker/jobs/{job_id}/output",
         &[ErrorCode::JobNotFound, ErrorCode::OutputExpired],
+    ),
+    (
+        "GET /v1/worker/jobs/{job_id}/artifacts",
+        &[
+            ErrorCode::JobNotFound,
+            ErrorCode::NotFound,
+            ErrorCode::OutputExpired,
+        ],
     ),
     (
         "POST /v1/worker/jobs/{job_id}/ack",

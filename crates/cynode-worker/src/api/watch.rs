@@ -46,7 +46,7 @@ pub(super) struct WatchQuery {
 #[utoipa::path(get, path = "/v1/worker/sessions/{id}/files:watch", tag = "files",
     params(("id" = SessionId, Path), WatchQuery),
     responses(
-        (status = 200, content_type = "text/event-stream", body = String),
+        (status = 200, content_type = "text/event-stream", body = serde_json::Value),
         (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn watch(
     State(api): State<Api>,

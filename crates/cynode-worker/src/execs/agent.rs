@@ -28,6 +28,8 @@ pub(crate) struct Command {
     pub(crate) env: Vec<(String, String)>,
     pub(crate) input: ExecInput,
     pub(crate) stdin_open: bool,
+    /// The command is the runner of a job.
+    pub(crate) is_runner: bool,
     /// An earlier worker process may have started this command before it crashed; a duplicate id
     /// from the agent then means success.
     pub(crate) may_be_running: bool,
@@ -101,6 +103,7 @@ async fn begin(live: &Live, exec: &Exec, command: &Command) -> Result<Channel, A
         grace_ms: GRACE_MS,
         drain_ms: DRAIN_MS,
         stdin: wants_stdin(command),
+        runner: command.is_runner,
     });
     let mut channel = link.open(&request).await.map_err(unavailable)?;
     match channel.reply(REPLY_TIMEOUT).await? {

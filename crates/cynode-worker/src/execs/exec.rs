@@ -167,6 +167,45 @@ impl Exec {
         }
     }
 
+    /// How the exec ended, if it has.
+    pub(crate) fn exit(&self) -> Option<ExecExit> {
+        self.inner.lock().ended.as_ref().map(|ended| ended.exit.clone())
+    }
+
+    /// Waits for the end, or for the failure of the start.
+    pub(crate) async fn ended(&self) {
+        let mut changes = self.changes();
+        while self.is_running() && changes.changed().await.is_ok() {}
+    }
+
+    /// The result of an exec that has ended, with the output of earlier ones before its own.
+    pub(crate) fn result_after(&self, earlier: &[Arc<Self>]) -> Result<ExecResult, ApiError> {
+        let mut collector = Collector::new(self.record.max_output_bytes, &self.spill_space);
+        let mut bytes = ByteCounts::default();
+        for exec in earlier.iter().map(AsRef::as_ref).chain([self]) {
+            let inner = exec.inner.lock();
+            let mut reader = inner.spool.read_after(0);
+            while let Ok(Some(piece)) = reader.next(&inner.spool) {
+                collector.push(piece.stream, &piece.data);
+            }
+            if let Some(ended) = &inner.ended {
+                bytes.stdout += ended.exit.bytes.stdout;
+                bytes.stderr += ended.exit.bytes.stderr;
+            }
+        }
+        let (stdout, stderr, mut truncated) = collector.finish();
+        truncated.stdout |= bytes.stdout > stdout.len();
+        truncated.stderr |= bytes.stderr > stderr.len();
+        let answer = Answer {
+            exec_id: self.id(),
+            exit: self.exit().unwrap_or_else(|| lost_exit(self)),
+            stdout,
+            stderr,
+            truncated,
+        };
+        answer.into_result()
+    }
+
     /// Waits for the end and reads the whole result into memory.
     pub(crate) async fn result(&self) -> Result<ExecResult, ApiError> {
         self.answer().await?.into_result()

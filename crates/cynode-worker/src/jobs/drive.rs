@@ -4,7 +4,8 @@
 //! has a fixed exec id, which is in the sandbox's log before the agent is called, and the agent
 //! starts an id only once. A worker that resumes a job therefore finds its end in the log, follows
 //! the running command, or starts it because it never started. If the sandbox is gone, the outcome
-//! is unknown: the job fails and is not run again.
+//! is unknown: the job fails and is not run again. A job with a specification has more to resume
+//! from (`attempts.rs`).
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -13,14 +14,16 @@ use cynode_api::{
     SignalScope,
     exec_limits::GRACE_MS,
     job_limits::{DEFAULT_TIMEOUT_SECONDS, OBJECT_BYTES},
+    sba::JobSpec,
 };
 use cynode_sba_proto::{Request, WORKSPACE};
-use cynode_service::{ApiError, checks};
+use cynode_service::{ApiError, checks, compute};
 use time::OffsetDateTime;
 
 use super::{
-    Jobs,
-    record::{JobEntry, JobOutcome, JobRecord},
+    Jobs, directory,
+    outcome::JobOutcome,
+    record::{JobEntry, JobRecord},
 };
 use crate::{
     execs::{self, Command, Exec, ExecInput, OpenExec, WatchGuard},
@@ -33,24 +36,28 @@ const START_ATTEMPTS: u32 = 5;
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// The id of the job's only exec.
+/// The id of a job's command, and of the first start of our runner.
 pub(super) fn exec_id(record: &JobRecord) -> ExecId {
     ExecId::from_uuid(*record.job.job_id.as_uuid())
 }
 
-fn exec_request(record: &JobRecord, run: &JobRun) -> ExecRequest {
+/// The command that the caller named, with a deadline.
+fn exec_request(record: &JobRecord, run: &JobRun, seconds: u64) -> ExecRequest {
     ExecRequest {
         argv: run.sandbox.command.clone(),
         env: run.sandbox.env.clone(),
-        timeout_ms: run
-            .sandbox
-            .timeout_seconds
-            .unwrap_or(DEFAULT_TIMEOUT_SECONDS)
-            * 1_000,
+        timeout_ms: seconds * 1_000,
         max_output_bytes: Some(OBJECT_BYTES),
         exec_id: Some(exec_id(record)),
         ..Default::default()
     }
+}
+
+/// A specification, and the JSON that runners get.
+#[derive(Debug)]
+pub(super) struct Specification {
+    pub(super) job: JobSpec,
+    pub(super) json: Vec<u8>,
 }
 
 impl Jobs {
@@ -58,7 +65,9 @@ impl Jobs {
         let (jobs, entry) = (Arc::clone(self), Arc::clone(entry));
         self.drivers.spawn(async move {
             if !entry.is_final() {
-                let outcome = jobs.run_to_end(&entry).await;
+                let mut outcome = jobs.run_to_end(&entry).await;
+                outcome.artifacts = jobs.take_artifacts(&entry).await;
+                jobs.complete_result(&entry, &outcome).await;
                 jobs.conclude(&entry, outcome).await;
             }
             jobs.clean_up(&entry).await;
@@ -74,36 +83,106 @@ impl Jobs {
             Ok(sandbox) => sandbox,
             Err(outcome) => return outcome,
         };
+        if record.has_specification {
+            let specification = match self.specification(&record).await {
+                Ok(specification) => specification,
+                Err(outcome) => return outcome,
+            };
+            return if run.sandbox.command.is_empty() {
+                Box::pin(self.run_our_runner(entry, &run, &sandbox, specification)).await
+            } else {
+                Box::pin(self.run_own_runner(entry, &run, &sandbox, specification)).await
+            };
+        }
+        let seconds = run.sandbox.timeout_seconds;
+        let seconds = seconds.unwrap_or(DEFAULT_TIMEOUT_SECONDS);
+        match self.run_command(entry, &run, &sandbox, seconds, None).await {
+            Ok(exec) => JobOutcome::from_exec(exec.result().await),
+            Err(outcome) => outcome,
+        }
+    }
+
+    /// Reads and checks what the job is to do.
+    async fn specification(&self, record: &JobRecord) -> Result<Specification, JobOutcome> {
+        let unreadable = |reason: String| {
+            JobOutcome::interrupted(format!("the job's specification is unreadable: {reason}"))
+        };
+        let json = self
+            .files(record.job.job_id)
+            .specification()
+            .map_err(|error| unreadable(error.to_string()))?;
+        let job = compute::run(json.len(), || JobSpec::parse(&json))
+            .await
+            .map_err(|error| unreadable(error.to_string()))?;
+        Ok(Specification { job, json })
+    }
+
+    /// Runs the command that the caller named to its end. A specification is in the sandbox before
+    /// the command starts.
+    pub(super) async fn run_command(
+        self: &Arc<Self>,
+        entry: &Arc<JobEntry>,
+        run: &JobRun,
+        sandbox: &Arc<Sandbox>,
+        seconds: u64,
+        specification: Option<&Specification>,
+    ) -> Result<Arc<Exec>, JobOutcome> {
+        let record = entry.record();
         // The exec of an earlier worker process. Watch it from the start, so that it is never
         // considered abandoned.
         let exec = sandbox.execs.get(exec_id(&record)).ok();
         let _watch_guard = exec.as_ref().map(Exec::watch);
         if let Some(exec) = exec.as_ref().filter(|exec| !exec.is_running()) {
-            return JobOutcome::from_exec(exec.result().await);
+            return Ok(Arc::clone(exec));
         }
-        let live = tokio::select! {
-            live = sandbox.until_live() => live,
-            () = stopped(entry), if exec.is_none() => return JobOutcome::canceled(),
-        };
-        let live = match (live, exec) {
-            (Ok(live), _) => live,
-            (Err(_), Some(exec)) => return JobOutcome::from_exec(exec.result().await),
-            (Err(SessionState::Failed), None) => return JobOutcome::failed(&sandbox.failure()),
-            (Err(_), None) => {
-                return JobOutcome::interrupted("the sandbox was lost before the command started");
+        let live = match (until_live(entry, sandbox, exec.is_none()).await, exec) {
+            (Ok(live), None) => {
+                if let Some(specification) = specification {
+                    self.fill_directory(&live, specification, false).await?;
+                }
+                live
             }
+            (Ok(live), Some(_)) => live,
+            (Err(_), Some(exec)) => {
+                exec.ended().await;
+                return Ok(exec);
+            }
+            (Err(outcome), None) => return Err(outcome),
         };
-        let (exec, _watch_guard) = match self.start(&sandbox, &live, &record, &run).await {
-            Ok(started) => started,
-            Err(outcome) => return outcome,
-        };
+        let request = exec_request(&record, run, seconds);
+        let (exec, _watch_guard) = self.start(sandbox, &live, &request, false).await?;
         self.set_in_progress(entry, exec.record.started_at).await;
         tokio::select! {
-            result = exec.result() => return JobOutcome::from_exec(result),
-            () = stopped(entry) => {}
+            () = exec.ended() => {}
+            () = stopped(entry) => {
+                self.terminate(&live, &exec, Duration::from_millis(GRACE_MS)).await;
+                exec.ended().await;
+            }
         }
-        self.terminate(&live, &exec).await;
-        JobOutcome::from_exec(exec.result().await)
+        Ok(exec)
+    }
+
+    /// Puts the specification into a sandbox in which nothing has run yet.
+    pub(super) async fn fill_directory(
+        &self,
+        live: &Live,
+        specification: &Specification,
+        needs_runner: bool,
+    ) -> Result<(), JobOutcome> {
+        let mut attempts = 0;
+        loop {
+            let json = specification.json.clone();
+            let filled = directory::fill(live, &specification.job, json, needs_runner).await;
+            let Err(error) = filled else { return Ok(()) };
+            attempts += 1;
+            if !error.is(ErrorCode::AgentUnavailable)
+                || attempts >= START_ATTEMPTS
+                || live.is_gone()
+            {
+                return Err(JobOutcome::failed(&error));
+            }
+            tokio::time::sleep(RETRY_DELAY).await;
+        }
     }
 
     /// Looks up the job's sandbox. If it was admitted but never recorded, it is created now:
@@ -137,32 +216,32 @@ impl Jobs {
             .map_err(|error: ApiError| JobOutcome::failed(&error))
     }
 
-    /// Starts the command, unless it has started already.
-    async fn start(
+    /// Starts an exec of the job, unless it has started already.
+    pub(super) async fn start(
         &self,
         sandbox: &Sandbox,
         live: &Arc<Live>,
-        record: &JobRecord,
-        run: &JobRun,
+        request: &ExecRequest,
+        is_runner: bool,
     ) -> Result<(Arc<Exec>, WatchGuard), JobOutcome> {
-        let request = exec_request(record, run);
         let mut attempts = 0;
         loop {
             let (OpenExec::New(exec) | OpenExec::Existing(exec)) = sandbox
                 .execs
-                .begin(&request, WORKSPACE.to_owned(), None)
+                .begin(request, WORKSPACE.to_owned(), None)
                 .map_err(|error| JobOutcome::failed(&error))?;
             let watch_guard = exec.watch();
             if exec.is_started() || !exec.is_running() {
                 return Ok((exec, watch_guard));
             }
-            tracing::debug!(job_id = %record.job.job_id, "Starting the command of a job.");
+            tracing::debug!(exec_id = %exec.id(), "Starting the command of a job.");
             let env = exec_environment(&sandbox.record(), &request.env);
             let command = Command {
                 argv: request.argv.clone(),
                 env,
                 input: ExecInput::default(),
                 stdin_open: false,
+                is_runner,
                 may_be_running: true,
             };
             let (live, execs, started) = (
@@ -198,11 +277,14 @@ impl Jobs {
         }
     }
 
-    async fn set_in_progress(&self, entry: &Arc<JobEntry>, started_at: OffsetDateTime) {
+    pub(super) async fn set_in_progress(&self, entry: &Arc<JobEntry>, started_at: OffsetDateTime) {
         let set = move |record: &mut JobRecord| {
-            record.job.state = JobState::InProgress;
-            record.job.started_at = Some(started_at);
-            true
+            let is_new = record.job.state == JobState::Accepted;
+            if is_new {
+                record.job.state = JobState::InProgress;
+                record.job.started_at = Some(started_at);
+            }
+            is_new
         };
         if let Err(error) = self.update(entry, set).await {
             // The sandbox's log has the start already; this record only repeats it.
@@ -214,18 +296,19 @@ impl Jobs {
     }
 
     /// Sends TERM, waits the grace period, sends KILL, and as a last resort kills the container.
-    async fn terminate(&self, live: &Live, exec: &Exec) {
+    pub(super) async fn terminate(&self, live: &Live, exec: &Exec, grace: Duration) {
         self.signal(live, exec, SignalName::TERM, SignalScope::Group)
             .await;
-        if tokio::time::timeout(Duration::from_millis(GRACE_MS), exec.result())
-            .await
-            .is_ok()
-        {
-            return;
+        if tokio::time::timeout(grace, exec.ended()).await.is_err() {
+            self.kill(live, exec).await;
         }
+    }
+
+    /// Sends KILL to everything that an exec started, and as a last resort kills the container.
+    pub(super) async fn kill(&self, live: &Live, exec: &Exec) {
         self.signal(live, exec, SignalName::KILL, SignalScope::Tree)
             .await;
-        if tokio::time::timeout(KILL_TIMEOUT, exec.result())
+        if tokio::time::timeout(KILL_TIMEOUT, exec.ended())
             .await
             .is_err()
         {
@@ -285,12 +368,29 @@ impl Jobs {
             tokio::time::sleep(RETRY_DELAY).await;
         }
         if entry.is_acknowledged() {
-            self.sessions.forget_job_sandbox(id);
+            self.drop_output(entry).await;
         }
     }
 }
 
-async fn stopped(entry: &JobEntry) {
+/// Waits until commands can run in the sandbox. A stop ends the wait if nothing has been started
+/// there.
+pub(super) async fn until_live(
+    entry: &JobEntry,
+    sandbox: &Sandbox,
+    can_stop: bool,
+) -> Result<Arc<Live>, JobOutcome> {
+    let live = tokio::select! {
+        live = sandbox.until_live() => live,
+        () = stopped(entry), if can_stop => return Err(JobOutcome::canceled()),
+    };
+    live.map_err(|state| match state {
+        SessionState::Failed => JobOutcome::failed(&sandbox.failure()),
+        _ => JobOutcome::interrupted("the sandbox was lost before the command started"),
+    })
+}
+
+pub(super) async fn stopped(entry: &JobEntry) {
     entry.wait_until(|record| record.stop.is_some()).await;
 }
 
@@ -305,7 +405,10 @@ pub(super) fn check_command(run: &JobRun) -> Result<(), ApiError> {
         error
     };
     let env: &BTreeMap<String, String> = &run.sandbox.env;
-    checks::check_argv("command", &run.sandbox.command).map_err(prefix)?;
+    // Without one, our runner runs the specification.
+    if run.job.is_none() || !run.sandbox.command.is_empty() {
+        checks::check_argv("command", &run.sandbox.command).map_err(prefix)?;
+    }
     checks::check_env(env, MAX_ENV, MAX_ENV_BYTES).map_err(prefix)?;
     match run.sandbox.timeout_seconds {
         None | Some(1..=MAX_TIMEOUT_SECONDS) => Ok(()),

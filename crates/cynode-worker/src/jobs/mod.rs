@@ -1,23 +1,35 @@
-//! Jobs: each runs one command to completion once and retains its result until acknowledged.
+//! Jobs: each runs one command or one specification to completion once, and retains its result and
+//! its artifacts until acknowledged.
 //!
 //! Invariants: a job is on disk before its caller is answered, and its end is on disk before it is
 //! published. A worker crash therefore neither runs a command twice nor loses its result; the next
 //! worker resumes every job (`drive.rs`). After the acknowledgement the id stays reserved for a
 //! day, so that a delayed request runs nothing.
 
+mod artifacts;
+mod attempts;
+mod directory;
 mod drive;
+mod files;
+mod finish;
+mod foreign;
+mod outcome;
+mod plan;
 mod record;
+mod runner;
+mod steps;
 
 use std::{
     collections::{BTreeMap, HashSet},
+    fs::File,
     io,
     sync::Arc,
     time::Duration,
 };
 
 use cynode_api::{
-    ErrorCode, Job, JobId, JobRun, JobState, JobStop, Problem, SessionId, WorkspaceRef,
-    job_limits::MAX_UNACKNOWLEDGED,
+    ErrorCode, ExecVia, Job, JobId, JobRun, JobState, JobStop, Problem, SessionId, WorkspaceRef,
+    job_limits::MAX_UNACKNOWLEDGED, sba::JobSpec,
 };
 use cynode_service::ApiError;
 use parking_lot::Mutex;
@@ -32,8 +44,10 @@ use crate::{
     sessions::{Admission, Sessions, check_version, journal_error},
 };
 
+pub(crate) use artifacts::KeptArtifact;
+use outcome::JobOutcome;
 pub(crate) use record::JobEntry;
-use record::{JobOutcome, JobRecord, StopRequester, fingerprint};
+use record::{JobRecord, StopRequester, fingerprint};
 
 /// How often expired ids are removed.
 const CLEANUP_INTERVAL: Duration = Duration::from_secs(60);
@@ -54,6 +68,14 @@ pub(crate) struct Jobs {
     changes: mpsc::Sender<JobId>,
 }
 
+/// A job with everything that is kept of it.
+#[derive(Debug)]
+pub(crate) struct WholeJob {
+    pub(crate) job: Job,
+    /// The JSON of its result.
+    pub(crate) result: Option<Vec<u8>>,
+}
+
 impl Jobs {
     /// Reads the jobs of an earlier worker process without resuming them.
     pub(crate) fn open(
@@ -66,6 +88,9 @@ impl Jobs {
             if let Some(record) = journal.job::<JobRecord>(id)? {
                 by_id.insert(id, Arc::new(JobEntry::new(record)));
             }
+        }
+        for directory in journal.unrecorded_jobs()? {
+            journal.discard(&directory)?;
         }
         Ok(Arc::new(Self {
             sessions,
@@ -110,15 +135,10 @@ impl Jobs {
     /// this returns.
     pub(crate) async fn run(self: &Arc<Self>, request: JobRun) -> Result<Arc<JobEntry>, ApiError> {
         check_version(request.version)?;
-        if request.job.is_some() {
-            return Err(Problem::new(
-                ErrorCode::JobKindUnsupported,
-                "job: this worker does not run SBA job specifications yet",
-            )
-            .with_remedy("Send sandbox.command, or use a worker that runs them.")
-            .into());
-        }
         drive::check_command(&request)?;
+        if let Some(job) = &request.job {
+            check_specification(&request, job, self.sessions.config.exec_via)?;
+        }
         self.sessions.check_job(&request)?;
         if matches!(
             request.sandbox.workspace_ref,
@@ -148,7 +168,7 @@ impl Jobs {
 
     async fn admit(
         self: &Arc<Self>,
-        request: JobRun,
+        mut request: JobRun,
         fingerprint: String,
         image: Result<Image, ApiError>,
     ) -> Result<Arc<JobEntry>, ApiError> {
@@ -178,6 +198,7 @@ impl Jobs {
                 .with_remedy("Acknowledge the jobs whose results are known.")
                 .into());
         }
+        let specification = request.job.take();
         let image = match image {
             Ok(image) => image,
             // The job itself fails, as with any other error in what it asks to run.
@@ -186,25 +207,40 @@ impl Jobs {
                     || error.is(ErrorCode::ImageDigestMismatch) =>
             {
                 let mut record = JobRecord::new(request, fingerprint, self.sessions.node_id, None);
-                record.conclude(JobOutcome::failed(&error));
+                record.has_specification = specification.is_some();
+                let outcome = JobOutcome::failed(&error);
+                self.complete_result(&JobEntry::new(record.clone()), &outcome)
+                    .await;
+                record.conclude(outcome);
                 return self.record_job(record).await;
             }
             Err(error) => return Err(error),
         };
-        let record = JobRecord::new(
+        let mut record = JobRecord::new(
             request.clone(),
             fingerprint,
             self.sessions.node_id,
             Some(image.digest.clone()),
         );
+        record.has_specification = specification.is_some();
         let reservation = self
             .sessions
             .reserve(&request, record.session_id, image, Admission::CheckCapacity)
             .await?;
-        let entry = match self.record_job(record).await {
+        let recorded = async {
+            if let Some(specification) = specification {
+                let files = self.files(id);
+                blocking(move || files.write_specification(&specification))
+                    .await
+                    .map_err(|error| journal_error(&error))?;
+            }
+            self.record_job(record).await
+        };
+        let entry = match recorded.await {
             Ok(entry) => entry,
             Err(error) => {
                 reservation.cancel().await;
+                drop(self.journal.discard(&self.journal.job_directory(id)));
                 return Err(error);
             }
         };
@@ -267,15 +303,28 @@ impl Jobs {
         })
     }
 
-    /// The job as callers see it; includes the output from its end to its acknowledgement.
-    pub(crate) async fn object(&self, entry: &JobEntry) -> Result<Job, ApiError> {
+    /// The job as callers see it; includes the output and the result from its end to its
+    /// acknowledgement.
+    pub(crate) async fn object(&self, entry: &JobEntry) -> Result<WholeJob, ApiError> {
         let job = entry.job();
         if !job.state.is_final() || job.acknowledged {
-            return Ok(job);
+            return Ok(WholeJob { job, result: None });
         }
-        let (journal, id) = (self.journal.clone(), job.job_id);
-        match blocking(move || journal.job::<JobRecord>(id)).await {
-            Ok(Some(record)) => Ok(record.job),
+        let (journal, id, files) = (self.journal.clone(), job.job_id, self.files(job.job_id));
+        let read = move || {
+            let Some(record) = journal.job::<JobRecord>(id)? else {
+                return Ok(None);
+            };
+            let result = if record.has_specification {
+                files.result()?
+            } else {
+                None
+            };
+            let job = record.job;
+            Ok(Some(WholeJob { job, result }))
+        };
+        match blocking(read).await {
+            Ok(Some(whole)) => Ok(whole),
             Ok(None) => Err(ApiError::new(
                 ErrorCode::Internal,
                 format!("the record of job {id} is unreadable and was set aside"),
@@ -296,6 +345,41 @@ impl Jobs {
         entries
             .map(|(id, entry)| (*id, Arc::clone(entry)))
             .collect()
+    }
+
+    /// An artifact that is kept of a job, with its bytes.
+    pub(crate) async fn artifact(
+        &self,
+        entry: &JobEntry,
+        path: String,
+    ) -> Result<(KeptArtifact, File), ApiError> {
+        let id = entry.job().job_id;
+        let (files, named) = (self.files(id), path.clone());
+        let opened = blocking(move || artifacts::open(&files, &named)).await;
+        match opened {
+            // The acknowledgement may have come meanwhile.
+            _ if entry.is_acknowledged() => Err(Problem::new(
+                ErrorCode::OutputExpired,
+                format!("job {id} was acknowledged and its artifacts dropped"),
+            )
+            .with_remedy("Read the artifacts before the job is acknowledged.")
+            .into()),
+            Ok(Some(found)) => Ok(found),
+            Ok(None) => Err(ApiError::new(
+                ErrorCode::NotFound,
+                format!("job {id} has no artifact {path:?}"),
+            )),
+            Err(error) => Err(ApiError::new(
+                ErrorCode::Internal,
+                format!("reading an artifact of job {id}: {error}"),
+            )),
+        }
+    }
+
+    /// Tells the orchestrator that something about a job changed.
+    fn announce(&self, id: JobId) {
+        // If the queue is full or closed, the orchestrator finds the change by polling.
+        self.changes.try_send(id).ok();
     }
 
     /// The exec of the job's command, once it has started.
@@ -332,8 +416,26 @@ impl Jobs {
             .await
             .map_err(|error| journal_error(&error))?;
         // If the sandbox is still live, its driver does this after ending it.
-        self.sessions.forget_job_sandbox(entry.record().session_id);
+        self.drop_output(&entry).await;
         Ok(())
+    }
+
+    /// Drops everything of an acknowledged job but its record.
+    async fn drop_output(&self, entry: &JobEntry) {
+        let record = entry.record();
+        let (journal, id) = (self.journal.clone(), record.job.job_id);
+        let directory = journal.job_directory(id);
+        if directory.exists() {
+            match blocking(move || journal.discard(&directory)).await {
+                Ok(()) => drop(self.sessions.empty_trash()),
+                Err(error) => tracing::warn!(
+                    job_id = %id,
+                    %error,
+                    "Failed to drop the files of a job; the next start retries."
+                ),
+            }
+        }
+        self.sessions.forget_job_sandbox(record.session_id);
     }
 
     /// Stops a job and waits for its end. A job that has ended keeps its result; an unknown one is
@@ -485,4 +587,31 @@ impl Jobs {
             }
         }
     }
+}
+
+/// Rejects a specification that this worker can't run.
+fn check_specification(request: &JobRun, job: &JobSpec, via: ExecVia) -> Result<(), ApiError> {
+    for (name, is_equal) in [
+        ("job_id", job.job_id == request.job_id),
+        ("task_id", job.task_id == request.task_id),
+    ] {
+        if !is_equal {
+            return Err(ApiError::invalid(format!(
+                "job.{name}: must equal the {name} of the request"
+            )));
+        }
+    }
+    if job.steps.is_empty() {
+        let detail = "job.inference: this worker has no agent that works on a job by itself";
+        return Err(Problem::new(ErrorCode::InvalidRequest, detail)
+            .with_remedy("Send a job with steps.")
+            .into());
+    }
+    if via == ExecVia::Runtime {
+        return Err(ApiError::new(
+            ErrorCode::AgentRequired,
+            "job: worker.exec_via is \"runtime\", and specifications need the agent",
+        ));
+    }
+    Ok(())
 }

@@ -1,20 +1,18 @@
-//! A job's record on disk and in memory, and its outcome.
+//! A job's record on disk and in memory.
+
+use std::time::Instant;
 
 use cynode_api::{
-    ErrorCode, ExecResult, Job, JobError, JobOutput, JobRun, JobState, JobStop, NodeId, SessionId,
+    ExecId, Job, JobOutput, JobProgress, JobRun, JobState, JobStop, NodeId, SessionId,
     job_limits::REMEMBER_SECONDS,
 };
-use cynode_service::ApiError;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
 use tokio::sync::watch;
 
-/// Error codes specific to jobs; all others are those of the API.
-const RUNNER_INTERRUPTED: &str = "runner_interrupted";
-const OOM_KILLED: &str = "oom_killed";
-const NODE_STOPPED: &str = "node_stopped";
+use super::outcome::{self, JobOutcome};
 
 /// Who requested the stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,13 +25,20 @@ pub(crate) enum StopRequester {
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct JobRecord {
-    /// Dropped at the end of the job; the fingerprint then suffices.
+    /// Without the specification. Dropped at the end of the job; the fingerprint then suffices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) request: Option<JobRun>,
+    /// The job has a specification, in a file of its own.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) has_specification: bool,
+    /// The exec of the runner that was started after the first one was killed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) second_exec: Option<ExecId>,
     /// Hash of the request: tells a retry from a different request under the same id. Empty if the
     /// job was stopped before its request arrived.
     pub(crate) fingerprint: String,
-    /// The on-disk record alone has the output, from the end of the job to its acknowledgement.
+    /// The on-disk record alone has the output and the artifacts, from the end of the job to its
+    /// acknowledgement.
     pub(crate) job: Job,
     /// The job's sandbox.
     pub(crate) session_id: SessionId,
@@ -63,7 +68,9 @@ impl JobRecord {
             image_ref: request.sandbox.image_ref.clone(),
             image_digest,
             sba_result: None,
+            progress: None,
             artifacts: Vec::new(),
+            artifacts_omitted: 0,
             error: None,
             reported_by: cynode_api::Reporter::Worker,
             late_result: None,
@@ -73,6 +80,8 @@ impl JobRecord {
         };
         Self {
             request: Some(request),
+            has_specification: false,
+            second_exec: None,
             fingerprint,
             job,
             session_id: SessionId::generate(),
@@ -112,18 +121,18 @@ impl JobRecord {
             signal,
             output,
             error,
+            reported_by,
+            artifacts,
+            has_result: _,
         } = outcome;
         (self.job.state, self.job.error) = match self.stop {
             None => (state, error),
             Some(StopRequester::Caller) => (JobState::Canceled, None),
-            Some(StopRequester::Node) => (
-                JobState::Canceled,
-                Some(problem(
-                    NODE_STOPPED,
-                    "the node was told to stop and to end its sandboxes",
-                )),
-            ),
+            Some(StopRequester::Node) => (JobState::Canceled, Some(outcome::node_stopped())),
         };
+        self.job.reported_by = reported_by;
+        self.job.artifacts = artifacts.to_json();
+        self.job.artifacts_omitted = artifacts.omitted;
         self.job.exit_code = exit_code;
         self.job.signal = signal;
         self.job.output = output;
@@ -135,17 +144,18 @@ impl JobRecord {
     pub(crate) fn acknowledge(&mut self) {
         self.acknowledged_at = Some(OffsetDateTime::now_utc());
         self.job.acknowledged = true;
-        self.drop_streams();
+        self.drop_output();
     }
 
-    fn drop_streams(&mut self) {
+    fn drop_output(&mut self) {
         self.job.output.stdout = String::new();
         self.job.output.stderr = String::new();
+        self.job.artifacts = Vec::new();
     }
 
     /// The record as held in memory.
-    pub(crate) fn without_streams(mut self) -> Self {
-        self.drop_streams();
+    pub(crate) fn without_output(mut self) -> Self {
+        self.drop_output();
         self
     }
 
@@ -159,121 +169,20 @@ impl JobRecord {
 
 /// Hash of a request that ignores its version and the order of its members.
 pub(crate) fn fingerprint(request: &JobRun) -> String {
-    let mut request = JobRun {
+    let mut hash = Sha256::new();
+    let rest = JobRun {
         version: None,
+        job: None,
         ..request.clone()
     };
-    if let Some(job) = &mut request.job {
+    hash.update(serde_json::to_vec(&rest).unwrap_or_default());
+    if let Some(job) = &request.job {
+        let mut job = serde_json::to_value(job).unwrap_or_default();
         job.sort_all_objects();
+        hash.update(b"\n");
+        hash.update(serde_json::to_vec(&job).unwrap_or_default());
     }
-    hex::encode(Sha256::digest(
-        serde_json::to_vec(&request).unwrap_or_default(),
-    ))
-}
-
-/// How a job ended.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct JobOutcome {
-    state: JobState,
-    exit_code: Option<i32>,
-    signal: Option<String>,
-    output: JobOutput,
-    error: Option<JobError>,
-}
-
-fn problem(code: &str, detail: impl Into<String>) -> JobError {
-    JobError {
-        code: code.to_owned(),
-        detail: detail.into(),
-    }
-}
-
-impl JobOutcome {
-    fn without_exit(state: JobState, error: Option<JobError>) -> Self {
-        Self {
-            state,
-            exit_code: None,
-            signal: None,
-            output: JobOutput::default(),
-            error,
-        }
-    }
-
-    /// The command did not run.
-    pub(crate) fn failed(error: &ApiError) -> Self {
-        let errno = error
-            .extensions
-            .get("errno")
-            .and_then(|errno| errno.as_str());
-        let detail = errno.map_or_else(
-            || error.detail.clone(),
-            |errno| format!("{errno}: {}", error.detail),
-        );
-        Self::without_exit(JobState::Failed, Some(problem(&error.code, detail)))
-    }
-
-    /// The progress of the command is unknown.
-    pub(crate) fn interrupted(detail: impl Into<String>) -> Self {
-        Self::without_exit(JobState::Failed, Some(problem(RUNNER_INTERRUPTED, detail)))
-    }
-
-    pub(crate) fn canceled() -> Self {
-        Self::without_exit(JobState::Canceled, None)
-    }
-
-    /// The outcome of a command that was started.
-    pub(crate) fn from_exec(result: Result<ExecResult, ApiError>) -> Self {
-        let ExecResult {
-            exit,
-            stdout,
-            stderr,
-            encoding,
-            truncated,
-            ..
-        } = match result {
-            Ok(result) => result,
-            Err(error) if error.is(ErrorCode::AgentUnavailable) => {
-                return Self::interrupted(error.into_problem().detail);
-            }
-            Err(error) => return Self::failed(&error),
-        };
-        let (state, error) = if exit.lost {
-            (
-                JobState::Failed,
-                Some(problem(
-                    RUNNER_INTERRUPTED,
-                    "the sandbox was lost before the command's exit was observed",
-                )),
-            )
-        } else if exit.timed_out {
-            (JobState::Timeout, None)
-        } else if exit.oom_killed {
-            (
-                JobState::Failed,
-                Some(problem(
-                    OOM_KILLED,
-                    "the sandbox's memory limit was reached",
-                )),
-            )
-        } else if exit.exit_code == Some(0) {
-            (JobState::Completed, None)
-        } else {
-            (JobState::Failed, None)
-        };
-        Self {
-            state,
-            exit_code: exit.exit_code,
-            signal: exit.signal,
-            output: JobOutput {
-                stdout,
-                stderr,
-                encoding,
-                truncated,
-                truncated_by: None,
-            },
-            error,
-        }
-    }
+    hex::encode(hash.finalize())
 }
 
 /// A job known to this worker.
@@ -283,24 +192,69 @@ pub(crate) struct JobEntry {
     /// Held while a change of the record is computed, written to disk and published.
     pub(super) writing: tokio::sync::Mutex<()>,
     pub(super) changed: watch::Sender<()>,
+    progress: Mutex<Option<ShownProgress>>,
+}
+
+/// How far a job of our runner is.
+#[derive(Debug)]
+struct ShownProgress {
+    progress: JobProgress,
+    /// When the job's time is over.
+    deadline: OffsetDateTime,
+    /// When the orchestrator was last told.
+    announced_at: Option<Instant>,
 }
 
 impl JobEntry {
     pub(crate) fn new(record: JobRecord) -> Self {
         Self {
-            record: Mutex::new(record.without_streams()),
+            record: Mutex::new(record.without_output()),
             writing: tokio::sync::Mutex::new(()),
             changed: watch::Sender::new(()),
+            progress: Mutex::default(),
         }
+    }
+
+    /// Sets the progress. Returns whether the last announcement is older than `interval`.
+    pub(super) fn set_progress(
+        &self,
+        progress: JobProgress,
+        deadline: OffsetDateTime,
+        interval: std::time::Duration,
+    ) -> bool {
+        let mut shown = self.progress.lock();
+        let earlier = shown.as_ref().and_then(|shown| shown.announced_at);
+        let is_due = earlier.is_none_or(|at| at.elapsed() >= interval);
+        *shown = Some(ShownProgress {
+            progress,
+            deadline,
+            announced_at: if is_due { Some(Instant::now()) } else { earlier },
+        });
+        is_due
+    }
+
+    /// What a job that runs our runner shows of its progress.
+    pub(super) fn progress(&self) -> Option<JobProgress> {
+        let shown = self.progress.lock();
+        let shown = shown.as_ref()?;
+        let left = (shown.deadline - OffsetDateTime::now_utc()).whole_seconds();
+        Some(JobProgress {
+            remaining_seconds: u64::try_from(left).unwrap_or(0),
+            ..shown.progress.clone()
+        })
     }
 
     pub(crate) fn record(&self) -> JobRecord {
         self.record.lock().clone()
     }
 
-    /// The job without its output.
+    /// The job without its output and its result.
     pub(crate) fn job(&self) -> Job {
-        self.record.lock().job.clone()
+        let mut job = self.record.lock().job.clone();
+        if job.state == JobState::InProgress {
+            job.progress = self.progress();
+        }
+        job
     }
 
     pub(crate) fn is_final(&self) -> bool {
@@ -312,7 +266,7 @@ impl JobEntry {
     }
 
     pub(super) fn set(&self, record: JobRecord) {
-        *self.record.lock() = record.without_streams();
+        *self.record.lock() = record.without_output();
         self.changed.send_replace(());
     }
 

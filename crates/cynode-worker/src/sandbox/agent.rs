@@ -78,6 +78,11 @@ impl Channel {
         self.0.encoded_patches
     }
 
+    /// The newest version of the runner's protocol that the agent relays; 0 if it has no runner.
+    pub(crate) const fn runner(&self) -> u32 {
+        self.0.runner
+    }
+
     pub(crate) async fn next(&mut self) -> Result<Frame, LinkError> {
         self.0.read().await
     }

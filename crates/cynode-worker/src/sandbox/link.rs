@@ -88,6 +88,8 @@ pub(crate) struct AgentConnection {
     pub(crate) max_frame: usize,
     /// The newest version of encoded patches that the agent reads; 0 if it reads diffs only.
     pub(crate) encoded_patches: u32,
+    /// The newest version of the runner's protocol that the agent relays; 0 if it has no runner.
+    pub(crate) runner: u32,
 }
 
 #[derive(Debug)]
@@ -267,6 +269,7 @@ async fn greet(
         decoder: Decoder::new(MAX_AGENT_FRAME),
         max_frame: OLDEST_WORKER_FRAME,
         encoded_patches: 0,
+        runner: 0,
     };
     match connection.read().await? {
         Frame::Json(json) => match serde_json::from_slice(&json) {
@@ -275,9 +278,11 @@ async fn greet(
                 role,
                 max_frame,
                 encoded_patches,
+                runner,
                 ..
             })) => {
                 connection.encoded_patches = encoded_patches.unwrap_or_default();
+                connection.runner = runner.unwrap_or_default();
                 connection.max_frame = max_frame
                     .unwrap_or(OLDEST_WORKER_FRAME)
                     .min(MAX_WORKER_FRAME);
@@ -330,7 +335,10 @@ mod tests {
 
     #[tokio::test]
     async fn what_an_agent_does_not_announce_it_does_not_have() {
-        for (announced, expected) in [(None, (OLDEST_WORKER_FRAME, 0)), (Some(3), (3, 3))] {
+        for (announced, expected) in [
+            (None, (OLDEST_WORKER_FRAME, 0, 0)),
+            (Some(3), (3, 3, 3)),
+        ] {
             let (worker, mut agent) = UnixStream::pair().expect("a pair");
             let (park, parked) = mpsc::channel(1);
             let shared = Shared {
@@ -345,12 +353,18 @@ mod tests {
                 role: Role::Request,
                 max_frame: announced,
                 encoded_patches: announced.and_then(|version| version.try_into().ok()),
+                runner: announced.and_then(|version| version.try_into().ok()),
             });
             let mut bytes = Vec::new();
             encode_message(&hello, &mut bytes);
             agent.write_all(&bytes).await.expect("sent");
             let (_, connection) = greet(worker, &shared, true).await.expect("greeted");
-            assert_eq!((connection.max_frame, connection.encoded_patches), expected);
+            let read = (
+                connection.max_frame,
+                connection.encoded_patches,
+                connection.runner,
+            );
+            assert_eq!(read, expected);
         }
     }
 }

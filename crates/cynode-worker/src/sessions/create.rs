@@ -349,6 +349,7 @@ impl Sessions {
             workspace_id: record.session.workspace_id,
             id_block: record.id_block,
             disk_bytes,
+            keeps_job_directory: record.resumed,
             limits: record.session.limits,
         };
         match self.start(&sandbox).await {
@@ -369,6 +370,7 @@ impl Sessions {
                 let init = live.init;
                 let update = self.update(entry, move |record| {
                     record.init = Some(init);
+                    record.has_job_directory = true;
                     record.session.unenforced = unenforced;
                     record.session.create_duration_ms = Some(millis);
                     // Preserve an end that was requested meanwhile.
@@ -472,6 +474,7 @@ pub(super) fn new_record(
         init: None,
         disposal: None,
         resumed: false,
+        has_job_directory: false,
         job_id: None,
     }
 }

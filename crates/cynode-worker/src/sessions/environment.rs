@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use cynode_sba_proto::{HOME, WORKSPACE};
+use cynode_api::sba::is_node_variable;
+use cynode_sba_proto::{ARTIFACTS, HOME, WORKSPACE};
 
 use crate::journal::SessionRecord;
 
@@ -11,8 +12,8 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 const MAX_IMAGE_ENV: usize = 128;
 const MAX_IMAGE_ENV_BYTES: usize = 64 * 1024;
 
-/// Filters an image's environment: drops variables that load code into programs, reserved names and
-/// excess size.
+/// Filters an image's environment: drops variables that load code into programs, those that the
+/// node sets, and excess size.
 pub(super) fn clean_image_env(env: &[(String, String)]) -> Vec<(String, String)> {
     const DANGEROUS: &[&str] = &[
         "BASH_ENV",
@@ -39,9 +40,8 @@ pub(super) fn clean_image_env(env: &[(String, String)]) -> Vec<(String, String)>
                 && !name.contains(['=', '\0'])
                 && !value.contains('\0')
                 && !name.starts_with("LD_")
-                && !name.starts_with("CYNODE_")
                 && !name.starts_with("BASH_FUNC_")
-                && !name.to_ascii_lowercase().ends_with("_proxy")
+                && !is_node_variable(name)
                 && !DANGEROUS.contains(&name.as_str());
             if safe {
                 bytes += name.len() + value.len();
@@ -93,6 +93,10 @@ pub(crate) fn exec_environment(
         },
         ("CYNODE_WORKSPACE_DIR".to_owned(), WORKSPACE.to_owned()),
     ]);
+    // A sandbox that an earlier version started has no such directory.
+    if record.has_job_directory {
+        env.insert("CYNODE_ARTIFACTS_DIR".to_owned(), ARTIFACTS.to_owned());
+    }
     env.into_iter().collect()
 }
 
@@ -108,6 +112,7 @@ mod tests {
             ("CYNODE_TASK_ID", "forged"),
             ("BASH_ENV", "/evil"),
             ("https_proxy", "http://evil"),
+            ("OLLAMA_BASE_URL", "http://evil"),
             ("GOPATH", "/go"),
             ("PATH", "/go/bin"),
         ];

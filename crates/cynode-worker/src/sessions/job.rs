@@ -4,18 +4,20 @@
 //! not listed and accepts no calls; its container is named after the job; it neither expires nor
 //! idles, because the job has a deadline; and its output outlives it.
 
-use std::{collections::HashSet, sync::Arc};
+use std::{collections::HashSet, io, os::fd::OwnedFd, path::Path, sync::Arc};
 
 use cynode_api::{
     ErrorCode, JobId, JobRun, SandboxId, SessionCreate, SessionId, SessionState, Unenforced,
     WorkspaceRef, session_limits::MAX_LIFETIME_SECONDS,
 };
 use cynode_service::ApiError;
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 use tokio::sync::MutexGuard;
 
 use super::{
-    EndRequest, Live, SessionEntry, Sessions, create::new_record, validate,
-    workspace::RequestedDisk,
+    EndRequest, Live, SessionEntry, Sessions, blocking, create::new_record, journal_error,
+    validate,
+    workspace::{RequestedDisk, job_directory},
 };
 use crate::{
     journal::{Disposal, SessionRecord, WorkspaceRecord},
@@ -168,6 +170,52 @@ impl Sessions {
             .collect()
     }
 
+    /// Opens the job directory of a sandbox in which nothing is to run any more. Removes its
+    /// container first, so that nothing changes there. `None` if its disk is gone or in other use.
+    pub(crate) async fn open_job_directory(
+        self: &Arc<Self>,
+        id: SessionId,
+    ) -> Result<Option<OwnedFd>, ApiError> {
+        let Some(entry) = self.job_sandbox(id) else {
+            return Ok(None);
+        };
+        let _step = entry.step.lock().await;
+        if !matches!(entry.state(), SessionState::Running | SessionState::Lost) {
+            return Ok(None);
+        }
+        let record = entry.record();
+        let workspace_id = record.session.workspace_id;
+        let is_used_elsewhere = self.by_id.lock().values().any(|other| {
+            let other = other.record.lock();
+            other.session.workspace_id == workspace_id
+                && other.session.session_id != id
+                && other.is_live()
+        });
+        if is_used_elsewhere {
+            return Ok(None);
+        }
+        if let Some(live) = entry.live.lock().take() {
+            live.close();
+        }
+        self.remove_sandbox(record.sandbox_id, record.id_block)
+            .await?;
+        entry.execs.mark_all_lost();
+        let (image, data) = self.journal.workspace_disk(workspace_id);
+        let workspace = self
+            .journal
+            .workspace(workspace_id)
+            .map_err(|error| journal_error(&error))?;
+        let Some(workspace) = workspace.filter(|_| image.exists() || data.exists()) else {
+            return Ok(None);
+        };
+        self.prepare_disk(workspace_id, workspace.disk_bytes)
+            .await
+            .map_err(|error| journal_error(&error))?;
+        blocking(move || open_confined(&data))
+            .await
+            .map_err(|error| journal_error(&error))
+    }
+
     /// Ends a job's sandbox.
     pub(crate) async fn end_job_sandbox(self: &Arc<Self>, id: SessionId) -> Result<(), ApiError> {
         let Some(entry) = self.job_sandbox(id) else {
@@ -253,6 +301,19 @@ impl SessionEntry {
                     .unwrap_or_default(),
             )
         })
+    }
+}
+
+/// Opens the job directory on a disk, if it has one.
+fn open_confined(data: &Path) -> io::Result<Option<OwnedFd>> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let top = rustix::fs::openat(CWD, data, flags | OFlags::NOFOLLOW, Mode::empty())?;
+    let name = job_directory(Path::new(""));
+    let confined = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
+    match rustix::fs::openat2(&top, name, flags, Mode::empty(), confined) {
+        Ok(opened) => Ok(Some(opened)),
+        Err(rustix::io::Errno::NOENT) => Ok(None),
+        Err(error) => Err(error.into()),
     }
 }
 

@@ -144,6 +144,7 @@ impl Sessions {
         record.sandbox_id = sandbox.sandbox_id;
         record.id_block = sandbox.id_block;
         record.init = Some(started.live.init);
+        record.has_job_directory = true;
         record.session.workspace_id = sandbox.workspace_id;
         record.session.unenforced.clone_from(&started.unenforced);
         record.session.warm = true;
@@ -396,6 +397,7 @@ impl Sessions {
             workspace_id: WorkspaceId::generate(),
             id_block,
             disk_bytes: self.limits_disks().then_some(key.limits.disk_bytes),
+            keeps_job_directory: false,
             limits: key.limits,
         };
         let made = match self.start(&sandbox).await {
@@ -442,6 +444,7 @@ async fn check_spare(started: &StartedSandbox) -> Result<(), ApiError> {
         grace_ms: 0,
         drain_ms: 0,
         stdin: false,
+        runner: false,
     });
     let mut channel = started
         .live

@@ -140,6 +140,7 @@ mod tests {
             init: None,
             disposal,
             resumed: false,
+            has_job_directory: true,
             job_id: None,
         }
     }

@@ -10,10 +10,10 @@ use std::{
 use cynode_api::{
     ErrorCode, ExecVia, LABEL_NODE_ID, LABEL_SANDBOX_ID, Limits, SandboxId, Unenforced, WorkspaceId,
 };
-use cynode_sba_proto::{AGENT_BINARY, HOME, WORKSPACE};
+use cynode_sba_proto::{AGENT_BINARY, HOME, JOB, WORKSPACE};
 use cynode_service::ApiError;
 
-use super::{Live, Sessions, runtime_problem};
+use super::{Live, Sessions, runtime_problem, workspace::Directories};
 use crate::{
     capacity::ParentCgroup,
     disk,
@@ -35,6 +35,8 @@ pub(super) struct Sandbox {
     pub(super) id_block: u32,
     /// Size of the workspace's disk; `None` if it has no disk of its own.
     pub(super) disk_bytes: Option<u64>,
+    /// The sandbox continues a session that has had one, and keeps its job directory.
+    pub(super) keeps_job_directory: bool,
     pub(super) limits: Limits,
 }
 
@@ -70,9 +72,25 @@ impl Sessions {
         };
         let directory = self.journal.sandbox_directory(sandbox.sandbox_id);
         self.prepare_sandbox(&directory).map_err(host_failed)?;
-        let (workspace, home) = self
-            .prepare_workspace(sandbox.workspace_id, sandbox.id_block, sandbox.disk_bytes)
+        self.prepare_disk(sandbox.workspace_id, sandbox.disk_bytes)
             .await
+            .map_err(host_failed)?;
+        let has_old_job = !sandbox.keeps_job_directory
+            && self
+                .has_job_directory(sandbox.workspace_id)
+                .map_err(host_failed)?;
+        if has_old_job {
+            // The host opens that directory, so no container of an interrupted attempt may run.
+            self.runtime
+                .remove(&container)
+                .await
+                .map_err(runtime_failed)?;
+            self.remove_job_directory(sandbox.workspace_id)
+                .await
+                .map_err(host_failed)?;
+        }
+        let directories = self
+            .prepare_directories(sandbox.workspace_id, sandbox.id_block)
             .map_err(host_failed)?;
         let (image, data) = self.journal.workspace_disk(sandbox.workspace_id);
         let initial_usage = sandbox
@@ -86,7 +104,7 @@ impl Sessions {
         if let Some(Err(error)) = self.parent.as_ref().map(ParentCgroup::limit) {
             tracing::warn!(%error, "Failed to set the limits of all sandboxes together.");
         }
-        let spec = self.spec(sandbox, &directory, &workspace, &home);
+        let spec = self.spec(sandbox, &directory, &directories);
         match self.runtime.create(&spec).await {
             Ok(_) => {}
             // Left by an attempt that a crash or a hung runtime interrupted. Only this worker uses
@@ -216,7 +234,7 @@ impl Sessions {
         }
     }
 
-    fn spec(&self, sandbox: &Sandbox, directory: &Path, workspace: &Path, home: &Path) -> Spec {
+    fn spec(&self, sandbox: &Sandbox, directory: &Path, directories: &Directories) -> Spec {
         let argv = match self.config.exec_via {
             ExecVia::Agent => vec![AGENT_BINARY.to_owned(), "agent".to_owned()],
             // Idles, and exits at once on TERM.
@@ -248,8 +266,9 @@ impl Sessions {
             ids: self.ids.map(sandbox.id_block),
             mounts: vec![
                 mount(directory, "/run/cynode", true),
-                mount(workspace, WORKSPACE, false),
-                mount(home, HOME, false),
+                mount(&directories.workspace, WORKSPACE, false),
+                mount(&directories.home, HOME, false),
+                mount(&directories.job, JOB, false),
             ],
             limits: sandbox.limits,
             cgroup_parent: self.parent.as_ref().map(|parent| parent.name.clone()),

@@ -1,7 +1,8 @@
 //! Workspaces: the files of a session on the host, owned by the ids of its sandbox.
 //!
-//! The worker creates the directories and hands them over. While a sandbox is live, the worker
-//! opens nothing below them by name.
+//! A workspace has a home and a job directory beside it on its disk. The worker creates these
+//! directories and hands them over. While a sandbox is live, the worker opens nothing below them by
+//! name.
 
 use std::{
     io,
@@ -15,13 +16,21 @@ use rustix::fs::{AtFlags, CWD, Gid, Uid};
 use time::OffsetDateTime;
 
 use super::{Sessions, blocking, journal_error, validate};
-use crate::{disk, idrange::AGENT_ID, journal::WorkspaceRecord};
+use crate::{disk, idrange::AGENT_ID, journal::WorkspaceRecord, tree};
 
 /// The requested disk size, and whether the request set it explicitly.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RequestedDisk {
     pub(super) bytes: u64,
     pub(super) explicit: bool,
+}
+
+/// What a sandbox mounts from the disk of its workspace.
+#[derive(Debug)]
+pub(super) struct Directories {
+    pub(super) workspace: PathBuf,
+    pub(super) home: PathBuf,
+    pub(super) job: PathBuf,
 }
 
 impl Sessions {
@@ -131,13 +140,12 @@ impl Sessions {
         self.config.allow_unenforced.contains(&name)
     }
 
-    /// Mounts the disk and creates the directories for the sandbox's user, where missing.
-    pub(super) async fn prepare_workspace(
+    /// Mounts the disk, and makes it first if there is none.
+    pub(super) async fn prepare_disk(
         &self,
         id: WorkspaceId,
-        id_block: u32,
         disk_bytes: Option<u64>,
-    ) -> io::Result<(PathBuf, PathBuf)> {
+    ) -> io::Result<()> {
         let (image, data) = self.journal.workspace_disk(id);
         fs_err::create_dir_all(&data)?;
         if let Some(bytes) = disk_bytes {
@@ -148,11 +156,44 @@ impl Sessions {
             disks.make(&image, bytes).await?;
             disk::mount(&image, &data).await?;
         }
-        let (workspace, home) = (data.join("workspace"), data.join("home"));
-        for directory in [&workspace, &home] {
-            hand_over(directory, id_block + AGENT_ID)?;
+        Ok(())
+    }
+
+    /// Creates the directories for the sandbox's user, where missing.
+    pub(super) fn prepare_directories(
+        &self,
+        id: WorkspaceId,
+        id_block: u32,
+    ) -> io::Result<Directories> {
+        let (_, data) = self.journal.workspace_disk(id);
+        let owner = id_block + AGENT_ID;
+        let directories = Directories {
+            workspace: data.join("workspace"),
+            home: data.join("home"),
+            job: job_directory(&data),
+        };
+        if !exists(&directories.job)? {
+            make_job_directory(&directories.job, owner)?;
         }
-        Ok((workspace, home))
+        for directory in [
+            &directories.workspace,
+            &directories.home,
+            &directories.job,
+        ] {
+            hand_over(directory, owner)?;
+        }
+        Ok(directories)
+    }
+
+    /// Returns whether the disk of a workspace has the job directory of an earlier sandbox.
+    pub(super) fn has_job_directory(&self, id: WorkspaceId) -> io::Result<bool> {
+        exists(&job_directory(&self.journal.workspace_disk(id).1))
+    }
+
+    /// Removes the job directory of an earlier sandbox. The workspace has no live one.
+    pub(super) async fn remove_job_directory(&self, id: WorkspaceId) -> io::Result<()> {
+        let job = job_directory(&self.journal.workspace_disk(id).1);
+        blocking(move || tree::remove(&job)).await
     }
 
     /// Retains a workspace, for the grace period or indefinitely.
@@ -190,6 +231,28 @@ impl Sessions {
         }
         Ok(())
     }
+}
+
+/// The job directory on a workspace's disk.
+pub(super) fn job_directory(data: &Path) -> PathBuf {
+    data.join("job")
+}
+
+fn exists(path: &Path) -> io::Result<bool> {
+    match fs_err::symlink_metadata(path) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Creates a job directory with everything in it, or none.
+fn make_job_directory(job: &Path, owner: u32) -> io::Result<()> {
+    let staged = job.with_extension("new");
+    tree::remove(&staged)?;
+    hand_over(&staged, owner)?;
+    hand_over(&staged.join("artifacts"), owner)?;
+    fs_err::rename(&staged, job)
 }
 
 /// Creates a directory owned by `owner`. An existing one is not modified otherwise: hostile code

@@ -74,14 +74,11 @@ pub struct Run {
 #[derive(Debug, Subcommand)]
 pub enum Job {
     /// Run a job from a JSON file and exit with its exit code
-    Run(JobRun),
+    Run(Box<JobRun>),
     /// List jobs: what runs first, then the newest
     List(JobList),
-    /// Show one job
-    Show {
-        /// Id, or a part of it
-        job: String,
-    },
+    /// Show one job, with a line for each step
+    Show(JobShow),
     /// Print a job's output
     Logs(JobLogs),
     /// Stop jobs
@@ -108,9 +105,35 @@ pub struct JobList {
 }
 
 #[derive(Debug, Args)]
+pub struct JobShow {
+    /// Id, or a part of it
+    pub job: String,
+    /// Wait for the end and print each step as it begins
+    #[arg(long, short)]
+    pub follow: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "A job specification is checked before it is sent; its job_id and task_id may be \
+                  left out. While the job runs, its output goes to standard output and, on a \
+                  terminal, its progress to standard error."
+)]
 pub struct JobRun {
-    /// Body of `POST /v1/jobs`; `-` is standard input
+    /// Job specification of cynode-sba, or body of `POST /v1/jobs`; `-` is standard input
     pub file: PathBuf,
+    /// Task of the job [default: that of the file, or a new one]
+    #[arg(long)]
+    pub task: Option<String>,
+    /// Image name or reference [default: that of the file, or the system's default image]
+    #[arg(long, value_name = "REF")]
+    pub image: Option<String>,
+    /// Directory to bring in: its files become the workspace, but for those that hold secrets
+    #[arg(long, value_name = "DIR")]
+    pub workspace: Option<PathBuf>,
+    /// Leave out what git ignores
+    #[arg(long, requires = "workspace")]
+    pub gitignore: bool,
     /// Print the job's id and don't wait for it
     #[arg(long, short)]
     pub detach: bool,

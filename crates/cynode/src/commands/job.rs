@@ -2,12 +2,13 @@
 
 use std::process::ExitCode;
 
-use cynode_api::{Job as ApiJob, JobState};
+use cynode_api::{Job as ApiJob, JobState, Reporter};
 use cynode_client::UserClient;
 use serde_json::json;
 
 use super::{
     CommandResult, follow::Follower, format_time, note_more, print_done, print_list, print_object,
+    progress, timeline,
 };
 use crate::{
     cli::{Format, Globals, Job, JobList},
@@ -25,47 +26,14 @@ pub async fn run(globals: &Globals, command: Job) -> CommandResult {
     match command {
         Job::Run(args) => super::run::from_file(&client, globals, &args).await,
         Job::List(args) => list(&client, globals, args).await,
-        Job::Show { job } => {
-            let job = client.job(resolve::job(&client, &job).await?).await?;
-            let error = job
-                .error
-                .as_ref()
-                .map(|error| format!("{}: {}", error.code, error.detail))
-                .unwrap_or_default();
-            let fields = [
-                ("job", job.job_id.to_string()),
-                ("state", job.state.to_string()),
-                (
-                    "exit",
-                    job.exit_code
-                        .map(|code| code.to_string())
-                        .unwrap_or_default(),
-                ),
-                ("error", error),
-                ("command", command_line(&job)),
-                (
-                    "output",
-                    job.output
-                        .truncated_by
-                        .as_ref()
-                        .map(|quota| format!("truncated: {quota}"))
-                        .unwrap_or_default(),
-                ),
-                ("task", job.task_id.to_string()),
-                ("image", job.image_ref.clone()),
-                ("digest", job.image_digest.clone().unwrap_or_default()),
-                (
-                    "node",
-                    job.node_id.map(|id| id.to_string()).unwrap_or_default(),
-                ),
-                (
-                    "started",
-                    job.started_at.map(format_time).unwrap_or_default(),
-                ),
-                ("ended", job.ended_at.map(format_time).unwrap_or_default()),
-                ("by", job.created_by.clone().unwrap_or_default()),
-            ];
-            print_object(globals, &job, &fields)
+        Job::Show(args) => {
+            let id = resolve::job(&client, &args.job).await?;
+            let job = if args.follow {
+                progress::until_end(&client, id).await?
+            } else {
+                client.job(id).await?
+            };
+            show(globals, &job)
         }
         Job::Logs(args) => {
             let id = resolve::job(&client, &args.job).await?;
@@ -101,6 +69,63 @@ pub async fn run(globals: &Globals, command: Job) -> CommandResult {
             }
         }
     }
+}
+
+fn show(globals: &Globals, job: &ApiJob) -> CommandResult {
+    let error = job
+        .error
+        .as_ref()
+        .map(|error| timeline::cut(&format!("{}: {}", error.code, error.detail)))
+        .unwrap_or_default();
+    let reporter = match job.reported_by {
+        // The others have seen it themselves.
+        reporter @ (Reporter::Sandbox | Reporter::File) => {
+            format!("the sandbox's own {}", reporter.as_str())
+        }
+        Reporter::Worker | Reporter::Orchestrator => String::new(),
+    };
+    let mut fields = vec![
+        ("job", job.job_id.to_string()),
+        ("state", job.state.to_string()),
+        (
+            "exit",
+            job.exit_code
+                .map(|code| code.to_string())
+                .unwrap_or_default(),
+        ),
+        ("error", error),
+        ("reported by", reporter),
+        ("command", command_line(job)),
+        (
+            "output",
+            job.output
+                .truncated_by
+                .as_ref()
+                .map(|quota| format!("truncated: {quota}"))
+                .unwrap_or_default(),
+        ),
+        ("task", job.task_id.to_string()),
+        ("image", job.image_ref.clone()),
+        ("digest", job.image_digest.clone().unwrap_or_default()),
+        (
+            "node",
+            job.node_id.map(|id| id.to_string()).unwrap_or_default(),
+        ),
+        (
+            "started",
+            job.started_at.map(format_time).unwrap_or_default(),
+        ),
+        ("ended", job.ended_at.map(format_time).unwrap_or_default()),
+        ("by", job.created_by.clone().unwrap_or_default()),
+    ];
+    fields.extend(timeline::fields(job));
+    let printed = print_object(globals, job, &fields)?;
+    let rows = timeline::rows(job);
+    if globals.output == Format::Table && !rows.is_empty() {
+        output::line("")?;
+        output::table(TableStyle::new(false), timeline::HEADER, rows)?;
+    }
+    Ok(printed)
 }
 
 async fn list(client: &UserClient, globals: &Globals, args: JobList) -> CommandResult {

@@ -14,7 +14,10 @@ pub mod token;
 pub mod user;
 
 mod follow;
+mod job_file;
+mod progress;
 mod run_and_get;
+mod timeline;
 
 use std::process::ExitCode;
 

@@ -2,11 +2,12 @@
 //!
 //! The client chooses the job's id, so that a request whose response was lost can be repeated.
 
-use std::{path::Path, process::ExitCode, time::Duration};
+use std::{io::Read as _, path::Path, process::ExitCode, time::Duration};
 
 use backon::Retryable as _;
 use cynode_api::{
-    API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, TaskId, WorkspaceRef,
+    API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, TaskId,
+    WorkspaceRef,
 };
 use cynode_client::UserClient;
 use tokio::{
@@ -17,17 +18,20 @@ use tokio::{
 use super::{
     CommandResult,
     follow::{FinishedJob, Follower},
-    print_created, run_and_get,
+    job_file::{self, JobFile},
+    print_created, progress, run_and_get, timeline,
 };
 use crate::{
     bring::{self, BringOptions},
     cli::{Format, Globals, JobRun, Run},
     connect,
     failure::{Failure, INTERNAL, UNREACHABLE},
-    output, resolve, retry,
+    output, resolve, retry, sanitize,
     session::exit_code,
 };
 
+/// The exit code of the runner for a job that failed.
+const FAILED: u8 = 1;
 /// The exit code of `timeout`.
 const TIMED_OUT: u8 = 124;
 /// The exit code that a shell gives to a program that Ctrl-C ended.
@@ -62,16 +66,36 @@ pub async fn run(globals: &Globals, args: Run) -> CommandResult {
 /// Runs a job from a JSON file.
 pub async fn from_file(client: &UserClient, globals: &Globals, args: &JobRun) -> CommandResult {
     let text = if args.file == Path::new("-") {
-        std::io::read_to_string(std::io::stdin())
+        let mut text = Vec::new();
+        std::io::stdin().read_to_end(&mut text).map(|_| text)
     } else {
-        fs_err::read_to_string(&args.file)
+        fs_err::read(&args.file)
     };
     let text = text.map_err(|error| Failure::usage(error.to_string()))?;
-    let mut request: JobCreate = serde_json::from_str(&text).map_err(|error| {
-        Failure::usage(format!("{}: {error}", args.file.display()))
-            .remedy("See POST /v1/jobs in /openapi.json.")
-    })?;
-    let id = *request.job_id.get_or_insert_with(JobId::generate);
+    let task = resolve::optional(args.task.as_deref(), async |task| {
+        resolve::task(client, task).await
+    })
+    .await?;
+    let JobFile {
+        mut request,
+        job_id: id,
+        new_task,
+    } = job_file::parse(&text, &args.file.display().to_string(), task)?;
+    request.image_ref = args.image.clone().or(request.image_ref);
+    if let Some(id) = new_task {
+        let new = TaskCreate {
+            id: Some(id),
+            name: format!("job {}", request.job_id.unwrap_or_else(JobId::generate)),
+            ..TaskCreate::default()
+        };
+        client.create_task(&new).await?;
+    }
+    if let Some(directory) = &args.workspace {
+        let options = BringOptions {
+            gitignore: args.gitignore,
+        };
+        bring_workspace(client, &mut request, directory, &options, id).await?;
+    }
     run_job(client, globals, &request, id, args.detach, args.raw).await
 }
 
@@ -99,6 +123,10 @@ async fn run_job(
     let mut follower = Follower::new(client, id, raw);
     let finished = async {
         match globals.output {
+            Format::Table if request.job.is_some() => tokio::select! {
+                finished = follower.print(true) => finished,
+                never = progress::watch(client, id) => match never {},
+            },
             Format::Table => follower.print(true).await,
             Format::Json => wait_for_end(client, id).await,
         }
@@ -257,6 +285,18 @@ fn exit_result(finished: &FinishedJob) -> CommandResult {
         }
         _ => {}
     }
+    // Nothing in the output of an SBA job says why it failed.
+    if job.state == JobState::Failed
+        && job.sba_result.is_some()
+        && let Some(error) = &job.error
+    {
+        output::message(&sanitize::line(&format!(
+            "cynode: the job failed: {}: {}; see 'cynode job show {}'",
+            error.code,
+            timeline::cut(&error.detail),
+            job.job_id
+        )));
+    }
     if let Some(code) = exit_code(job.exit_code, signal) {
         return Ok(code);
     }
@@ -268,27 +308,27 @@ fn exit_result(finished: &FinishedJob) -> CommandResult {
         "exec_failed" if detail.contains("ENOENT") || detail.contains("No such file") => 127,
         "exec_failed" => 126,
         "node_lost" | "no_capacity" => UNREACHABLE,
+        "internal" => INTERNAL,
+        // The runner's exit was not seen, but the end of the job is definite.
+        _ if job.sba_result.is_some() => FAILED,
         _ => INTERNAL,
     };
     Err(Failure::new(exit, code, detail).remedy(format!("See 'cynode job show {}'.", job.job_id)))
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use cynode_api::{Job, JobError, JobOutput, NodeId, TaskId};
 
     use super::*;
 
-    fn finished(state: JobState, exit_code: Option<i32>, error: Option<&str>) -> FinishedJob {
-        let error = error.map(|code| JobError {
-            code: code.to_owned(),
-            detail: "x".to_owned(),
-        });
-        let job = Job {
+    /// A job that has completed.
+    pub(crate) fn job() -> Job {
+        Job {
             job_id: JobId::generate(),
             task_id: TaskId::generate(),
-            state,
-            exit_code,
+            state: JobState::Completed,
+            exit_code: Some(0),
             signal: None,
             acknowledged: false,
             output: JobOutput::default(),
@@ -298,12 +338,27 @@ mod tests {
             image_ref: "x".to_owned(),
             image_digest: None,
             sba_result: None,
+            progress: None,
             artifacts: Vec::new(),
-            error,
+            artifacts_omitted: 0,
+            error: None,
             reported_by: cynode_api::Reporter::Worker,
             late_result: None,
             created_by: None,
             command: None,
+        }
+    }
+
+    fn finished(state: JobState, exit_code: Option<i32>, error: Option<&str>) -> FinishedJob {
+        let error = error.map(|code| JobError {
+            code: code.to_owned(),
+            detail: "x".to_owned(),
+        });
+        let job = Job {
+            state,
+            exit_code,
+            error,
+            ..job()
         };
         FinishedJob { job, exit: None }
     }
@@ -321,9 +376,18 @@ mod tests {
             exit_result(&finished(JobState::Failed, None, Some("node_lost")))
                 .is_err_and(|failure| failure.exit == UNREACHABLE)
         );
-        assert!(
-            exit_result(&finished(JobState::Failed, None, None))
-                .is_err_and(|failure| failure.exit == INTERNAL)
-        );
+        for (code, has_result, exit) in [
+            (None, false, INTERNAL),
+            (Some("runner_interrupted"), false, INTERNAL),
+            (Some("runner_interrupted"), true, FAILED),
+            (Some("internal"), true, INTERNAL),
+        ] {
+            let mut finished = finished(JobState::Failed, None, code);
+            finished.job.sba_result = has_result.then(|| serde_json::json!({}));
+            assert!(
+                exit_result(&finished).is_err_and(|failure| failure.exit == exit),
+                "{code:?}"
+            );
+        }
     }
 }

@@ -86,6 +86,8 @@ impl Shared {
             error: None,
             reported_by: cynode_api::Reporter::Worker,
             late_result: None,
+            progress: None,
+            artifacts_omitted: 0,
             created_by: None,
             command: None,
             acknowledged: false,

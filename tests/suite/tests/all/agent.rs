@@ -137,6 +137,7 @@ fn start(argv: &[&str]) -> Request {
         grace_ms: 500,
         drain_ms: 250,
         stdin: false,
+        runner: false,
     })
 }
 

@@ -338,7 +338,7 @@ async fn every_refusal_is_a_complete_problem_with_its_request_id() -> Result<()>
                     "job": {}
                 }),
             ),
-            "job_kind_unsupported",
+            "invalid_request",
         ),
         (get("/v1/worker/jobs:run"), "method_not_allowed"),
         (get("/v1/worker/calls/nonsense"), "not_found"),

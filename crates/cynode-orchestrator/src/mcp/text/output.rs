@@ -24,7 +24,12 @@ pub(super) fn command(result: &Value, view: &View) -> String {
         .filter(|error| error.is_object())
         .map(|error| format!("\nerror: {error}"))
         .unwrap_or_default();
-    let header = job + &end_state(result) + &error;
+    let more = if job.is_empty() {
+        String::new()
+    } else {
+        super::job::describe(result)
+    };
+    let header = job + &end_state(result) + &error + &more;
     let limit = if view.is_coding() {
         CODING_OUTPUT
     } else {

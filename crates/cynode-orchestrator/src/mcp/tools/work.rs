@@ -9,11 +9,17 @@ use cynode_api::{
 };
 use cynode_service::ApiError;
 use http::Method;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use uuid::Uuid;
 
 use super::{AGENTS, Arguments, Kind, MANAGERS, Tool, arguments};
-use crate::mcp::plan::{ApiRequest, Plan, ResultFormat, segment};
+use crate::{
+    db::to_json,
+    mcp::plan::{ApiRequest, Plan, ResultFormat, segment},
+};
+
+/// What a tool returns of the result of a job.
+const RESULT_BYTES: usize = 64 * 1024;
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
@@ -47,14 +53,17 @@ pub(super) fn tools() -> Vec<Tool> {
             "db.job.create",
             MANAGERS,
             Kind::Adds,
-            "Start a job: one command in its own sandbox. Answers immediately; \
-             poll db.job.get or events.list for its end.",
+            "Start a job in its own sandbox: one command, or a job specification with steps \
+             (job: {protocol_version: \"1.0\", constraints: {max_runtime_seconds, \
+             max_output_bytes}, steps: [{type, args}]}). Answers immediately; poll db.job.get or \
+             events.list for its end.",
         ),
         Tool::new::<JobGet, Job>(
             "db.job.get",
             AGENTS,
             Kind::Reads,
-            "Show a job: its state and, once it has ended, its exit code and output.",
+            "Show a job: its state and, once it has ended, its exit code, output, result and \
+             artifacts.",
         ),
         Tool::new::<JobList, Page<Job>>(
             "db.job.list",
@@ -151,7 +160,11 @@ arguments! {
         task_id: TaskId,
         /// Makes the call idempotent.
         job_id: Option<JobId>,
-        command: Vec<String>,
+        /// With `job`, the command is the runner of the job.
+        command: Option<Vec<String>>,
+        /// A job specification of cynode-sba; its ids may be left out.
+        #[schema(value_type = Option<Object>)]
+        job: Option<Map<String, Value>>,
         image_ref: Option<String>,
         /// `new`, `workspace:<uuid>` or `artifact:<uuid>`.
         workspace_ref: Option<String>,
@@ -313,7 +326,7 @@ impl Arguments for JobNew {
             job_id: self.job_id,
             image_ref: self.image_ref,
             workspace_ref,
-            command: self.command,
+            command: self.command.unwrap_or_default(),
             env: self.env.unwrap_or_default(),
             timeout_seconds: self.timeout_seconds,
             limits: self.limits,
@@ -321,6 +334,16 @@ impl Arguments for JobNew {
             retry: self.retry,
             ..JobCreate::default()
         };
+        let mut body = to_json(&body);
+        if let Some(mut job) = self.job {
+            // Models are poor at making ids up.
+            job.entry("task_id")
+                .or_insert_with(|| json!(self.task_id));
+            job.entry("job_id")
+                .or_insert_with(|| json!(self.job_id.unwrap_or_else(JobId::generate)));
+            // Not parsed here: the route lists everything that is wrong with it.
+            body["job"] = Value::Object(job);
+        }
         Ok(Plan::Request(
             ApiRequest::new(Method::POST, "/v1/jobs", self.task_id).json(&body)?,
         ))
@@ -329,10 +352,10 @@ impl Arguments for JobNew {
 
 impl Arguments for JobGet {
     fn into_plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Request(ApiRequest::get(
-            format!("/v1/jobs/{}", self.job_id),
-            self.task_id,
-        )))
+        Ok(Plan::Request(
+            ApiRequest::get(format!("/v1/jobs/{}", self.job_id), self.task_id)
+                .query("max_result_bytes", Some(RESULT_BYTES)),
+        ))
     }
 }
 

@@ -1,6 +1,13 @@
-use cynode_api::{ByteCounts, ExecExit, ExecId, ExecVia, JobId, Problem, TaskId, Truncated};
+use cynode_api::{
+    ByteCounts, ErrorCode, ExecExit, ExecId, ExecResult, ExecVia, JobId, Problem, TaskId,
+    Truncated, sba::JobSpec,
+};
+use cynode_service::ApiError;
 
-use super::*;
+use super::{
+    super::outcome::{JobOutcome, NODE_STOPPED, OOM_KILLED, RUNNER_INTERRUPTED},
+    *,
+};
 
 fn run() -> JobRun {
     JobRun::command(TaskId::generate(), JobId::generate(), "default", ["true"])
@@ -170,4 +177,27 @@ fn the_fingerprint_covers_every_member_but_the_version() {
             ..first.clone()
         })
     );
+    let job = |steps: &str| {
+        let json = format!(
+            r#"{{"protocol_version": "1.0", "job_id": "{}", "task_id": "{}",
+                "constraints": {{"max_runtime_seconds": 1, "max_output_bytes": 1}},
+                "steps": [{steps}]}}"#,
+            first.job_id, first.task_id
+        );
+        Some(Box::new(JobSpec::parse(json.as_bytes()).expect("valid")))
+    };
+    let with_job = |job| {
+        fingerprint(&JobRun {
+            job,
+            ..first.clone()
+        })
+    };
+    let steps = [
+        r#"{"type": "list_tree", "args": {}}"#,
+        r#"{"args": {}, "type": "list_tree"}"#,
+        r#"{"type": "list_tree", "args": {"path": "a"}}"#,
+    ];
+    let [one, same, other] = steps.map(|steps| with_job(job(steps)));
+    assert_eq!(one, same);
+    assert!(one != other && one != fingerprint(&first));
 }

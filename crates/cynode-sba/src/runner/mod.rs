@@ -1,0 +1,493 @@
+//! `cynode-sba run`: works one job and reports its result.
+//!
+//! Three modes differ in where the job comes from and where the result goes: files in the job's
+//! directory, standard input and output, or the worker. In the last one the runner is a command of
+//! the sandbox, and process 1 relays between it and the worker ([`control`]).
+//!
+//! Invariants: commands and file operations run on the code that serves sessions; like process 1,
+//! the runner is single-threaded, reaps its descendants and has no rights that steps lack; it
+//! reports a complete result however the job ends, also when it panics.
+
+mod command;
+mod control;
+mod directory;
+mod files;
+mod live;
+mod output;
+mod progress;
+mod result;
+mod steps;
+#[cfg_attr(
+    not(test),
+    expect(dead_code, reason = "jobs for a model change their list; steps only complete it")
+)]
+mod todo;
+
+use std::{
+    io::{self, Read as _},
+    os::fd::OwnedFd,
+    path::PathBuf,
+    process::ExitCode,
+    rc::Rc,
+    time::Duration,
+};
+
+use cynode_api::sba::{
+    FailureCode, JobResult, JobSpec, StepResult, job_id_of, limits::MAX_JOB_BYTES,
+};
+use cynode_sba_proto::{JOB, WORKSPACE, runner};
+use rustix::fs::{FileType, fstat};
+use tokio::{
+    io::Interest,
+    net::UnixStream,
+    sync::watch,
+    task::LocalSet,
+    time::Instant,
+};
+
+use self::{
+    control::{Assignment, Control},
+    directory::{ARTIFACTS, JOB_FILE, JobDirectory},
+    live::LiveOutput,
+    output::Budget,
+    progress::{Progress, Resumption},
+    result::{EXIT_FAILURE, EXIT_INTERNAL, JobReport},
+    steps::{Ending, StopReason, Work},
+    todo::TodoList,
+};
+use crate::{
+    EXIT_UNSAFE, EXIT_USAGE, exec::Execs, fail, files::workspace::Workspace, harden, processes, sys,
+};
+
+/// How long the runner waits for a reader of its streams at the end of the job.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for hashing artifacts. The node hashes them again.
+const ARTIFACTS_TIMEOUT: Duration = Duration::from_secs(6);
+/// The same when the job is stopped: the node waits a second for the whole job.
+const STOPPED_TIMEOUT: Duration = Duration::from_millis(200);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    File,
+    Stdio,
+    Supervised,
+}
+
+/// What `cynode-sba run` is called with.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Options {
+    mode: Mode,
+    job_directory: PathBuf,
+    workspace: PathBuf,
+}
+
+impl Options {
+    pub(crate) fn parse(arguments: &[&str]) -> Option<Self> {
+        let (mut mode, mut job_directory, mut workspace) = (None, None, None);
+        let mut arguments = arguments.iter();
+        while let Some(argument) = arguments.next() {
+            let is_first = match *argument {
+                "--stdio" => mode.replace(Mode::Stdio).is_none(),
+                "--supervised" => mode.replace(Mode::Supervised).is_none(),
+                "--job-dir" => job_directory.replace(arguments.next()?).is_none(),
+                "--workspace" => workspace.replace(arguments.next()?).is_none(),
+                _ => false,
+            };
+            if !is_first {
+                return None;
+            }
+        }
+        // Also drops a slash at the end.
+        let absolute = |path: &str| {
+            let path = std::path::absolute(path).ok()?;
+            Some(path.components().collect())
+        };
+        Some(Self {
+            mode: mode.unwrap_or(Mode::File),
+            job_directory: absolute(job_directory.unwrap_or(&JOB))?,
+            workspace: absolute(workspace.unwrap_or(&WORKSPACE))?,
+        })
+    }
+}
+
+/// Where the job comes from.
+enum Input {
+    /// Its JSON, or why it can't be read.
+    Json(io::Result<Vec<u8>>),
+    Worker(OwnedFd),
+}
+
+/// Works a job; the exit code says how it ended.
+pub(crate) fn main(options: &Options) -> ExitCode {
+    // First, before another descriptor gets the number.
+    let channel = match options.mode {
+        Mode::Supervised => match worker_channel() {
+            Ok(channel) => Some(channel),
+            Err(error) => {
+                let number = runner::RUNNER_FD;
+                let message = format!("descriptor {number} is no socket to process 1: {error}");
+                return fail(EXIT_USAGE, &message);
+            }
+        },
+        Mode::File | Mode::Stdio => None,
+    };
+    if let Err(reason) = harden() {
+        return fail(EXIT_UNSAFE, &format!("refusing to run: {reason}"));
+    }
+    let directory = match (options.mode, JobDirectory::open(&options.job_directory)) {
+        (Mode::Stdio, _) => None,
+        (_, Ok(directory)) => Some(Rc::new(directory)),
+        (_, Err(error)) => {
+            let path = &options.job_directory;
+            return fail(EXIT_USAGE, &format!("can't open {path:?}: {error}"));
+        }
+    };
+    let input = match (channel, &directory) {
+        (Some(channel), _) => Input::Worker(channel),
+        (None, Some(directory)) => Input::Json(directory.read(JOB_FILE, MAX_JOB_BYTES)),
+        (None, None) => Input::Json(read_stdin()),
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .enable_time()
+        .build();
+    let runtime = match runtime {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(EXIT_INTERNAL, &format!("can't start: {error}")),
+    };
+    let runner = async {
+        match Runner::start(options, directory.clone()) {
+            Ok(runner) => runner.run(input).await,
+            Err(error) => {
+                fail(EXIT_INTERNAL, &format!("can't watch signals: {error}"));
+                EXIT_INTERNAL
+            }
+        }
+    };
+    let run = || runtime.block_on(LocalSet::new().run_until(runner));
+    let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
+    ExitCode::from(code.unwrap_or_else(|_| {
+        // A panic of the steps ends in a result; this is one while a result was made.
+        let result = JobResult::failed(None, FailureCode::Internal, PANICKED);
+        let published = async {
+            let live = LiveOutput::start(options.mode != Mode::Stdio);
+            publish(directory.as_deref(), &live, &result).await
+        };
+        runtime.block_on(LocalSet::new().run_until(published));
+        EXIT_INTERNAL
+    }))
+}
+
+const PANICKED: &str = "the runner panicked; its standard error says where";
+
+fn worker_channel() -> io::Result<OwnedFd> {
+    let channel = sys::inherited(runner::RUNNER_FD)?;
+    if FileType::from_raw_mode(fstat(&channel)?.st_mode) == FileType::Socket {
+        rustix::io::ioctl_fionbio(&channel, true)?;
+        Ok(channel)
+    } else {
+        Err(io::Error::from_raw_os_error(libc::ENOTSOCK))
+    }
+}
+
+/// One byte more than a job may have is enough to refuse it.
+fn read_stdin() -> io::Result<Vec<u8>> {
+    let mut json = Vec::new();
+    let stdin = io::stdin().lock();
+    stdin.take(MAX_JOB_BYTES as u64 + 1).read_to_end(&mut json)?;
+    Ok(json)
+}
+
+/// Leaves the result in the job's directory, or on standard output; returns whether it is there.
+async fn publish(
+    directory: Option<&JobDirectory>,
+    live: &LiveOutput,
+    result: &JobResult,
+) -> bool {
+    let published = match directory {
+        Some(directory) => result::write(directory, result),
+        None => {
+            let stdout = live.stdout();
+            stdout.push(&[&result::to_json(result)[..], b"\n"].concat());
+            stdout.flush().await
+        }
+    };
+    if let Err(error) = &published {
+        fail(EXIT_INTERNAL, &format!("can't write the result: {error}"));
+    }
+    published.is_ok()
+}
+
+/// A job that is ready to be worked.
+struct ReadyJob {
+    job: JobSpec,
+    sha256: String,
+    attempt: u32,
+    deadline: Instant,
+    in_flight: Option<u64>,
+    finished: Vec<StepResult>,
+    todo: TodoList,
+}
+
+struct Runner<'a> {
+    options: &'a Options,
+    directory: Option<Rc<JobDirectory>>,
+    execs: Rc<Execs>,
+    live: Rc<LiveOutput>,
+    stop: watch::Sender<Option<StopReason>>,
+}
+
+impl<'a> Runner<'a> {
+    fn start(options: &'a Options, directory: Option<Rc<JobDirectory>>) -> io::Result<Self> {
+        let execs = Rc::new(Execs::default());
+        let stop = watch::Sender::new(None);
+        let signals = sys::signal_fd(&[libc::SIGCHLD, libc::SIGTERM, libc::SIGINT])
+            .and_then(|fd| sys::watch(fd, Interest::READABLE))?;
+        // Steps can signal the runner of a worker, and must not cancel the job.
+        let senders = (options.mode == Mode::Supervised).then(processes::ancestors);
+        tokio::task::spawn_local({
+            let (execs, stop) = (Rc::clone(&execs), stop.clone());
+            async move {
+                while let Ok(received) = signals.async_io(Interest::READABLE, sys::read_signal).await
+                {
+                    let is_trusted = senders.as_ref().is_none_or(|senders| {
+                        received.sender.is_some_and(|sender| senders.contains(&sender))
+                    });
+                    if received.signal == libc::SIGCHLD {
+                        execs.processes.reap();
+                    } else if is_trusted {
+                        stop_job(&stop, StopReason::Canceled);
+                    }
+                }
+            }
+        });
+        Ok(Self {
+            options,
+            directory,
+            execs,
+            live: Rc::new(LiveOutput::start(options.mode != Mode::Stdio)),
+            stop,
+        })
+    }
+
+    async fn run(&self, input: Input) -> u8 {
+        let (control, json) = match input {
+            Input::Json(Ok(json)) => (None, json),
+            Input::Json(Err(error)) => {
+                let message = format!("the job can't be read: {error}");
+                let result = JobResult::failed(None, FailureCode::SchemaValidation, message);
+                publish(self.directory.as_deref(), &self.live, &result).await;
+                return EXIT_USAGE;
+            }
+            Input::Worker(channel) => match UnixStream::from_std(channel.into()) {
+                Ok(stream) => (Some(Control::start(stream)), Vec::new()),
+                Err(error) => {
+                    fail(EXIT_INTERNAL, &format!("can't watch the socket: {error}"));
+                    return EXIT_INTERNAL;
+                }
+            },
+        };
+        let Some(control) = control else {
+            return self.work(self.from_file(&json), None).await;
+        };
+        self.stop_when_lost(&control);
+        let mut stopped = self.stop.subscribe();
+        tokio::select! {
+            assignment = control.assignment() => {
+                self.work(from_worker(assignment), Some(control)).await
+            }
+            // Without a job there is no result either.
+            _ = stopped.wait_for(Option::is_some) => EXIT_FAILURE,
+        }
+    }
+
+    fn stop_when_lost(&self, control: &Rc<Control>) {
+        let (stop, control) = (self.stop.clone(), Rc::clone(control));
+        tokio::task::spawn_local(async move {
+            control.lost().await;
+            stop_job(&stop, StopReason::Disconnected);
+        });
+    }
+
+    fn from_file(&self, json: &[u8]) -> Result<ReadyJob, JobResult> {
+        let job = parse(json)?;
+        let sha256 = progress::digest(json);
+        let deadline = after(Duration::from_secs(job.constraints.max_runtime_seconds));
+        let directory = self.directory.as_deref();
+        let resumption = directory.and_then(|found| progress::resumption(found, &sha256, &job));
+        let mut ready = ReadyJob {
+            attempt: 1,
+            deadline,
+            in_flight: None,
+            finished: Vec::new(),
+            todo: TodoList::of(&job),
+            job,
+            sha256,
+        };
+        if let Some(Resumption {
+            attempt,
+            step,
+            todo,
+        }) = resumption
+        {
+            let steps = ready.job.steps.iter().enumerate().take(step);
+            ready.finished = steps
+                .map(|(index, step)| steps::forgotten(index, step))
+                .collect();
+            ready.in_flight = Some(step as u64);
+            ready.attempt = attempt;
+            ready.todo = todo.unwrap_or(ready.todo);
+        }
+        Ok(ready)
+    }
+
+    /// Works the job, and reports its result.
+    async fn work(&self, ready: Result<ReadyJob, JobResult>, control: Option<Rc<Control>>) -> u8 {
+        if let Some(directory) = &self.directory {
+            directory.prepare();
+        }
+        let ready = match ready {
+            Ok(ready) => ready,
+            Err(result) => return self.deliver(result, None, control.as_deref()).await,
+        };
+        let progress = Rc::new(Progress::new(
+            &ready.job,
+            ready.sha256,
+            ready.attempt,
+            ready.deadline,
+            self.directory.clone(),
+            control.clone(),
+            ready.todo,
+        ));
+        let budget = Budget::new(ready.job.constraints.max_output_bytes);
+        for step in &ready.finished {
+            budget.count(step);
+        }
+        let work = Rc::new(Work {
+            in_flight: ready.in_flight,
+            deadline: ready.deadline,
+            workspace: Workspace::new(&self.options.workspace),
+            environment: environment(),
+            execs: Rc::clone(&self.execs),
+            live: Rc::clone(&self.live),
+            control: control.clone(),
+            progress: Rc::clone(&progress),
+            budget,
+            results: ready.finished.into(),
+            stop: self.stop.subscribe(),
+            job: ready.job,
+        });
+        let reporting = tokio::task::spawn_local(Rc::clone(&progress).report_regularly());
+        let steps = tokio::task::spawn_local({
+            let work = Rc::clone(&work);
+            async move { work.run().await }
+        });
+        let ending = steps
+            .await
+            .unwrap_or_else(|_| Ending::failure(FailureCode::Internal, PANICKED));
+        reporting.abort();
+        // What a step left running must not change what is reported.
+        self.execs.end_all().await;
+        let is_stopped = self.stop.borrow().is_some();
+        let report = JobReport {
+            job_id: Some(work.job.job_id),
+            ending,
+            steps: work.results.take(),
+            artifacts: files::artifacts(
+                &self.execs.processes,
+                &self.options.job_directory.join(ARTIFACTS),
+                if is_stopped { STOPPED_TIMEOUT } else { ARTIFACTS_TIMEOUT },
+            )
+            .await,
+            todo: Some(progress.todo.borrow().summary()),
+        };
+        self.deliver(report.into_result(), Some(&progress), control.as_deref())
+            .await
+    }
+
+    /// Reports the result, and waits until the worker has it.
+    async fn deliver(
+        &self,
+        result: JobResult,
+        progress: Option<&Progress>,
+        control: Option<&Control>,
+    ) -> u8 {
+        let mut code = result::exit_code(&result);
+        if let Some(progress) = progress {
+            progress.end(&result);
+        }
+        let is_published = publish(self.directory.as_deref(), &self.live, &result).await;
+        match control {
+            // The worker waits for the exit of this process too, so its output comes first.
+            Some(control) => {
+                let document = result::to_json(&result);
+                drop(result);
+                let number = control.report(runner::Event::Result, Some(document));
+                tokio::select! {
+                    () = control.acknowledged(number) => {}
+                    () = control.lost() => {}
+                }
+            }
+            None if !is_published => code = EXIT_INTERNAL,
+            None => {}
+        }
+        self.live.flush(FLUSH_TIMEOUT).await;
+        code
+    }
+}
+
+/// The variables of this process, which steps inherit.
+fn environment() -> Vec<(String, String)> {
+    let variables = std::env::vars_os();
+    let texts = variables.map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    texts.flatten().collect()
+}
+
+/// The first reason counts.
+fn stop_job(stop: &watch::Sender<Option<StopReason>>, reason: StopReason) {
+    stop.send_if_modified(|stopped| {
+        let is_first = stopped.is_none();
+        stopped.get_or_insert(reason);
+        is_first
+    });
+}
+
+fn parse(json: &[u8]) -> Result<JobSpec, JobResult> {
+    JobSpec::parse(json).map_err(|violations| {
+        let message = result::bounded(&violations.to_string());
+        JobResult::failed(job_id_of(json), FailureCode::SchemaValidation, message)
+    })
+}
+
+fn from_worker(assignment: Assignment) -> Result<ReadyJob, JobResult> {
+    let job = parse(&assignment.job)?;
+    let finished = finished_steps(&assignment.finished).ok_or_else(|| {
+        let message = "the results of the finished steps can't be read";
+        JobResult::failed(Some(job.job_id), FailureCode::Internal, message)
+    })?;
+    let longest = after(Duration::from_secs(job.constraints.max_runtime_seconds));
+    Ok(ReadyJob {
+        sha256: progress::digest(&assignment.job),
+        attempt: assignment.attempt,
+        deadline: assignment.deadline.min(longest),
+        in_flight: assignment.in_flight,
+        finished,
+        todo: TodoList::of(&job),
+        job,
+    })
+}
+
+/// Reads a list of results of steps, with the bounds and checks of a whole result.
+fn finished_steps(json: &[u8]) -> Option<Vec<StepResult>> {
+    let before = br#"{"protocol_version":"1.0","job_id":null,"status":"success","steps":"#;
+    let after = br#","artifacts":[],"failure_code":null,"failure_message":null}"#;
+    let result = JobResult::parse(&[before, json, after].concat()).ok()?;
+    Some(result.steps)
+}
+
+fn after(time: Duration) -> Instant {
+    Instant::now() + time
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,236 @@
+//! How far a job is: `status.json`, `todo.json`, and messages to the worker.
+//!
+//! `status.json` is written before each step, so a runner that is started again without a worker
+//! knows where the last one was. In a job with a worker the files are for people only.
+
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+    time::Duration,
+};
+
+use cynode_api::{
+    JobId, JobProgress, TaskId,
+    sba::{FailureCode, JobResult, JobSpec, ResultStatus},
+};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+use time::OffsetDateTime;
+use tokio::time::Instant;
+
+use super::{
+    control::Control,
+    directory::{JobDirectory, RESULT_FILE, STATUS_FILE, TODO_FILE},
+    todo::TodoList,
+};
+
+/// `todo.json` is written at most this often while the job runs.
+const TODO_INTERVAL: Duration = Duration::from_millis(200);
+/// How often the worker is told what is left of the job's time.
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
+/// Open items in what the worker is told.
+const MAX_REPORTED_TITLES: usize = 10;
+/// `status.json` and `todo.json`, when they are read again.
+const MAX_STATUS_BYTES: usize = 64 * 1024;
+const MAX_TODO_BYTES: usize = 16 * 1024 * 1024;
+
+/// `status.json`.
+#[derive(Debug, Serialize)]
+struct Status<'a> {
+    job_id: JobId,
+    task_id: TaskId,
+    /// `in_progress`, or the status of the result.
+    status: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    failure_code: Option<&'a FailureCode>,
+    attempt: u32,
+    /// Identifies the job among others with its id.
+    job_sha256: &'a str,
+    /// The steps before this one succeeded.
+    step: u64,
+    steps: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    activity: Option<&'a str>,
+    remaining_seconds: u64,
+    #[serde(with = "time::serde::rfc3339")]
+    updated_at: OffsetDateTime,
+}
+
+/// What a runner that is started again has to know of `status.json`.
+#[derive(Debug, Deserialize)]
+struct StoredStatus {
+    status: String,
+    attempt: u32,
+    job_sha256: String,
+    step: u64,
+}
+
+/// Where an earlier runner of the same job was.
+#[derive(Debug)]
+pub(super) struct Resumption {
+    /// Of the runner that continues.
+    pub(super) attempt: u32,
+    /// The step that was in flight. Those before it succeeded.
+    pub(super) step: usize,
+    pub(super) todo: Option<TodoList>,
+}
+
+/// Finds out whether an earlier runner was killed while it worked this job.
+pub(super) fn resumption(
+    directory: &JobDirectory,
+    sha256: &str,
+    job: &JobSpec,
+) -> Option<Resumption> {
+    if directory.has(RESULT_FILE) {
+        return None;
+    }
+    let status = directory.read(STATUS_FILE, MAX_STATUS_BYTES).ok()?;
+    let status: StoredStatus = serde_json::from_slice(&status).ok()?;
+    let step = usize::try_from(status.step).ok()?;
+    let is_same = status.status == IN_PROGRESS && status.job_sha256 == sha256;
+    (is_same && step < job.steps.len()).then(|| Resumption {
+        attempt: status.attempt.saturating_add(1),
+        step,
+        todo: directory
+            .read(TODO_FILE, MAX_TODO_BYTES)
+            .ok()
+            .and_then(|json| TodoList::resumed(&json, job)),
+    })
+}
+
+const IN_PROGRESS: &str = "in_progress";
+
+/// Identifies a job.
+pub(super) fn digest(json: &[u8]) -> String {
+    hex::encode(Sha256::digest(json))
+}
+
+#[derive(Debug)]
+pub(super) struct Progress {
+    job_id: JobId,
+    task_id: TaskId,
+    job_sha256: String,
+    attempt: u32,
+    steps: u64,
+    deadline: Instant,
+    directory: Option<Rc<JobDirectory>>,
+    control: Option<Rc<Control>>,
+    pub(super) todo: RefCell<TodoList>,
+    todo_written: Cell<Option<Instant>>,
+    step: Cell<u64>,
+    activity: Cell<Option<&'static str>>,
+}
+
+impl Progress {
+    pub(super) fn new(
+        job: &JobSpec,
+        job_sha256: String,
+        attempt: u32,
+        deadline: Instant,
+        directory: Option<Rc<JobDirectory>>,
+        control: Option<Rc<Control>>,
+        todo: TodoList,
+    ) -> Self {
+        Self {
+            job_id: job.job_id,
+            task_id: job.task_id,
+            job_sha256,
+            attempt,
+            steps: job.steps.len() as u64,
+            deadline,
+            directory,
+            control,
+            todo: RefCell::new(todo),
+            todo_written: Cell::new(None),
+            step: Cell::new(0),
+            activity: Cell::new(None),
+        }
+    }
+
+    /// The step that runs next.
+    pub(super) fn begin(&self, index: usize, activity: &'static str) {
+        self.step.set(index as u64);
+        self.activity.set(Some(activity));
+        self.write_status(IN_PROGRESS, None);
+        let is_due = self
+            .todo_written
+            .get()
+            .is_none_or(|written| written.elapsed() >= TODO_INTERVAL);
+        if is_due {
+            self.write_todo();
+        }
+        self.report();
+    }
+
+    /// Reports the time that is left, for ever.
+    pub(super) async fn report_regularly(self: Rc<Self>) {
+        loop {
+            tokio::time::sleep(REPORT_INTERVAL).await;
+            self.report();
+        }
+    }
+
+    /// Writes how the job ended.
+    pub(super) fn end(&self, result: &JobResult) {
+        self.activity.set(None);
+        self.write_todo();
+        let status = match result.status {
+            ResultStatus::Success => "success",
+            ResultStatus::Failure => "failure",
+            ResultStatus::Timeout => "timeout",
+        };
+        self.write_status(status, result.failure_code.as_ref());
+    }
+
+    fn remaining_seconds(&self) -> u64 {
+        self.deadline
+            .saturating_duration_since(Instant::now())
+            .as_secs()
+    }
+
+    fn report(&self) {
+        if let Some(control) = &self.control {
+            control.progress(JobProgress {
+                step: Some(self.step.get()),
+                steps: Some(self.steps),
+                activity: self.activity.get().map(str::to_owned),
+                remaining_seconds: self.remaining_seconds(),
+                todo: Some(self.todo.borrow().short_summary(MAX_REPORTED_TITLES)),
+                tokens: 0,
+            });
+        }
+    }
+
+    // A full disk must not end a job that needs no disk, so failures are ignored.
+    fn write_status(&self, status: &str, failure_code: Option<&FailureCode>) {
+        let Some(directory) = &self.directory else {
+            return;
+        };
+        let status = Status {
+            job_id: self.job_id,
+            task_id: self.task_id,
+            status,
+            failure_code,
+            attempt: self.attempt,
+            job_sha256: &self.job_sha256,
+            step: self.step.get(),
+            steps: self.steps,
+            activity: self.activity.get(),
+            remaining_seconds: self.remaining_seconds(),
+            updated_at: OffsetDateTime::now_utc(),
+        };
+        if let Ok(json) = serde_json::to_vec(&status) {
+            drop(directory.replace(STATUS_FILE, &json));
+        }
+    }
+
+    fn write_todo(&self) {
+        let Some(directory) = &self.directory else {
+            return;
+        };
+        if let Ok(json) = serde_json::to_vec(&*self.todo.borrow()) {
+            drop(directory.replace(TODO_FILE, &json));
+        }
+        self.todo_written.set(Some(Instant::now()));
+    }
+}

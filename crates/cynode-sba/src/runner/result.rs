@@ -1,0 +1,126 @@
+//! The result of a job.
+//!
+//! Invariants: a result is complete JSON in every case, and within the bounds of
+//! [`cynode_api::sba::limits`]; a disk without room for it gets a shorter one.
+
+use std::io;
+
+use cynode_api::sba::{
+    FailureCode, JobResult, ResultArtifact, StepResult, TodoSummary, limits::MAX_MESSAGE_BYTES,
+};
+use cynode_api::{JobId, json_text_bytes};
+
+use super::{
+    directory::{JobDirectory, RESULT_FILE},
+    steps::Ending,
+};
+use crate::files::Artifact;
+
+/// Exit codes of the runner.
+pub(super) const EXIT_FAILURE: u8 = 1;
+pub(super) const EXIT_TIMEOUT: u8 = 124;
+pub(super) const EXIT_INTERNAL: u8 = 70;
+
+/// What a result is made of.
+#[derive(Debug)]
+pub(super) struct JobReport {
+    pub(super) job_id: Option<JobId>,
+    pub(super) ending: Ending,
+    pub(super) steps: Vec<StepResult>,
+    pub(super) artifacts: Vec<Artifact>,
+    pub(super) todo: Option<TodoSummary>,
+}
+
+impl JobReport {
+    pub(super) fn into_result(self) -> JobResult {
+        let mut result = match self.ending {
+            Ending::Success => JobResult {
+                status: cynode_api::sba::ResultStatus::Success,
+                failure_code: None,
+                failure_message: None,
+                ..JobResult::failed(self.job_id, FailureCode::Internal, "")
+            },
+            Ending::Failure { code, message } => {
+                JobResult::failed(self.job_id, code, bounded(&message))
+            }
+        };
+        result.steps = self.steps;
+        result.todo = self.todo;
+        result.artifacts = self
+            .artifacts
+            .into_iter()
+            .map(|artifact| ResultArtifact {
+                path: artifact.path,
+                size: Some(artifact.size),
+                sha256: artifact.sha256,
+            })
+            .collect();
+        result
+    }
+}
+
+/// A message within its bound. Escapes in JSON count as the characters that they stand for, so a
+/// message full of control characters is cut more.
+pub(super) fn bounded(message: &str) -> String {
+    let mut end = message.floor_char_boundary(MAX_MESSAGE_BYTES);
+    while json_text_bytes(&message[..end]) > MAX_MESSAGE_BYTES {
+        end = message.floor_char_boundary(end / 2);
+    }
+    message[..end].to_owned()
+}
+
+pub(super) fn to_json(result: &JobResult) -> Vec<u8> {
+    serde_json::to_vec(result).expect("a result has string keys only, so it always serializes")
+}
+
+pub(super) fn exit_code(result: &JobResult) -> u8 {
+    match &result.failure_code {
+        None => 0,
+        Some(FailureCode::Timeout) => EXIT_TIMEOUT,
+        Some(FailureCode::Internal) => EXIT_INTERNAL,
+        Some(_) => EXIT_FAILURE,
+    }
+}
+
+/// Writes a result; without room for all of it, one without what the steps returned, or without
+/// the steps.
+pub(super) fn write(directory: &JobDirectory, result: &JobResult) -> io::Result<()> {
+    let write = |result: &JobResult| directory.replace_durably(RESULT_FILE, &to_json(result));
+    let mut failure = match write(result) {
+        Ok(()) => return Ok(()),
+        Err(failure) => failure,
+    };
+    let mut shorter = result.clone();
+    for shorten in [without_output, without_steps] {
+        if !is_full(&failure) {
+            break;
+        }
+        shorten(&mut shorter);
+        failure = match write(&shorter) {
+            Ok(()) => return Ok(()),
+            Err(failure) => failure,
+        };
+    }
+    Err(failure)
+}
+
+fn is_full(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG)
+    )
+}
+
+fn without_output(result: &mut JobResult) {
+    for step in &mut result.steps {
+        let had_output =
+            step.stdout.is_some() || step.stderr.is_some() || step.output.is_some();
+        (step.stdout, step.stderr, step.output) = (None, None, None);
+        step.encoding = cynode_api::sba::StreamEncoding::Utf8;
+        step.truncated |= had_output;
+    }
+}
+
+fn without_steps(result: &mut JobResult) {
+    (result.steps, result.artifacts, result.todo) = (Vec::new(), Vec::new(), None);
+}

@@ -1,0 +1,100 @@
+//! The files of a job on the node, beside its record: its specification, the journal of its steps,
+//! its result and its artifacts. They are kept until the job is acknowledged.
+//!
+//! Nothing here is kept in memory, because a node holds many jobs: a specification and a result may
+//! have tens of megabytes.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+use cynode_api::sba::{JobSpec, ResultStatus};
+use cynode_service::files;
+use serde::Deserialize;
+
+#[derive(Clone, Debug)]
+pub(crate) struct JobFiles {
+    directory: PathBuf,
+}
+
+/// The members of a kept result that decide the state of its job.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub(super) struct Verdict {
+    pub(super) status: ResultStatus,
+    pub(super) failure_code: Option<String>,
+    pub(super) failure_message: Option<String>,
+}
+
+impl JobFiles {
+    pub(super) const fn new(directory: PathBuf) -> Self {
+        Self { directory }
+    }
+
+    pub(super) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The journal of the job's steps.
+    pub(super) fn steps(&self) -> PathBuf {
+        self.directory.join("steps")
+    }
+
+    /// The artifacts, each named by its number in the list.
+    pub(super) fn artifacts(&self) -> PathBuf {
+        self.directory.join("artifacts")
+    }
+
+    /// The list of artifacts. It exists if they are complete.
+    pub(super) fn artifact_list(&self) -> PathBuf {
+        self.directory.join("artifacts.json")
+    }
+
+    fn specification_path(&self) -> PathBuf {
+        self.directory.join("job.json")
+    }
+
+    fn result_path(&self) -> PathBuf {
+        self.directory.join("result.json")
+    }
+
+    /// Stores what the job is to do.
+    pub(super) fn write_specification(&self, job: &JobSpec) -> io::Result<()> {
+        fs_err::create_dir_all(&self.directory)?;
+        files::replace(&self.specification_path(), &serde_json::to_vec(job)?)
+    }
+
+    /// The JSON of what the job is to do.
+    pub(super) fn specification(&self) -> io::Result<Vec<u8>> {
+        fs_err::read(self.specification_path())
+    }
+
+    pub(super) fn write_result(&self, json: &[u8]) -> io::Result<()> {
+        fs_err::create_dir_all(&self.directory)?;
+        files::replace(&self.result_path(), json)
+    }
+
+    /// The JSON of the kept result, if there is one.
+    pub(super) fn result(&self) -> io::Result<Option<Vec<u8>>> {
+        if_found(fs_err::read(self.result_path()))
+    }
+
+    /// What the kept result decides.
+    pub(super) fn verdict(&self) -> io::Result<Verdict> {
+        let json = self.result()?.ok_or(io::ErrorKind::NotFound)?;
+        Ok(serde_json::from_slice(&json)?)
+    }
+
+    /// The kept list of artifacts, if they are complete.
+    pub(super) fn read_artifact_list(&self) -> io::Result<Option<Vec<u8>>> {
+        if_found(fs_err::read(self.artifact_list()))
+    }
+}
+
+fn if_found<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    match read {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}

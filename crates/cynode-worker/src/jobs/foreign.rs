@@ -1,0 +1,199 @@
+//! Runs a specification with the runner that the caller names: a command in an image of its own.
+//!
+//! Invariant: such a runner tells the worker nothing but how it exited. What it did is in a file
+//! that every process of the job can write, so the job says that a file reported it, and it is
+//! completed only if the worker saw the runner exit with 0.
+
+use std::{sync::Arc, time::Duration};
+
+use cynode_api::{
+    ExecExit, JobRun,
+    sba::{JobResult, ResultStatus},
+};
+
+use super::{
+    Jobs,
+    directory::{self, ClaimedResult},
+    drive::Specification,
+    outcome::JobOutcome,
+    plan::Plan,
+    record::JobEntry,
+};
+use crate::sessions::SessionEntry as Sandbox;
+
+/// Added to the time of the job, so that a runner that enforces it can report that.
+const DEADLINE_SLACK_SECONDS: u64 = 10;
+/// Attempts to read the result file while the agent does not answer.
+const READ_ATTEMPTS: u32 = 3;
+const RETRY_DELAY: Duration = Duration::from_secs(1);
+
+impl Jobs {
+    pub(super) async fn run_own_runner(
+        self: &Arc<Self>,
+        entry: &Arc<JobEntry>,
+        run: &JobRun,
+        sandbox: &Arc<Sandbox>,
+        specification: Specification,
+    ) -> JobOutcome {
+        let plan = Plan::of(&specification.job);
+        let most = plan.max_runtime_seconds + DEADLINE_SLACK_SECONDS;
+        let requested = run.sandbox.timeout_seconds;
+        let seconds = requested.map_or(most, |requested| requested.min(most));
+        let ran = self
+            .run_command(entry, run, sandbox, seconds, Some(&specification))
+            .await;
+        drop(specification);
+        let exec = match ran {
+            Ok(exec) => exec,
+            Err(outcome) => return outcome,
+        };
+        let result = match exec.result().await {
+            Ok(result) => result,
+            Err(error) => return JobOutcome::from_exec(Err(error)),
+        };
+        let claimed = self.claimed_result(entry, sandbox).await.and_then(|claimed| {
+            plan.check_result(&claimed, None)?;
+            Ok(claimed)
+        });
+        let outcome = match judge(&result.exit, claimed) {
+            Judgement::Believed(claimed) => match self.keep_result(entry, &claimed).await {
+                Some(outcome) => outcome,
+                None => JobOutcome::broken("the result could not be stored"),
+            },
+            Judgement::Broken(reason) => JobOutcome::broken(reason),
+            Judgement::ByExit => return JobOutcome::from_exec(Ok(result)),
+        };
+        outcome.with_exec(result)
+    }
+
+    /// The result file, through the agent or, if that is gone, from the disk.
+    async fn claimed_result(
+        self: &Arc<Self>,
+        entry: &JobEntry,
+        sandbox: &Sandbox,
+    ) -> ClaimedResult {
+        for _ in 0..READ_ATTEMPTS {
+            let Ok(live) = sandbox.until_live().await else {
+                break;
+            };
+            if live.is_gone() {
+                break;
+            }
+            // Processes that the runner left behind must not change it while it is read.
+            let read = async {
+                directory::kill_everything(&live).await?;
+                directory::read_result(&live).await
+            };
+            match read.await {
+                Ok(claimed) => return claimed,
+                Err(error) => {
+                    tracing::debug!(error = %error, "Failed to read a result file.");
+                }
+            }
+            tokio::time::sleep(RETRY_DELAY).await;
+        }
+        let read = self.read_result_on_disk(entry).await;
+        read.unwrap_or_else(|| Err("the disk of the job's sandbox is gone".to_owned()))
+    }
+}
+
+/// What counts of a runner that the worker does not know.
+#[derive(Debug)]
+enum Judgement {
+    /// The result file decides.
+    Believed(JobResult),
+    /// The result file is missing, or contradicts the exit.
+    Broken(String),
+    /// The runner did not exit by itself.
+    ByExit,
+}
+
+fn judge(exit: &ExecExit, claimed: ClaimedResult) -> Judgement {
+    if exit.lost || exit.timed_out || exit.oom_killed {
+        return Judgement::ByExit;
+    }
+    let end = match (exit.exit_code, &exit.signal) {
+        (Some(code), _) => format!("exited with {code}"),
+        (None, Some(signal)) => format!("was killed by {signal}"),
+        (None, None) => "ended".to_owned(),
+    };
+    match claimed {
+        Ok(result) if result.status == ResultStatus::Success && exit.exit_code != Some(0) => {
+            Judgement::Broken(format!("the runner reported a success and {end}"))
+        }
+        Ok(result) => Judgement::Believed(result),
+        Err(reason) => Judgement::Broken(format!("the runner {end}, and {reason}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cynode_api::{
+        ExecVia, JobId,
+        sba::{FailureCode, ProtocolVersion},
+    };
+
+    use super::*;
+
+    fn exit(change: impl FnOnce(&mut ExecExit)) -> ExecExit {
+        let mut exit = ExecExit {
+            exit_code: Some(0),
+            lost: false,
+            ..ExecExit::never_ran(ExecVia::Agent)
+        };
+        change(&mut exit);
+        exit
+    }
+
+    fn success() -> JobResult {
+        JobResult {
+            protocol_version: ProtocolVersion::CURRENT,
+            status: ResultStatus::Success,
+            failure_code: None,
+            failure_message: None,
+            ..failure()
+        }
+    }
+
+    fn failure() -> JobResult {
+        JobResult::failed(Some(JobId::generate()), FailureCode::StepFailed, "failed")
+    }
+
+    #[test]
+    fn a_success_needs_the_exit_code_0_and_a_failure_is_believed() {
+        let shown = |exit, claimed| match judge(&exit, claimed) {
+            Judgement::Believed(result) => format!("{:?}", result.status),
+            Judgement::Broken(reason) => reason,
+            Judgement::ByExit => "by exit".to_owned(),
+        };
+        let failed = |exit: &mut ExecExit| exit.exit_code = Some(3);
+        let killed = |exit: &mut ExecExit| {
+            (exit.exit_code, exit.signal) = (None, Some("KILL".to_owned()));
+        };
+        for (exit, claimed, expected) in [
+            (exit(|_| {}), Ok(success()), "Success"),
+            (exit(|_| {}), Ok(failure()), "Failure"),
+            (exit(failed), Ok(failure()), "Failure"),
+            (
+                exit(failed),
+                Ok(success()),
+                "the runner reported a success and exited with 3",
+            ),
+            (
+                exit(killed),
+                Ok(success()),
+                "the runner reported a success and was killed by KILL",
+            ),
+            (
+                exit(|_| {}),
+                Err("it is broken".to_owned()),
+                "the runner exited with 0, and it is broken",
+            ),
+            (exit(|exit| exit.lost = true), Ok(success()), "by exit"),
+            (exit(|exit| exit.timed_out = true), Ok(failure()), "by exit"),
+            (exit(|exit| exit.oom_killed = true), Ok(success()), "by exit"),
+        ] {
+            assert_eq!(shown(exit, claimed), expected);
+        }
+    }
+}

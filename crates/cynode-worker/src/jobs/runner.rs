@@ -1,0 +1,455 @@
+//! The conversation with the runner of a job, relayed by process 1 of its sandbox.
+//!
+//! Invariants: an event is in the job's journal before it is acknowledged, so neither a worker nor a
+//! runner that dies repeats a step. Everything that arrives is hostile: it is bounded, parsed
+//! strictly, and judged by the journal; a runner that contradicts it is not listened to any more.
+//! Broken connections are made again, and the runner then repeats what was not acknowledged.
+
+use std::{
+    io::{Read as _, Seek as _, Write as _},
+    time::Duration,
+};
+
+use cynode_api::{
+    ErrorCode, JobProgress,
+    sba::{
+        JobResult, StepResult, TodoSummary,
+        limits::{MAX_CONTEXT_ITEMS, MAX_RESULT_BYTES, MAX_RESULT_NODES},
+    },
+};
+use cynode_sba_proto::{
+    Frame, MAX_DATA, Reply, Request,
+    runner::{Event, FromRunner, ToRunner},
+};
+use cynode_service::{ApiError, compute, json};
+use tempfile::SpooledTempFile;
+use time::OffsetDateTime;
+
+use super::{
+    attempts::RunnerJob,
+    files::JobFiles,
+    steps::{Attempt, Novelty, Steps},
+};
+use crate::{
+    execs::Exec,
+    sandbox::{Channel, REPLY_TIMEOUT, unavailable, unexpected},
+    sessions::Live,
+};
+
+/// How long the runner may take to answer a new connection.
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
+const RECONNECT_DELAY: Duration = Duration::from_millis(100);
+/// Between attempts to write to the node's disk.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Documents that are longer spill to a file until parsing is admitted.
+const MAX_IN_MEMORY_BYTES: usize = 64 * 1024;
+/// Text that progress repeats of what the runner says: the type of a step, the title of an item.
+const MAX_SHOWN_CHARACTERS: usize = 200;
+/// Open items of a todo list in the progress of a job.
+const MAX_OPEN_ITEMS: usize = 100;
+/// Why the runner is not listened to any more, in characters.
+const MAX_REASON_CHARACTERS: usize = 500;
+/// The error of a step that is kept without its output, in characters.
+const MAX_SHORT_ERROR: usize = 200;
+
+/// Everything that a conversation is about.
+pub(super) struct Conversation<'a> {
+    pub(super) live: &'a Live,
+    pub(super) exec: &'a Exec,
+    pub(super) job: &'a RunnerJob<'a>,
+    pub(super) attempt: &'a Attempt,
+    pub(super) steps: &'a mut Steps,
+    /// When the job's time is over.
+    pub(super) deadline: OffsetDateTime,
+}
+
+/// How a conversation ended.
+#[derive(Debug)]
+pub(super) enum Ending {
+    /// The result is in the journal. The connection carries its acknowledgement.
+    Reported(#[expect(dead_code, reason = "kept open until the runner has read it")] Channel),
+    /// The runner contradicted itself or the protocol.
+    Refused(String),
+    /// There is no runner any more.
+    Gone,
+}
+
+#[derive(Debug)]
+enum TalkError {
+    /// The runner repeats what it said on another connection.
+    Broken(ApiError),
+    Refused(String),
+}
+
+impl From<ApiError> for TalkError {
+    fn from(error: ApiError) -> Self {
+        Self::Broken(error)
+    }
+}
+
+type Talk<T> = Result<T, TalkError>;
+
+/// The reason may repeat what the runner said.
+fn refused(reason: impl std::fmt::Display) -> TalkError {
+    let reason = reason.to_string();
+    let shown = reason.chars().take(MAX_REASON_CHARACTERS);
+    let plain = shown.map(|shown| if shown.is_control() { '?' } else { shown });
+    TalkError::Refused(format!(
+        "the runner broke its protocol: {}",
+        plain.collect::<String>()
+    ))
+}
+
+fn spool_failed(error: &std::io::Error) -> ApiError {
+    ApiError::new(
+        ErrorCode::Internal,
+        format!("storing what the runner reports: {error}"),
+    )
+}
+
+/// A document that has arrived and is not parsed yet.
+struct Document {
+    file: SpooledTempFile,
+    size: usize,
+    nodes: usize,
+}
+
+impl Document {
+    /// Parses a document when there is memory for it.
+    async fn parse<T, E: std::fmt::Display>(
+        mut self,
+        parse: impl FnOnce(&[u8]) -> Result<T, E>,
+    ) -> Talk<T> {
+        let _room = json::room(self.size, self.nodes).await;
+        let read = move || {
+            let mut bytes = Vec::with_capacity(self.size);
+            self.file
+                .rewind()
+                .and_then(|()| self.file.read_to_end(&mut bytes))
+                .map_err(|error| TalkError::Broken(spool_failed(&error)))?;
+            parse(&bytes).map_err(|error| refused(error))
+        };
+        compute::run(self.size, read).await
+    }
+}
+
+impl Conversation<'_> {
+    /// Talks until the result is stored. Returns `Gone` once neither runner nor sandbox is left.
+    pub(super) async fn run(&mut self) -> Ending {
+        loop {
+            let error = match self.connect().await {
+                Ok(mut channel) => match self.listen(&mut channel).await {
+                    Ok(()) => return Ending::Reported(channel),
+                    Err(error) => error,
+                },
+                Err(error) => error,
+            };
+            match error {
+                TalkError::Refused(reason) => return Ending::Refused(reason),
+                TalkError::Broken(error) => tracing::debug!(
+                    exec_id = %self.exec.id(),
+                    error = %error,
+                    "Lost the connection to a job's runner."
+                ),
+            }
+            if self.live.is_gone() || !self.exec.is_running() {
+                return Ending::Gone;
+            }
+            tokio::time::sleep(RECONNECT_DELAY).await;
+        }
+    }
+
+    /// Attaches to the runner, and gives it the job if it has none.
+    async fn connect(&mut self) -> Talk<Channel> {
+        let request = Request::Runner {
+            exec_id: self.exec.id(),
+        };
+        let mut channel = self
+            .live
+            .link()?
+            .open(&request)
+            .await
+            .map_err(unavailable)?;
+        match channel.reply(REPLY_TIMEOUT).await? {
+            Reply::Ok { .. } => {}
+            other => return Err(unexpected(&format!("{other:?}")).into()),
+        }
+        let received = self.steps.received();
+        send(&mut channel, &ToRunner::Attach { received }).await?;
+        let attached = async {
+            loop {
+                // What precedes the answer stems from a connection that broke.
+                let Frame::Json(json) = channel.next().await.map_err(unavailable)? else {
+                    continue;
+                };
+                if let Ok(FromRunner::Attached { has_job }) = serde_json::from_slice(&json) {
+                    return Ok::<_, TalkError>(has_job);
+                }
+            }
+        };
+        let has_job = tokio::time::timeout(ATTACH_TIMEOUT, attached)
+            .await
+            .map_err(|_| {
+                ApiError::new(
+                    ErrorCode::AgentUnavailable,
+                    "the runner did not answer in time",
+                )
+            })??;
+        if !has_job {
+            self.send_job(&mut channel).await?;
+        } else if received > 0 {
+            // The connection that carried it may have broken.
+            let number = received;
+            send(&mut channel, &ToRunner::Acknowledge { number }).await?;
+        }
+        Ok(channel)
+    }
+
+    /// Sends the job, and the results of the steps that an earlier runner finished.
+    async fn send_job(&self, channel: &mut Channel) -> Talk<()> {
+        let left = self.deadline - OffsetDateTime::now_utc();
+        let job = ToRunner::Job {
+            attempt: self.attempt.number,
+            in_flight: self.steps.in_flight(),
+            remaining_ms: u64::try_from(left.whole_milliseconds()).unwrap_or(0),
+        };
+        let unreadable = |error: std::io::Error| {
+            ApiError::new(ErrorCode::Internal, format!("reading the job: {error}"))
+        };
+        send(channel, &job).await?;
+        let specification = self.job.files.specification().map_err(unreadable)?;
+        send_data(channel, &specification).await?;
+        send_end(channel).await?;
+        send_data(channel, b"[").await?;
+        for index in 0..self.steps.ended() {
+            if index > 0 {
+                send_data(channel, b",").await?;
+            }
+            send_data(channel, &self.steps.result(index).map_err(unreadable)?).await?;
+        }
+        send_data(channel, b"]").await?;
+        send_end(channel).await
+    }
+
+    /// Takes events until the result. A step may take as long as the job may: the end of the exec
+    /// ends the wait.
+    async fn listen(&mut self, channel: &mut Channel) -> Talk<()> {
+        if self.steps.has_result() {
+            return Ok(());
+        }
+        loop {
+            let Frame::Json(json) = channel.next().await.map_err(unavailable)? else {
+                return Err(refused("a document without an event"));
+            };
+            let message = serde_json::from_slice(&json);
+            match message.map_err(|error| refused(format!("not a message: {error}")))? {
+                FromRunner::Event { number, event } => {
+                    self.take(channel, number, event).await?;
+                    if self.steps.has_result() {
+                        return Ok(());
+                    }
+                }
+                FromRunner::Progress { progress } => {
+                    let progress = shown_progress(progress, self.job.plan.steps.len() as u64);
+                    self.job.progressed(progress, self.attempt);
+                }
+                FromRunner::Attached { .. } | FromRunner::Unknown => {}
+            }
+        }
+    }
+
+    /// Takes one event: judges it, stores it, and acknowledges it.
+    async fn take(&mut self, channel: &mut Channel, number: u64, event: Event) -> Talk<()> {
+        let novelty = self
+            .steps
+            .check(number, event, &self.job.plan)
+            .map_err(refused)?;
+        let document = if event.has_document() {
+            match read_document(channel, &self.job.files).await? {
+                Some(document) => Some(document),
+                // The runner has attached again, and repeats the event.
+                None => return Ok(()),
+            }
+        } else {
+            None
+        };
+        if novelty == Novelty::New {
+            match (event, document) {
+                (Event::StepEnded { index }, Some(document)) => {
+                    self.store_step(number, index, document).await?;
+                }
+                (Event::Result, Some(document)) => self.store_result(number, document).await?,
+                _ => self.record(number, event).await?,
+            }
+            self.announce(event).await;
+        }
+        let number = self.steps.received();
+        send(channel, &ToRunner::Acknowledge { number }).await
+    }
+
+    async fn store_step(&mut self, number: u64, index: u64, document: Document) -> Talk<()> {
+        let mut result = document.parse(StepResult::parse).await?;
+        self.job.plan
+            .check_step_result(index, &result)
+            .and_then(|()| self.steps.check_end(result.status))
+            .map_err(refused)?;
+        let status = result.status;
+        let mut json = to_json(&result)?;
+        if !self.steps.has_room_for(json.len() as u64) {
+            shorten(&mut result);
+            json = to_json(&result)?;
+        }
+        while let Err(error) = {
+            let steps = &mut *self.steps;
+            compute::run(json.len(), || steps.record_end(number, status, &json)).await
+        } {
+            self.pause_after(error).await?;
+        }
+        Ok(())
+    }
+
+    async fn store_result(&mut self, number: u64, document: Document) -> Talk<()> {
+        let result = document.parse(JobResult::parse).await?;
+        self.job.plan
+            .check_result(&result, Some(self.steps.succeeded()))
+            .map_err(refused)?;
+        let json = to_json(&result)?;
+        drop(result);
+        let files = &self.job.files;
+        while let Err(error) = compute::run(json.len(), || files.write_result(&json)).await {
+            self.pause_after(error).await?;
+        }
+        // Only the file's line in the journal makes it the result.
+        self.record(number, Event::Result).await
+    }
+
+    async fn record(&mut self, number: u64, event: Event) -> Talk<()> {
+        while let Err(error) = self.steps.record(number, event) {
+            self.pause_after(error).await?;
+        }
+        Ok(())
+    }
+
+    /// Waits until another attempt to write to the node's disk: the runner waits meanwhile.
+    async fn pause_after(&self, error: std::io::Error) -> Talk<()> {
+        if self.live.is_gone() {
+            return Err(TalkError::Broken(spool_failed(&error)));
+        }
+        tracing::error!(
+            %error,
+            job_id = %self.job.plan.job_id,
+            "Failed to store what the runner of a job reports; the job waits."
+        );
+        tokio::time::sleep(RETRY_DELAY).await;
+        Ok(())
+    }
+
+    async fn announce(&self, event: Event) {
+        match event {
+            Event::Accepted => self.job.accepted(self.attempt).await,
+            Event::StepStarted { index } => {
+                let activity = self.job.plan.step(index).map(|step| step.kind.to_owned());
+                let progress = JobProgress {
+                    step: Some(index),
+                    steps: Some(self.job.plan.steps.len() as u64),
+                    activity,
+                    ..JobProgress::default()
+                };
+                self.job.progressed(progress, self.attempt);
+            }
+            Event::StepEnded { .. } | Event::Result => {}
+        }
+    }
+}
+
+/// Progress as the runner reports it, within bounds.
+fn shown_progress(progress: JobProgress, steps: u64) -> JobProgress {
+    let cut = |text: String| -> String { text.chars().take(MAX_SHOWN_CHARACTERS).collect() };
+    JobProgress {
+        step: progress.step.map(|step| step.min(steps)),
+        steps: progress.steps.map(|_| steps),
+        activity: progress.activity.map(cut),
+        remaining_seconds: 0,
+        todo: progress.todo.map(|todo| TodoSummary {
+            total: todo.total.min(MAX_CONTEXT_ITEMS as u64),
+            done: todo.done.min(MAX_CONTEXT_ITEMS as u64),
+            open: todo.open.into_iter().take(MAX_OPEN_ITEMS).map(cut).collect(),
+        }),
+        tokens: progress.tokens,
+    }
+}
+
+/// The result of a step without what it returned.
+fn shorten(result: &mut StepResult) {
+    (result.stdout, result.stderr, result.output) = (None, None, None);
+    result.error = result
+        .error
+        .take()
+        .map(|error| error.chars().take(MAX_SHORT_ERROR).collect());
+    result.truncated = true;
+}
+
+fn to_json(value: &impl serde::Serialize) -> Talk<Vec<u8>> {
+    serde_json::to_vec(value).map_err(refused)
+}
+
+/// Reads the document after an event; `None` if the runner was attached to again meanwhile.
+async fn read_document(channel: &mut Channel, files: &JobFiles) -> Talk<Option<Document>> {
+    let mut file = tempfile::spooled_tempfile_in(MAX_IN_MEMORY_BYTES, files.directory());
+    let (mut size, mut scan) = (0, json::Scan::up_to(MAX_RESULT_NODES));
+    loop {
+        let frame = tokio::time::timeout(REPLY_TIMEOUT, channel.next())
+            .await
+            .map_err(|_| {
+                ApiError::new(ErrorCode::AgentUnavailable, "the runner stopped sending")
+            })?;
+        match frame.map_err(unavailable)? {
+            Frame::Data(piece) => {
+                size += piece.len();
+                if piece.len() > MAX_DATA || size > MAX_RESULT_BYTES || scan.feed(&piece).is_err() {
+                    return Err(refused(format!(
+                        "a document has more than {MAX_RESULT_BYTES} bytes or {MAX_RESULT_NODES} \
+                         values"
+                    )));
+                }
+                file.write_all(&piece)
+                    .map_err(|error| TalkError::Broken(spool_failed(&error)))?;
+            }
+            Frame::End => {
+                let nodes = scan.nodes();
+                return Ok(Some(Document { file, size, nodes }));
+            }
+            Frame::Json(json)
+                if matches!(
+                    serde_json::from_slice(&json),
+                    Ok(FromRunner::Attached { .. })
+                ) =>
+            {
+                return Ok(None);
+            }
+            _ => return Err(refused("something else within a document")),
+        }
+    }
+}
+
+async fn send(channel: &mut Channel, message: &ToRunner) -> Talk<()> {
+    let json = serde_json::to_vec(message).map_err(refused)?;
+    channel
+        .send(&Frame::Json(json))
+        .await
+        .map_err(|error| unavailable(error).into())
+}
+
+async fn send_data(channel: &mut Channel, bytes: &[u8]) -> Talk<()> {
+    channel
+        .send_data(bytes)
+        .await
+        .map_err(|error| unavailable(error).into())
+}
+
+async fn send_end(channel: &mut Channel) -> Talk<()> {
+    channel
+        .send(&Frame::End)
+        .await
+        .map_err(|error| unavailable(error).into())
+}

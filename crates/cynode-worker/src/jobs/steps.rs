@@ -1,0 +1,407 @@
+//! The journal of a job's steps: what its runner has reported, in that order.
+//!
+//! Invariants: an event is in the journal before the runner hears that it was received. A runner
+//! that is started again therefore learns from here what has happened, and never from files in the
+//! sandbox, which steps can write. Lines are appended whole and are as durable as an exec's log: one
+//! that a crash cut off was never acknowledged, and is dropped. Steps run in their order, each once,
+//! unless the job says that it may be repeated; a report that contradicts this is refused.
+
+use std::{
+    fs::File,
+    io::{self, BufRead as _, BufReader, Read as _, Seek as _, SeekFrom},
+    os::unix::fs::FileExt as _,
+    path::{Path, PathBuf},
+};
+
+use cynode_api::{ExecId, sba::StepStatus};
+use cynode_sba_proto::runner::Event;
+use serde::{Deserialize, Serialize};
+use time::OffsetDateTime;
+
+use super::plan::Plan;
+
+/// One line without a step's result.
+const MAX_LINE_BYTES: u64 = 4_096;
+/// Results of a job's steps that are kept whole; later ones are kept without what the steps
+/// returned. Together with the short ones they fit into one result.
+pub(super) const MAX_STEP_RESULTS_BYTES: u64 = 20 * 1024 * 1024;
+
+/// One start of the runner.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Attempt {
+    /// From 1.
+    pub(super) number: u32,
+    pub(super) exec_id: ExecId,
+    pub(super) timeout_ms: u64,
+    /// When the job's time began.
+    #[serde(with = "time::serde::rfc3339")]
+    pub(super) job_began_at: OffsetDateTime,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Line {
+    Attempt(Attempt),
+    Event {
+        number: u64,
+        event: Event,
+        /// The step's result follows as a line of its own.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        result: Option<ResultLine>,
+    },
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct ResultLine {
+    bytes: u64,
+    status: StepStatus,
+}
+
+/// The result of a step in the file.
+#[derive(Clone, Copy, Debug)]
+struct StoredResult {
+    at: u64,
+    bytes: u64,
+    status: StepStatus,
+}
+
+/// The state that the lines of the journal add up to.
+#[derive(Debug, Default)]
+struct Progress {
+    attempts: Vec<Attempt>,
+    /// The last event of the current attempt.
+    received: u64,
+    is_accepted: bool,
+    ended: Vec<StoredResult>,
+    /// A step has started and not ended: the one after those that ended.
+    is_in_flight: bool,
+    /// The current attempt has started that step.
+    is_started_now: bool,
+    has_result: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Steps {
+    path: PathBuf,
+    file: Option<File>,
+    /// The end of the last whole line.
+    length: u64,
+    /// Bytes of the results.
+    result_bytes: u64,
+    progress: Progress,
+}
+
+/// Whether an event is already in the journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Novelty {
+    New,
+    /// A broken connection kept the acknowledgement from the runner.
+    Known,
+}
+
+impl Steps {
+    /// Reads the journal of an earlier worker process; without one, nothing has happened.
+    pub(super) fn open(path: &Path) -> io::Result<Self> {
+        let mut steps = Self {
+            path: path.to_owned(),
+            file: None,
+            length: 0,
+            result_bytes: 0,
+            progress: Progress::default(),
+        };
+        let file = match fs_err::OpenOptions::new().read(true).write(true).open(path) {
+            Ok(file) => file.into_parts().0,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(steps),
+            Err(error) => return Err(error),
+        };
+        let mut reader = BufReader::new(&file);
+        while steps.read_line(&mut reader)? {}
+        file.set_len(steps.length)?;
+        steps.file = Some(file);
+        Ok(steps)
+    }
+
+    /// Reads the next whole line with what belongs to it. Returns false at the end, or at a line
+    /// that a crash cut off.
+    fn read_line(&mut self, reader: &mut BufReader<&File>) -> io::Result<bool> {
+        let mut text = Vec::new();
+        reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut text)?;
+        if !text.ends_with(b"\n") {
+            return if text.len() as u64 == MAX_LINE_BYTES {
+                Err(invalid("a line is too long"))
+            } else {
+                Ok(false)
+            };
+        }
+        let line: Line = serde_json::from_slice(&text)?;
+        let mut end = self.length + text.len() as u64;
+        let mut stored = None;
+        if let Line::Event {
+            result: Some(result),
+            ..
+        } = &line
+        {
+            let at = end;
+            end = at
+                .checked_add(result.bytes)
+                .and_then(|end| end.checked_add(1))
+                .ok_or_else(|| invalid("a result is too long"))?;
+            reader.seek(SeekFrom::Start(end - 1))?;
+            let mut last = [0];
+            if reader.read(&mut last)? == 0 {
+                return Ok(false);
+            }
+            if last != *b"\n" {
+                return Err(invalid("a result has another length"));
+            }
+            stored = Some(StoredResult {
+                at,
+                bytes: result.bytes,
+                status: result.status,
+            });
+        }
+        self.apply(line, stored);
+        self.length = end;
+        Ok(true)
+    }
+
+    fn apply(&mut self, line: Line, stored: Option<StoredResult>) {
+        let progress = &mut self.progress;
+        let (number, event) = match line {
+            Line::Attempt(attempt) => {
+                progress.attempts.push(attempt);
+                progress.received = 0;
+                progress.is_started_now = false;
+                return;
+            }
+            Line::Event { number, event, .. } => (number, event),
+        };
+        progress.received = number;
+        match event {
+            Event::Accepted => progress.is_accepted = true,
+            Event::StepStarted { .. } => {
+                (progress.is_in_flight, progress.is_started_now) = (true, true);
+            }
+            Event::StepEnded { .. } => {
+                (progress.is_in_flight, progress.is_started_now) = (false, false);
+                if let Some(stored) = stored {
+                    self.result_bytes += stored.bytes;
+                    progress.ended.push(stored);
+                }
+            }
+            Event::Result => progress.has_result = true,
+        }
+    }
+
+    /// The starts of the runner so far.
+    pub(super) fn attempts(&self) -> &[Attempt] {
+        &self.progress.attempts
+    }
+
+    /// The last event of the current attempt.
+    pub(super) const fn received(&self) -> u64 {
+        self.progress.received
+    }
+
+    /// The runner has found the job valid.
+    pub(super) const fn is_accepted(&self) -> bool {
+        self.progress.is_accepted
+    }
+
+    /// The runner has reported the result of the job, and it is stored.
+    pub(super) const fn has_result(&self) -> bool {
+        self.progress.has_result
+    }
+
+    /// The number of steps that ended, in whatever way.
+    pub(super) fn ended(&self) -> u64 {
+        self.progress.ended.len() as u64
+    }
+
+    pub(super) fn succeeded(&self) -> usize {
+        let ended = self.progress.ended.iter();
+        ended
+            .filter(|step| step.status == StepStatus::Success)
+            .count()
+    }
+
+    /// The step that has started and not ended.
+    pub(super) fn in_flight(&self) -> Option<u64> {
+        self.progress.is_in_flight.then(|| self.ended())
+    }
+
+    /// Whether the results of steps leave room for one of this size.
+    pub(super) const fn has_room_for(&self, bytes: u64) -> bool {
+        self.result_bytes + bytes <= MAX_STEP_RESULTS_BYTES
+    }
+
+    /// Records a start of the runner, before the agent is asked for it.
+    pub(super) fn begin(&mut self, attempt: Attempt) -> io::Result<()> {
+        self.append(Line::Attempt(attempt), None)
+    }
+
+    /// Judges an event by the state of the job.
+    pub(super) fn check(&self, number: u64, event: Event, plan: &Plan) -> Result<Novelty, String> {
+        let progress = &self.progress;
+        if number <= progress.received {
+            return Ok(Novelty::Known);
+        }
+        if number != progress.received + 1 {
+            return Err(format!(
+                "event {number} came instead of {}",
+                progress.received + 1
+            ));
+        }
+        if progress.has_result {
+            return Err("an event came after the result".to_owned());
+        }
+        let next = self.ended();
+        match event {
+            Event::Accepted if progress.received > 0 => {
+                Err("the job was accepted after its first event".to_owned())
+            }
+            Event::StepStarted { .. } if !progress.is_accepted => {
+                Err("a step started before the job was accepted".to_owned())
+            }
+            Event::StepStarted { index } => {
+                let Some(step) = plan.step(index).filter(|_| index == next) else {
+                    return Err(format!("step {index} started instead of {next}"));
+                };
+                if self.succeeded() as u64 != next {
+                    return Err(format!("step {index} started after a failed one"));
+                }
+                if progress.is_started_now || (progress.is_in_flight && !step.is_idempotent) {
+                    return Err(format!("step {index} started twice"));
+                }
+                Ok(())
+            }
+            Event::StepEnded { index } if self.in_flight() != Some(index) => {
+                Err(format!("step {index} ended and had not started"))
+            }
+            Event::Accepted | Event::StepEnded { .. } | Event::Result => Ok(()),
+        }
+        .map(|()| Novelty::New)
+    }
+
+    /// Rejects the end of a step that an earlier runner had started, unless it is reported as
+    /// interrupted: nobody saw how it ended.
+    pub(super) fn check_end(&self, status: StepStatus) -> Result<(), String> {
+        if self.progress.is_started_now || status == StepStatus::Interrupted {
+            Ok(())
+        } else {
+            Err(format!(
+                "step {} ended, but this runner had not started it",
+                self.ended()
+            ))
+        }
+    }
+
+    /// Records an event that was found valid.
+    pub(super) fn record(&mut self, number: u64, event: Event) -> io::Result<()> {
+        let result = None;
+        self.append(
+            Line::Event {
+                number,
+                event,
+                result,
+            },
+            None,
+        )
+    }
+
+    /// Records the end of a step with the JSON of its result.
+    pub(super) fn record_end(
+        &mut self,
+        number: u64,
+        status: StepStatus,
+        json: &[u8],
+    ) -> io::Result<()> {
+        let event = Event::StepEnded {
+            index: self.ended(),
+        };
+        let result = Some(ResultLine {
+            bytes: json.len() as u64,
+            status,
+        });
+        self.append(
+            Line::Event {
+                number,
+                event,
+                result,
+            },
+            Some(json),
+        )
+    }
+
+    fn append(&mut self, line: Line, result: Option<&[u8]>) -> io::Result<()> {
+        let mut text = serde_json::to_vec(&line)?;
+        text.push(b'\n');
+        if text.len() as u64 > MAX_LINE_BYTES {
+            return Err(invalid("a line is too long"));
+        }
+        let file = match &self.file {
+            Some(file) => file,
+            None => self.file.insert(create(&self.path)?),
+        };
+        // Left by a write that failed.
+        file.set_len(self.length)?;
+        file.write_all_at(&text, self.length)?;
+        let at = self.length + text.len() as u64;
+        let mut end = at;
+        if let Some(json) = result {
+            file.write_all_at(json, at)?;
+            end += json.len() as u64;
+            // Last: a result without it was cut off.
+            file.write_all_at(b"\n", end)?;
+            end += 1;
+        }
+        let stored = match (&line, result) {
+            (
+                Line::Event {
+                    result: Some(line), ..
+                },
+                Some(json),
+            ) => Some(StoredResult {
+                at,
+                bytes: json.len() as u64,
+                status: line.status,
+            }),
+            _ => None,
+        };
+        self.apply(line, stored);
+        self.length = end;
+        Ok(())
+    }
+
+    /// The JSON of the result of a step that ended.
+    pub(super) fn result(&self, index: u64) -> io::Result<Vec<u8>> {
+        let stored = usize::try_from(index)
+            .ok()
+            .and_then(|index| self.progress.ended.get(index));
+        let (Some(stored), Some(file)) = (stored, &self.file) else {
+            return Err(io::ErrorKind::NotFound.into());
+        };
+        let mut json = vec![0; usize::try_from(stored.bytes).map_err(io::Error::other)?];
+        file.read_exact_at(&mut json, stored.at)?;
+        Ok(json)
+    }
+}
+
+fn create(path: &Path) -> io::Result<File> {
+    use fs_err::os::unix::fs::OpenOptionsExt as _;
+    let created = fs_err::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(path)?;
+    Ok(created.into_parts().0)
+}
+
+fn invalid(reason: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, reason)
+}
+
+#[cfg(test)]
+mod tests;
