@@ -20,6 +20,7 @@ mod jobs;
 mod journal;
 mod limits;
 mod process;
+mod proxies;
 mod readiness;
 mod rootless;
 pub mod runtime;
