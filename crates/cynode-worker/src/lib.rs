@@ -7,6 +7,7 @@
 #![recursion_limit = "256"]
 
 mod api;
+pub mod audit;
 pub mod calls;
 mod capacity;
 mod config;
@@ -20,6 +21,7 @@ mod jobs;
 mod journal;
 mod limits;
 mod process;
+mod proxies;
 mod readiness;
 mod rootless;
 pub mod runtime;
@@ -243,9 +245,12 @@ pub async fn run(config: Config) -> Result<(), Error> {
                 None
             }
         };
+    let audit = audit::NodeTrail::open(config.directory().join("audit"), node_id)
+        .map_err(state("opening the audit trail"))?;
     let options = SessionsConfig {
         runtime: Arc::clone(&runtime),
         journal: locked.journal.clone(),
+        audit,
         node_id,
         ids,
         agent_binary,

@@ -41,6 +41,7 @@ use time::OffsetDateTime;
 use tokio::sync::watch;
 
 use crate::{
+    audit::NodeTrail,
     capacity::{Capacity, ParentCgroup},
     config::Config,
     disk::Disks,
@@ -68,6 +69,8 @@ const CREATE_TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) struct Sessions {
     pub(crate) config: Config,
     pub(crate) node_id: NodeId,
+    /// Where this node records what it decides by itself.
+    pub(crate) audit: NodeTrail,
     pub(crate) runtime: Arc<dyn Runtime>,
     journal: Journal,
     ids: IdBlocks,
@@ -99,6 +102,7 @@ pub(crate) struct SessionsConfig {
     pub(crate) config: Config,
     pub(crate) runtime: Arc<dyn Runtime>,
     pub(crate) journal: Journal,
+    pub(crate) audit: NodeTrail,
     pub(crate) node_id: NodeId,
     pub(crate) ids: IdBlocks,
     pub(crate) agent_binary: PathBuf,
@@ -196,6 +200,7 @@ impl Sessions {
             config,
             runtime,
             journal,
+            audit,
             node_id,
             ids,
             agent_binary,
@@ -213,6 +218,7 @@ impl Sessions {
             upstream: Mutex::default(),
             config,
             node_id,
+            audit,
             runtime,
             journal,
             ids,
