@@ -17,6 +17,7 @@ pub mod edit;
 mod execs;
 pub mod host;
 mod idrange;
+mod inference;
 mod jobs;
 mod journal;
 mod limits;
@@ -46,6 +47,8 @@ use sha2::{Digest as _, Sha256};
 
 pub use api::openapi;
 pub use config::{Config, DEFAULT_IMAGE, Engine};
+pub use inference::InferenceConfig;
+use inference::Inference;
 use jobs::Jobs;
 use journal::Journal;
 pub use rootless::enter_user_namespace;
@@ -247,10 +250,13 @@ pub async fn run(config: Config) -> Result<(), Error> {
         };
     let audit = audit::NodeTrail::open(config.directory().join("audit"), node_id)
         .map_err(state("opening the audit trail"))?;
+    let inference = Inference::new(config.inference.clone(), Arc::new(audit.clone()))
+        .map_err(|error| state("preparing the way to models")(std::io::Error::other(error)))?;
     let options = SessionsConfig {
         runtime: Arc::clone(&runtime),
         journal: locked.journal.clone(),
         audit,
+        inference: Arc::clone(&inference),
         node_id,
         ids,
         agent_binary,
@@ -296,6 +302,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     });
     let pool = tokio::spawn(Arc::clone(&sessions).run_pool(stop.clone()));
     let control = tokio::spawn(control::run(control, changed_jobs, stop.clone()));
+    let inference = tokio::spawn(inference.run(stop.clone()));
     let disk_watcher = tokio::spawn(Arc::clone(&sessions).watch_disk(stop.clone()));
     let session_timers = tokio::spawn(Arc::clone(&sessions).run_timers(stop.clone()));
     let job_timers = tokio::spawn(Arc::clone(&jobs).run_timers(stop.clone()));
@@ -308,6 +315,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     drop(disk_watcher.await);
     drop(pool.await);
     drop(control.await);
+    drop(inference.await);
     if end_sandboxes.load(Ordering::SeqCst) {
         jobs.stop_all().await;
         let ended = sessions.end_all("the worker was stopped").await;

@@ -29,7 +29,7 @@ use tokio::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelApi {
     Ollama,
-    OpenAi,
+    Openai,
 }
 
 /// What the server answers to one request for a computation.

@@ -326,7 +326,7 @@ impl RunnerJob<'_> {
             Ok(result)
         });
         match checked {
-            Ok(result) => self.jobs.keep_result(self.entry, &result).await,
+            Ok(result) => self.jobs.keep_result(self.entry, result).await,
             Err(reason) => {
                 tracing::debug!(job_id = %self.plan.job_id, reason, "Ignored a result file.");
                 None

@@ -56,7 +56,7 @@ impl Jobs {
             Ok(claimed)
         });
         let outcome = match judge(&result.exit, claimed) {
-            Judgement::Believed(claimed) => match self.keep_result(entry, &claimed).await {
+            Judgement::Believed(claimed) => match self.keep_result(entry, claimed).await {
                 Some(outcome) => outcome,
                 None => JobOutcome::broken("the result could not be stored"),
             },

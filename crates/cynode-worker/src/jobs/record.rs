@@ -1,6 +1,6 @@
 //! A job's record on disk and in memory.
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
 use cynode_api::{
     ExecId, Job, JobOutput, JobProgress, JobRun, JobState, JobStop, NodeId, SessionId,
@@ -13,6 +13,7 @@ use time::OffsetDateTime;
 use tokio::sync::watch;
 
 use super::outcome::{self, JobOutcome};
+use crate::inference::JobUsage;
 
 /// Who requested the stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -193,6 +194,8 @@ pub(crate) struct JobEntry {
     pub(super) writing: tokio::sync::Mutex<()>,
     pub(super) changed: watch::Sender<()>,
     progress: Mutex<Option<ShownProgress>>,
+    /// What the job's models used, as the worker saw it.
+    pub(super) usage: Arc<JobUsage>,
 }
 
 /// How far a job of our runner is.
@@ -206,8 +209,9 @@ struct ShownProgress {
 }
 
 impl JobEntry {
-    pub(crate) fn new(record: JobRecord) -> Self {
+    pub(crate) fn new(record: JobRecord, usage: Arc<JobUsage>) -> Self {
         Self {
+            usage,
             record: Mutex::new(record.without_output()),
             writing: tokio::sync::Mutex::new(()),
             changed: watch::Sender::new(()),
@@ -240,6 +244,7 @@ impl JobEntry {
         let left = (shown.deadline - OffsetDateTime::now_utc()).whole_seconds();
         Some(JobProgress {
             remaining_seconds: u64::try_from(left).unwrap_or(0),
+            tokens: self.usage.tokens(),
             ..shown.progress.clone()
         })
     }

@@ -309,10 +309,12 @@ impl Conversation<'_> {
     }
 
     async fn store_result(&mut self, number: u64, document: Document) -> Talk<()> {
-        let result = document.parse(JobResult::parse).await?;
+        let mut result = document.parse(JobResult::parse).await?;
         self.job.plan
             .check_result(&result, Some(self.steps.succeeded()))
             .map_err(refused)?;
+        // What the worker saw, not what the sandbox says.
+        result.usage = self.job.entry.usage.settled().await;
         let json = to_json(&result)?;
         drop(result);
         let files = &self.job.files;

@@ -47,6 +47,7 @@ use crate::{
     disk::Disks,
     execs::SessionExecs,
     idrange::IdBlocks,
+    inference::Inference,
     journal::{Journal, SessionRecord, blocking, interrupted},
     runtime::{self, Runtime},
 };
@@ -55,7 +56,7 @@ pub(crate) use create::CreateOutcome;
 pub(crate) use end::EndRequest;
 pub(crate) use environment::exec_environment;
 pub(crate) use fill::Upstream;
-pub(crate) use job::Admission;
+pub(crate) use job::{Admission, JobSandboxRequest};
 pub(crate) use live::{Activity, Live, OpenWatch};
 pub(crate) use validate::check_version;
 
@@ -71,6 +72,8 @@ pub(crate) struct Sessions {
     pub(crate) node_id: NodeId,
     /// Where this node records what it decides by itself.
     pub(crate) audit: NodeTrail,
+    /// The way of sandboxes to models.
+    pub(crate) inference: Arc<Inference>,
     pub(crate) runtime: Arc<dyn Runtime>,
     journal: Journal,
     ids: IdBlocks,
@@ -103,6 +106,7 @@ pub(crate) struct SessionsConfig {
     pub(crate) runtime: Arc<dyn Runtime>,
     pub(crate) journal: Journal,
     pub(crate) audit: NodeTrail,
+    pub(crate) inference: Arc<Inference>,
     pub(crate) node_id: NodeId,
     pub(crate) ids: IdBlocks,
     pub(crate) agent_binary: PathBuf,
@@ -201,6 +205,7 @@ impl Sessions {
             runtime,
             journal,
             audit,
+            inference,
             node_id,
             ids,
             agent_binary,
@@ -219,6 +224,7 @@ impl Sessions {
             config,
             node_id,
             audit,
+            inference,
             runtime,
             journal,
             ids,
