@@ -269,6 +269,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let (job_changes, changed_jobs) = tokio::sync::mpsc::channel(1024);
     let jobs = Jobs::open(Arc::clone(&sessions), locked.journal.clone(), job_changes)
         .map_err(state("reading the journal of jobs"))?;
+    sessions.proxies.set_jobs(&jobs);
+    let handler = Arc::clone(&sessions.inference);
+    sessions.proxies.set_inference(Arc::new(handler));
     let api = api::Api {
         sessions: Arc::clone(&sessions),
         jobs: Arc::clone(&jobs),

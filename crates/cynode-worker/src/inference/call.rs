@@ -59,7 +59,7 @@ pub(super) struct Computation {
     pub(super) request: UpstreamRequest,
     /// The name of the model.
     pub(super) model: String,
-    pub(super) admitted: Admitted,
+    pub(super) _admitted: Admitted,
     /// The share of memory that the body takes until it is sent.
     pub(super) room: json::Room,
 }

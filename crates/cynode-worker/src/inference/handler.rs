@@ -112,7 +112,7 @@ impl Inference {
             client,
             request,
             model,
-            admitted,
+            _admitted: admitted,
             room,
         };
         computation.run().await

@@ -127,11 +127,12 @@ impl Jobs {
             .ok()
     }
 
-    /// Stores a result that a file claims, and returns the outcome that it decides.
+    /// Stores a result that a sandbox claims, and returns the outcome that it decides.
     pub(super) async fn keep_result(
         &self,
         entry: &JobEntry,
         mut result: JobResult,
+        reported_by: Reporter,
     ) -> Option<JobOutcome> {
         let files = self.files(entry.record().job.job_id);
         result.usage = entry.usage.settled().await;
@@ -139,7 +140,7 @@ impl Jobs {
         drop(result);
         self.store_result(&files, json).await;
         let verdict = blocking(move || files.verdict()).await.ok()?;
-        Some(JobOutcome::from_verdict(verdict, Reporter::File))
+        Some(JobOutcome::from_verdict(verdict, reported_by))
     }
 
     /// Makes a result for a job with a specification that has none.
@@ -238,8 +239,8 @@ fn reported_steps(files: &JobFiles) -> std::io::Result<Vec<u8>> {
     let Some(index) = steps.in_flight() else {
         return Ok(json);
     };
-    let job = cynode_api::sba::JobSpec::parse(&files.specification()?)
-        .map_err(std::io::Error::other)?;
+    let job =
+        cynode_api::sba::JobSpec::parse(&files.specification()?).map_err(std::io::Error::other)?;
     let plan = Plan::of(&job);
     let Some(step) = plan.step(index) else {
         return Ok(json);
