@@ -585,7 +585,94 @@ fn load(node: &NodeRow, given: i64) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use cynode_api::{Capability, NodeInference};
+
     use super::*;
+
+    fn node(name: &str, inference: Option<NodeInference>) -> NodeRow {
+        NodeRow {
+            id: NodeId::generate(),
+            name: name.to_owned(),
+            api_url: "http://127.0.0.1:1".to_owned(),
+            capability: Capability {
+                runner: Some(1),
+                max_sandboxes: 1,
+                labels: NodeLabels::from([("zone".to_owned(), name.to_owned())]),
+                inference,
+                ..Capability::default()
+            },
+            draining: false,
+            not_ready: None,
+            is_lost: false,
+            running_sandboxes: 0,
+            token_epoch: 0,
+            rotating: false,
+            tokens_rotated_at: OffsetDateTime::UNIX_EPOCH,
+            config_revision: 0,
+            registered_at: OffsetDateTime::UNIX_EPOCH,
+            last_heartbeat_at: OffsetDateTime::UNIX_EPOCH,
+            silent_for: Duration::ZERO,
+        }
+    }
+
+    fn serving(models: &[&str]) -> Option<NodeInference> {
+        Some(NodeInference {
+            models: models.iter().map(|name| (*name).to_owned()).collect(),
+            ..NodeInference::default()
+        })
+    }
+
+    #[test]
+    fn a_job_needs_a_node_that_serves_one_of_its_models() {
+        let models = ["x", "llama3.2"].map(str::to_owned);
+        let labels = NodeLabels::new();
+        let wanted = NodeRequirements {
+            labels: &labels,
+            limits: LimitsRequest::default(),
+            needs_runner: true,
+            models: &models,
+        };
+        let fits = |node: &NodeRow, wanted| {
+            unfit(node, Duration::from_secs(1), true, Load::default(), wanted).is_none()
+        };
+        let serves = node("a", serving(&["y", "llama3.2:latest"]));
+        let other = node("b", serving(&["y"]));
+        let none = node("c", None);
+        assert!(fits(&serves, &wanted));
+        assert!(!fits(&other, &wanted) && !fits(&none, &wanted));
+        let any = NodeRequirements {
+            models: &[],
+            ..wanted
+        };
+        assert!(fits(&other, &any) && fits(&none, &any));
+
+        // It waits for a node that serves one, however busy, and for the first node of all.
+        let busy = NodeRow {
+            draining: true,
+            ..serves.clone()
+        };
+        assert_eq!(unserved(&[none.clone(), busy.clone()], &wanted), None);
+        assert_eq!(unserved(&[], &wanted), None);
+        assert_eq!(
+            unserved(&[other.clone(), none.clone()], &wanted).as_deref(),
+            Some(
+                "b: serves none of \"x\", \"llama3.2\", only \"y\"; c: has no model server"
+            )
+        );
+        // A lost node, or one without the labels, does not count.
+        let lost = NodeRow {
+            is_lost: true,
+            ..serves.clone()
+        };
+        assert!(unserved(&[lost, none.clone()], &wanted).is_some());
+        let zone = NodeLabels::from([("zone".to_owned(), "c".to_owned())]);
+        let elsewhere = NodeRequirements {
+            labels: &zone,
+            ..wanted
+        };
+        assert!(unserved(&[serves, none], &elsewhere).is_some());
+        assert_eq!(unserved(&[other], &elsewhere), None);
+    }
 
     #[test]
     fn a_remedy_fits_the_reasons_of_the_nodes() {

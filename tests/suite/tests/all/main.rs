@@ -17,6 +17,7 @@ mod escape;
 mod every_runtime;
 mod execs;
 mod files;
+mod inference;
 mod jobs;
 mod orchestrator;
 mod outcomes;
