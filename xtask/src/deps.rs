@@ -46,6 +46,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         "cynode-worker",
         &[
             "cynode-api",
+            "cynode-audit",
             "cynode-inference",
             "cynode-patch",
             "cynode-sba-proto",
