@@ -47,6 +47,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         "cynode-worker",
         &[
             "cynode-api",
+            "cynode-audit",
             "cynode-inference",
             "cynode-patch",
             "cynode-sba-proto",

@@ -18,6 +18,7 @@ mod ids;
 mod image;
 mod job;
 mod node;
+mod node_audit;
 mod policy;
 mod problem;
 pub mod sba;
@@ -66,6 +67,10 @@ pub use node::{
     Capability, Excess, Heartbeat, HeartbeatAnswer, LargestLimits, LocalImage, ModelServerKind,
     NewTokens, Node, NodeConfig, NodeDrain, NodeInference, NodeKeyCreate, NodeKeyCreated,
     NodeRegister, NodeRegistered, NodeState,
+};
+pub use node_audit::{
+    NODE_ACTIONS, NODE_REFUSED_ACTION, NODE_STREAM_ACTION, NodeAuditAnswer, NodeAuditBatch,
+    NodeAuditRecord, NodeAuditRefusal, node_audit_limits,
 };
 pub use policy::{Policy, PolicyPut, PolicyRule, PolicyTest, PolicyVerdict};
 pub use problem::{ErrorCode, Problem};

@@ -248,8 +248,11 @@ pub async fn run(config: Config) -> Result<(), Error> {
                 None
             }
         };
-    let audit = audit::NodeTrail::open(config.directory().join("audit"), node_id)
-        .map_err(state("opening the audit trail"))?;
+    let audit = match config.orchestrator_url {
+        Some(_) => audit::NodeTrail::open(config.directory().join("audit"), node_id),
+        None => audit::NodeTrail::open_local(config.directory().join("audit"), node_id),
+    };
+    let audit = audit.map_err(state("opening the audit trail"))?;
     let inference = Inference::new(config.inference.clone(), Arc::new(audit.clone()))
         .map_err(|error| state("preparing the way to models")(std::io::Error::other(error)))?;
     let options = SessionsConfig {
@@ -306,6 +309,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let pool = tokio::spawn(Arc::clone(&sessions).run_pool(stop.clone()));
     let control = tokio::spawn(control::run(control, changed_jobs, stop.clone()));
     let inference = tokio::spawn(inference.run(stop.clone()));
+    let audit_shipper = tokio::spawn(audit::ship(Arc::clone(&sessions), stop.clone()));
     let disk_watcher = tokio::spawn(Arc::clone(&sessions).watch_disk(stop.clone()));
     let session_timers = tokio::spawn(Arc::clone(&sessions).run_timers(stop.clone()));
     let job_timers = tokio::spawn(Arc::clone(&jobs).run_timers(stop.clone()));
@@ -319,6 +323,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     drop(pool.await);
     drop(control.await);
     drop(inference.await);
+    drop(audit_shipper.await);
     if end_sandboxes.load(Ordering::SeqCst) {
         jobs.stop_all().await;
         let ended = sessions.end_all("the worker was stopped").await;

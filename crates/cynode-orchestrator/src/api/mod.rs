@@ -9,6 +9,7 @@ mod identity;
 mod images;
 mod job_body;
 mod jobs;
+mod node_audit;
 mod nodes;
 mod output;
 mod patches;

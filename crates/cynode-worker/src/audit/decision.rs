@@ -5,10 +5,17 @@
 
 use std::time::Duration;
 
-use cynode_api::{JobId, SessionId, TaskId};
+use cynode_api::{
+    AuditBody, AuditDecision, AuditKind, AuditResult, AuditSubject, JobId, NodeId, SessionId,
+    TaskId,
+};
+use serde_json::{Value, json};
 use uuid::Uuid;
 
 use crate::journal::SessionRecord;
+
+/// The length of a name that a sandbox chose, in a record, in characters.
+const MAX_NAME_CHARACTERS: usize = 256;
 
 /// The sandbox that a decision concerns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -26,11 +33,9 @@ pub enum SandboxOwner {
 
 impl From<&SessionRecord> for AuditedSandbox {
     fn from(record: &SessionRecord) -> Self {
+        let session = SandboxOwner::Session(record.session.session_id);
         Self {
-            owner: record.job_id.map_or(
-                SandboxOwner::Session(record.session.session_id),
-                SandboxOwner::Job,
-            ),
+            owner: record.job_id.map_or(session, SandboxOwner::Job),
             task_id: record.session.task_id,
         }
     }
@@ -96,4 +101,169 @@ pub enum DecisionOutcome {
     Done,
     /// The effect failed with an error code.
     Failed { code: String },
+}
+
+/// Decisions with equal keys are repeats of one another.
+pub(super) type RepeatKey = (String, Option<String>, Vec<String>, Option<String>);
+
+impl NodeDecision {
+    /// The record's body.
+    pub(super) fn body(&self, node_id: NodeId) -> AuditBody {
+        let mut body = self.sandbox.body(node_id, self.action.name());
+        match &self.action {
+            NodeAction::ModelRequest(call) => call.describe(&mut body),
+            NodeAction::ModelOutcome { call, usage } => {
+                call.describe(&mut body);
+                body.status = usage.status;
+                let duration = u64::try_from(usage.duration.as_millis()).unwrap_or(u64::MAX);
+                let facts = [
+                    ("prompt_tokens", usage.prompt_tokens),
+                    ("completion_tokens", usage.completion_tokens),
+                    ("duration_ms", Some(duration)),
+                ];
+                let facts = facts
+                    .into_iter()
+                    .filter_map(|(name, value)| Some((name.to_owned(), json!(value?))));
+                body.detail.extend(facts);
+            }
+            NodeAction::ProxyAllowed(target) | NodeAction::ProxyDenied(target) => {
+                let host = bounded(&target.host);
+                body.resource = Some(format!("{host}:{}", target.port));
+                body.rules = vec![bounded(&target.rule)];
+                body.detail = [
+                    ("host".to_owned(), json!(host)),
+                    ("port".to_owned(), json!(target.port)),
+                ]
+                .into_iter()
+                .collect();
+            }
+        }
+        match &self.outcome {
+            DecisionOutcome::Allowed => body.decision = Some(AuditDecision::Allow),
+            DecisionOutcome::Denied { code } => {
+                body.decision = Some(AuditDecision::Deny);
+                body.result = Some(AuditResult::Refused);
+                body.code = Some(bounded(code));
+            }
+            DecisionOutcome::Done => body.result = Some(AuditResult::Done),
+            DecisionOutcome::Failed { code } => {
+                body.result = Some(AuditResult::Failed);
+                body.code = Some(bounded(code));
+            }
+        }
+        body
+    }
+
+    /// The key under which repeats are counted. Effects are recorded one by one: only denials have
+    /// a key.
+    pub(super) fn repeat_key(&self, body: &AuditBody) -> Option<RepeatKey> {
+        let DecisionOutcome::Denied { code } = &self.outcome else {
+            return None;
+        };
+        let endpoint = match &self.action {
+            NodeAction::ModelRequest(call) => Some(bounded(&call.endpoint)),
+            _ => Some(bounded(code)),
+        };
+        Some((
+            self.action.name().to_owned(),
+            body.resource.clone(),
+            body.rules.clone(),
+            endpoint,
+        ))
+    }
+
+    /// Whether the record may be dropped without changing what happens: a denial has no effect, and
+    /// an outcome is already past.
+    pub(super) const fn permits_effect(&self) -> bool {
+        matches!(self.outcome, DecisionOutcome::Allowed)
+    }
+}
+
+impl NodeAction {
+    pub(super) const fn name(&self) -> &'static str {
+        match self {
+            Self::ModelRequest(_) => "model.call",
+            Self::ModelOutcome { .. } => "model.ended",
+            Self::ProxyAllowed(_) | Self::ProxyDenied(_) => "proxy.connect",
+        }
+    }
+}
+
+impl ModelCall {
+    fn describe(&self, body: &mut AuditBody) {
+        let model = bounded(&self.model);
+        body.resource = Some(format!("model:{model}"));
+        body.detail = [
+            ("call".to_owned(), Value::from(self.call.to_string())),
+            ("model".to_owned(), json!(model)),
+            ("endpoint".to_owned(), json!(bounded(&self.endpoint))),
+        ]
+        .into_iter()
+        .collect();
+    }
+}
+
+impl AuditedSandbox {
+    /// A record of this sandbox.
+    pub(super) fn body(&self, node_id: NodeId, action: &str) -> AuditBody {
+        let mut body = AuditBody::new(AuditKind::Event, action);
+        body.subject = Some(AuditSubject {
+            kind: "sandbox".to_owned(),
+            node_id: Some(node_id),
+            ..AuditSubject::default()
+        });
+        body.task_id = Some(self.task_id);
+        match self.owner {
+            SandboxOwner::Session(id) => body.session_id = Some(id),
+            SandboxOwner::Job(id) => body.job_id = Some(id),
+        }
+        body
+    }
+}
+
+/// A name that a sandbox chose, cut to a bounded length.
+fn bounded(name: &str) -> String {
+    let mut kept: String = name.chars().take(MAX_NAME_CHARACTERS).collect();
+    if kept.len() < name.len() {
+        kept.push('…');
+    }
+    kept
+}
+
+/// The sandbox that a stored record names.
+pub(super) fn owner_of(body: &Value) -> Option<SandboxOwner> {
+    let id = |name: &str| body.get(name).and_then(Value::as_str);
+    let session = || Some(SandboxOwner::Session(id("session_id")?.parse().ok()?));
+    let job = || Some(SandboxOwner::Job(id("job_id")?.parse().ok()?));
+    session().or_else(job)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_a_sandbox_are_bounded_and_content_has_no_place() {
+        let decision = NodeDecision {
+            sandbox: AuditedSandbox {
+                owner: SandboxOwner::Job(JobId::generate()),
+                task_id: TaskId::generate(),
+            },
+            action: NodeAction::ModelRequest(ModelCall {
+                call: Uuid::now_v7(),
+                model: "ü".repeat(100_000),
+                endpoint: "/v1/chat/completions".repeat(10_000),
+            }),
+            outcome: DecisionOutcome::Denied {
+                code: "model_not_allowed".to_owned(),
+            },
+        };
+        let body = serde_json::to_value(decision.body(NodeId::generate())).expect("serializes");
+        let size = body.to_string().len();
+        assert!(
+            size < cynode_api::node_audit_limits::MAX_BODY_BYTES / 2,
+            "{size}"
+        );
+        assert_eq!(owner_of(&body), Some(decision.sandbox.owner));
+    }
 }
