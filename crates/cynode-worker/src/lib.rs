@@ -259,6 +259,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let (job_changes, changed_jobs) = tokio::sync::mpsc::channel(1024);
     let jobs = Jobs::open(Arc::clone(&sessions), locked.journal.clone(), job_changes)
         .map_err(state("reading the journal of jobs"))?;
+    sessions.proxies.set_jobs(&jobs);
     let api = api::Api {
         sessions: Arc::clone(&sessions),
         jobs: Arc::clone(&jobs),
