@@ -260,6 +260,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let jobs = Jobs::open(Arc::clone(&sessions), locked.journal.clone(), job_changes)
         .map_err(state("reading the journal of jobs"))?;
     sessions.proxies.set_jobs(&jobs);
+    sessions
+        .proxies
+        .set_inference(Arc::new(proxies::NoInference));
     let api = api::Api {
         sessions: Arc::clone(&sessions),
         jobs: Arc::clone(&jobs),

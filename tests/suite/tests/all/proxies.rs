@@ -128,6 +128,9 @@ async fn processes_of_a_sandbox_reach_its_proxies_whatever_dies(world: World) ->
         assert_eq!(ask(&client, id, "connect ::1").await?.0, 403);
     }
 
+    let shut = "cat /proc/$(listener)/maps >/dev/null 2>&1 && echo open; echo shut";
+    let shut = client.exec(id, &sh(&script(shut))).await?;
+    assert_eq!(shut.stdout, "shut\n");
     for signal in ["KILL", "STOP"] {
         client
             .exec(id, &sh(&script(&format!("kill -{signal} $(listener)"))))
