@@ -143,6 +143,11 @@ fn agent(runtime: &tokio::runtime::Runtime, control: PathBuf) -> ExitCode {
         Ok(started) => started,
         Err(error) => return fail(1, &format!("can't watch signals: {error}")),
     };
+    // Before the worker can start anything that uses them.
+    if let Some(listeners) = &mut listeners {
+        listeners.start(&execs.processes);
+        local.block_on(runtime, listeners.ready());
+    }
     local.spawn_local(Link::new(control, Rc::clone(&execs)).run());
     loop {
         match local.block_on(runtime, attend(&execs, &signals, listeners.as_mut())) {

@@ -12,6 +12,7 @@
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    os::fd::{AsRawFd as _, OwnedFd},
     path::Path,
     rc::Rc,
     sync::Arc,
@@ -19,8 +20,9 @@ use std::{
 };
 
 use cynode_sba_proto::proxy::{Listener, PROXY_SOCKET};
+use rustix::pipe::PipeFlags;
 use tokio::{
-    io::{AsyncWriteExt as _, copy},
+    io::{AsyncWriteExt as _, Interest, copy},
     net::{TcpListener, TcpStream, UnixStream},
     sync::{OwnedSemaphorePermit, Semaphore, oneshot},
     time::Instant,
@@ -39,6 +41,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const LINGER: Duration = Duration::from_secs(2);
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(10);
 const LONGEST_RETRY_DELAY: Duration = Duration::from_secs(2);
+/// How long process 1 waits for the first child before it serves the worker.
+const READY_TIMEOUT: Duration = Duration::from_secs(1);
 /// A child that ran for longer is started again at once.
 const LONG_LIFE: Duration = Duration::from_secs(10);
 
@@ -46,6 +50,8 @@ const LONG_LIFE: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) struct Listeners {
     child: Option<Child>,
+    /// Closed by the child once it listens.
+    ready: Option<OwnedFd>,
     next_start: Instant,
     delay: Duration,
 }
@@ -61,6 +67,7 @@ impl Listeners {
     pub(crate) fn new() -> Self {
         Self {
             child: None,
+            ready: None,
             next_start: Instant::now(),
             delay: FIRST_RETRY_DELAY,
         }
@@ -81,15 +88,30 @@ impl Listeners {
         tokio::time::sleep_until(self.next_start).await;
     }
 
+    /// Waits until a child that was just started listens.
+    pub(crate) async fn ready(&mut self) {
+        if let Some(ready) = self.ready.take()
+            && let Ok(ready) = sys::watch(ready, Interest::READABLE)
+        {
+            drop(tokio::time::timeout(READY_TIMEOUT, ready.readable()).await);
+        }
+    }
+
     /// Starts the child. Outside of the async runtime, because the child has one of its own. If
     /// that fails, it is due again later.
     pub(crate) fn start(&mut self, processes: &Processes) {
-        match sys::fork() {
-            Ok(Fork::Child) => {
-                let _ended = std::panic::catch_unwind(|| run(Path::new(PROXY_SOCKET)));
+        let pipe = rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK);
+        let forked = pipe
+            .map_err(io::Error::from)
+            .and_then(|(ready, ready_in)| Ok((sys::fork()?, ready, ready_in)));
+        match forked {
+            Ok((Fork::Child, _, ready)) => {
+                let run = std::panic::AssertUnwindSafe(|| run(Path::new(PROXY_SOCKET), ready));
+                let _ended = std::panic::catch_unwind(run);
                 sys::exit_now(70)
             }
-            Ok(Fork::Parent(pid)) => {
+            Ok((Fork::Parent(pid), ready, _)) => {
+                self.ready = Some(ready);
                 self.child = Some(Child {
                     pid,
                     started: Instant::now(),
@@ -114,10 +136,24 @@ impl Listeners {
 }
 
 /// The main function of the child.
-fn run(socket: &Path) {
+fn run(socket: &Path, ready: OwnedFd) {
     sys::block_all_signals();
     sys::set_name(c"cynode-listen");
-    sys::close_all_but(&[]);
+    sys::close_all_but(&[ready.as_raw_fd()]);
+    let listeners: Vec<_> = Listener::ALL
+        .into_iter()
+        .flat_map(|listener| {
+            [
+                IpAddr::V4(Ipv4Addr::LOCALHOST),
+                IpAddr::V6(Ipv6Addr::LOCALHOST),
+            ]
+            .map(|address| {
+                let address = SocketAddr::new(address, listener.port());
+                (listener, address, std::net::TcpListener::bind(address))
+            })
+        })
+        .collect();
+    drop(ready);
     let Ok(runtime) = tokio::runtime::Builder::new_current_thread()
         .enable_io()
         .enable_time()
@@ -128,39 +164,46 @@ fn run(socket: &Path) {
     let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let local = tokio::task::LocalSet::new();
     let socket: Rc<Path> = socket.into();
-    for listener in Listener::ALL {
-        for address in [
-            IpAddr::V4(Ipv4Addr::LOCALHOST),
-            IpAddr::V6(Ipv6Addr::LOCALHOST),
-        ] {
-            let address = SocketAddr::new(address, listener.port());
-            local.spawn_local(listen(
-                listener,
-                address,
-                Rc::clone(&socket),
-                Arc::clone(&permits),
-            ));
-        }
+    for (listener, address, bound) in listeners {
+        let (socket, permits) = (Rc::clone(&socket), Arc::clone(&permits));
+        local.spawn_local(async move {
+            if let Some(accepting) = retry(address, bound).await {
+                accept(listener, accepting, socket, permits).await;
+            }
+        });
     }
     runtime.block_on(local);
 }
 
-/// Forwards every connection to one address; returns only if there is no such address.
-async fn listen(
-    listener: Listener,
+/// Binds an address until that succeeds; returns `None` if there is no such address. `bound` is the
+/// first attempt.
+async fn retry(
     address: SocketAddr,
-    socket: Rc<Path>,
-    permits: Arc<Semaphore>,
-) {
+    mut bound: io::Result<std::net::TcpListener>,
+) -> Option<TcpListener> {
     let mut delay = FIRST_RETRY_DELAY;
-    let accepting = loop {
-        match TcpListener::bind(address).await {
-            Ok(accepting) => break accepting,
-            Err(error) if is_absent(&error) => return,
+    loop {
+        let listening = bound.and_then(|bound| {
+            bound.set_nonblocking(true)?;
+            TcpListener::from_std(bound)
+        });
+        match listening {
+            Ok(listening) => return Some(listening),
+            Err(error) if is_absent(&error) => return None,
             Err(_) => tokio::time::sleep(delay).await,
         }
         delay = (delay * 2).min(LONGEST_RETRY_DELAY);
-    };
+        bound = std::net::TcpListener::bind(address);
+    }
+}
+
+/// Forwards every connection.
+async fn accept(
+    listener: Listener,
+    accepting: TcpListener,
+    socket: Rc<Path>,
+    permits: Arc<Semaphore>,
+) {
     loop {
         let Ok((client, _)) = accepting.accept().await else {
             // Most likely out of descriptors.

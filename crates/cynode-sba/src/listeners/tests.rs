@@ -73,7 +73,12 @@ async fn a_port_that_is_taken_is_retried_until_it_is_free() {
     let worker = UnixListener::bind(&socket).expect("bound");
     let local = tokio::task::LocalSet::new();
     let permits = Arc::new(Semaphore::new(1));
-    local.spawn_local(listen(Listener::Callback, address, socket.into(), permits));
+    local.spawn_local(async move {
+        let first = std::net::TcpListener::bind(address);
+        assert!(first.is_err());
+        let accepting = retry(address, first).await.expect("an address");
+        accept(Listener::Callback, accepting, socket.into(), permits).await;
+    });
     local
         .run_until(async move {
             tokio::task::yield_now().await;

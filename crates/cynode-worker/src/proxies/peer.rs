@@ -38,6 +38,7 @@ pub(crate) struct ProxyPeer {
     /// The id of this request, which refusals and records repeat.
     pub(crate) request_id: String,
     /// The sandbox's record, with its limits (`sandbox.record().session.limits`).
+    #[allow(dead_code, reason = "for handlers of requests to models")]
     pub(crate) sandbox: Arc<SessionEntry>,
     /// The running sandbox.
     pub(crate) live: Arc<Live>,

@@ -8,7 +8,7 @@ use std::{
     io,
     os::fd::AsFd as _,
     path::{Path, PathBuf},
-    sync::{Arc, Weak},
+    sync::Arc,
     time::Duration,
 };
 

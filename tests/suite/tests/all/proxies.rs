@@ -47,7 +47,10 @@ async fn ask(client: &SessionClient, id: SessionId, text: &str) -> Result<(u16, 
 
 async fn answers_again(client: &SessionClient, id: SessionId, after: &str) -> Result<()> {
     eventually(after, TIMEOUT, async || {
-        Ok(matches!(ask(client, id, "connect 127.0.0.1").await, Ok((403, _))))
+        Ok(matches!(
+            ask(client, id, "connect 127.0.0.1").await,
+            Ok((403, _))
+        ))
     })
     .await
 }
@@ -65,7 +68,10 @@ async fn processes_of_a_sandbox_reach_its_proxies_whatever_dies(world: World) ->
     let id = client.create_session(&request).await?.session_id;
 
     let seen = client
-        .exec(id, &sh("env | grep -i -e _proxy= -e OLLAMA -e CALLBACK | sort"))
+        .exec(
+            id,
+            &sh("env | grep -i -e _proxy= -e OLLAMA -e CALLBACK | sort"),
+        )
         .await?;
     assert_eq!(
         seen.stdout,
@@ -77,7 +83,13 @@ async fn processes_of_a_sandbox_reach_its_proxies_whatever_dies(world: World) ->
 
     let (status, body) = ask(&client, id, "connect 127.0.0.1").await?;
     assert_eq!(
-        (status, &body["code"], &body["host"], &body["port"], &body["rule"]),
+        (
+            status,
+            &body["code"],
+            &body["host"],
+            &body["port"],
+            &body["rule"]
+        ),
         (
             403,
             &json!("egress_denied"),
@@ -86,7 +98,10 @@ async fn processes_of_a_sandbox_reach_its_proxies_whatever_dies(world: World) ->
             &json!("default/deny-all")
         )
     );
-    assert!(body["remedy"].is_string() && body["request_id"].is_string(), "{body}");
+    assert!(
+        body["remedy"].is_string() && body["request_id"].is_string(),
+        "{body}"
+    );
     let plain = r"ask 127.0.0.1 3128 'GET http://user:pass@example.com/a HTTP/1.0\r\n\r\n'";
     let (status, body) = ask(&client, id, plain).await?;
     assert_eq!((status, &body["port"]), (403, &json!(80)));
@@ -97,16 +112,25 @@ async fn processes_of_a_sandbox_reach_its_proxies_whatever_dies(world: World) ->
     assert_eq!(ask(&client, id, models).await?.0, 503);
     let report = r"CYNODE_CALLBACK_URL=http://x/v1/job; post '{}'";
     let (status, body) = ask(&client, id, report).await?;
-    assert_eq!((status, &body["code"]), (403, &json!("callback_not_allowed")));
+    assert_eq!(
+        (status, &body["code"]),
+        (403, &json!("callback_not_allowed"))
+    );
     // The programs that people use understand the variables.
     let wget = client
-        .exec(id, &sh("wget -qO- http://example.com/ 2>&1; [ -e /proc/net/if_inet6 ] && echo six"))
+        .exec(
+            id,
+            &sh("wget -qO- http://example.com/ 2>&1; [ -e /proc/net/if_inet6 ] && echo six"),
+        )
         .await?;
     assert!(wget.stdout.contains("403"), "{wget:?}");
     if wget.stdout.contains("six") {
         assert_eq!(ask(&client, id, "connect ::1").await?.0, 403);
     }
 
+    let shut = "cat /proc/$(listener)/maps >/dev/null 2>&1 && echo open; echo shut";
+    let shut = client.exec(id, &sh(&script(shut))).await?;
+    assert_eq!(shut.stdout, "shut\n");
     for signal in ["KILL", "STOP"] {
         client
             .exec(id, &sh(&script(&format!("kill -{signal} $(listener)"))))
@@ -114,7 +138,12 @@ async fn processes_of_a_sandbox_reach_its_proxies_whatever_dies(world: World) ->
         answers_again(&client, id, "the listeners are back").await?;
     }
     client.exec(id, &sh("kill -KILL -1")).await.ok();
-    answers_again(&client, id, "the listeners are back after everything was killed").await?;
+    answers_again(
+        &client,
+        id,
+        "the listeners are back after everything was killed",
+    )
+    .await?;
 
     worker.kill()?;
     let worker = world.worker(&Options::default()).await?;
@@ -130,9 +159,15 @@ async fn a_sandbox_without_agent_has_no_proxies(world: World) -> Result<()> {
     let client = worker.client()?;
     let id = client.create_session(&session()).await?.session_id;
     let seen = client
-        .exec(id, &sh("env | grep -i -e _proxy= -e OLLAMA; nc 127.0.0.1 3128 </dev/null 2>&1"))
+        .exec(
+            id,
+            &sh("env | grep -i -e _proxy= -e OLLAMA; nc 127.0.0.1 3128 </dev/null 2>&1"),
+        )
         .await?;
-    assert!(seen.stdout.contains("refused") && !seen.stdout.contains("="), "{seen:?}");
+    assert!(
+        seen.stdout.contains("refused") && !seen.stdout.contains("="),
+        "{seen:?}"
+    );
     Ok(())
 }
 
@@ -160,7 +195,11 @@ async fn no_process_outside_of_a_sandbox_is_served_by_its_socket() -> Result<()>
         stream.write_all(&request).await.ok();
         let mut answer = Vec::new();
         let read = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut answer)).await?;
-        ensure!(answer.is_empty(), "{read:?} {}", String::from_utf8_lossy(&answer));
+        ensure!(
+            answer.is_empty(),
+            "{read:?} {}",
+            String::from_utf8_lossy(&answer)
+        );
     }
     ensure!(sockets > 0, "no socket was found");
     // Inside, a process needs no listener.
@@ -181,17 +220,28 @@ async fn callers_can_not_set_the_variables_of_the_proxies() -> Result<()> {
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let id = client.create_session(&session()).await?.session_id;
-    for name in ["HTTP_PROXY", "https_proxy", "No_Proxy", "OLLAMA_BASE_URL", "CYNODE_CALLBACK_URL"] {
+    for name in [
+        "HTTP_PROXY",
+        "https_proxy",
+        "No_Proxy",
+        "OLLAMA_BASE_URL",
+        "CYNODE_CALLBACK_URL",
+    ] {
         let mut made = session();
         made.env.insert(name.to_owned(), "http://evil".to_owned());
         let error = client.create_session(&made).await.expect_err(name);
         assert!(error.is(ErrorCode::InvalidRequest), "{name}: {error}");
         let mut command = sh("true");
-        command.env.insert(name.to_owned(), "http://evil".to_owned());
+        command
+            .env
+            .insert(name.to_owned(), "http://evil".to_owned());
         let error = client.exec(id, &command).await.expect_err(name);
         assert!(error.is(ErrorCode::InvalidRequest), "{name}: {error}");
         let mut request = job("true");
-        request.sandbox.env.insert(name.to_owned(), "http://evil".to_owned());
+        request
+            .sandbox
+            .env
+            .insert(name.to_owned(), "http://evil".to_owned());
         let error = client.run_job(&request).await.expect_err(name);
         assert!(error.is(ErrorCode::InvalidRequest), "{name}: {error}");
     }
@@ -206,11 +256,12 @@ async fn a_sandbox_that_takes_every_connection_blocks_only_itself() -> Result<()
     let client = worker.client()?;
     let greedy = client.create_session(&session()).await?.session_id;
     let other = client.create_session(&session()).await?.session_id;
-    let mut silent = sh("i=0; while [ $i -lt 100 ]; do sleep 600 | nc 127.0.0.1 3128 & i=$((i+1)); done; wait");
+    let mut silent =
+        sh("i=0; while [ $i -lt 100 ]; do sleep 600 | nc 127.0.0.1 3128 & i=$((i+1)); done; wait");
     (silent.background, silent.timeout_ms) = (true, 0);
     client.exec_background(greedy, &silent).await?;
     eventually("all connections of one sandbox are taken", TIMEOUT, async || {
-        let taken = r"timeout 2 sh -c 'printf \"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n\" | nc 127.0.0.1 3128'";
+        let taken = r#"timeout 2 sh -c 'printf "CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n" | nc 127.0.0.1 3128'"#;
         let printed = client.exec(greedy, &sh(taken)).await?.stdout;
         Ok(!printed.contains("403"))
     })
@@ -242,7 +293,9 @@ fn specify(request: &mut JobRun, steps: &[Value]) -> Result<()> {
         "constraints": {"max_runtime_seconds": 100, "max_output_bytes": 1_048_576},
         "steps": steps,
     });
-    request.job = Some(Box::new(JobSpec::parse(specification.to_string().as_bytes())?));
+    request.job = Some(Box::new(JobSpec::parse(
+        specification.to_string().as_bytes(),
+    )?));
     Ok(())
 }
 
@@ -266,14 +319,25 @@ async fn a_step_that_fails_after_a_denial_needed_the_network_and_no_other_did() 
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
-    let run = async |scripts: &[&str]| client.run_job(&steps(scripts)?).await.map_err(anyhow::Error::from);
+    let run = async |scripts: &[&str]| {
+        client
+            .run_job(&steps(scripts)?)
+            .await
+            .map_err(anyhow::Error::from)
+    };
 
     let denied = run(&["true", "connect 127.0.0.1; exit 7"]).await?;
-    assert_eq!(verdict(&denied), (JobState::Failed, "ext_net_required", "worker"));
+    assert_eq!(
+        verdict(&denied),
+        (JobState::Failed, "ext_net_required", "worker")
+    );
     let result = denied.sba_result.as_ref().context("a result")?;
     assert_eq!(result["failure_code"], "ext_net_required");
     let message = result["failure_message"].as_str().unwrap_or_default();
-    assert!(message.contains("example.com:443") && message.contains("step 1"), "{message}");
+    assert!(
+        message.contains("example.com:443") && message.contains("step 1"),
+        "{message}"
+    );
 
     // The text alone proves nothing, nor does a denial that the step did not fail from.
     for scripts in [
@@ -281,7 +345,11 @@ async fn a_step_that_fails_after_a_denial_needed_the_network_and_no_other_did() 
         &["connect 127.0.0.1; true", "exit 7"],
     ] {
         let done = run(scripts).await?;
-        assert_eq!(verdict(&done), (JobState::Failed, "step_failed", "worker"), "{scripts:?}");
+        assert_eq!(
+            verdict(&done),
+            (JobState::Failed, "step_failed", "worker"),
+            "{scripts:?}"
+        );
     }
     let passed = run(&["connect 127.0.0.1; true"]).await?;
     assert_eq!(verdict(&passed), (JobState::Completed, "", "worker"));
@@ -320,17 +388,30 @@ async fn only_a_runner_of_the_jobs_own_reports_by_the_callback() -> Result<()> {
             r#"post "$(success)" | head -1; post "$(success)" | head -1"#,
         ))?)
         .await?;
-    assert_eq!(verdict(&done), (JobState::Completed, "", "sandbox"), "{done:?}");
+    assert_eq!(
+        verdict(&done),
+        (JobState::Completed, "", "sandbox"),
+        "{done:?}"
+    );
     assert_eq!(done.output.stdout.matches(" 204 ").count(), 2, "{done:?}");
 
     let lied = client
-        .run_job(&own_runner(&with(r#"post "$(success)" | head -1; exit 3"#))?)
+        .run_job(&own_runner(&with(
+            r#"post "$(success)" | head -1; exit 3"#,
+        ))?)
         .await?;
-    assert_eq!(verdict(&lied), (JobState::Failed, "internal", "worker"), "{lied:?}");
+    assert_eq!(
+        verdict(&lied),
+        (JobState::Failed, "internal", "worker"),
+        "{lied:?}"
+    );
 
     for (text, code) in [
         (r#"post '{"status":"success"}'"#, "invalid_request"),
-        (r#"post '{"status":"in_progress","nope":1}'"#, "invalid_request"),
+        (
+            r#"post '{"status":"in_progress","nope":1}'"#,
+            "invalid_request",
+        ),
         (
             r#"post "$(success)" >/dev/null; post "$(success | sed 's/"success"/"timeout"/; s/"failure_code":null/"failure_code":"timeout"/; s/"failure_message":null/"failure_message":"m"/')""#,
             "result_exists",
@@ -343,12 +424,26 @@ async fn only_a_runner_of_the_jobs_own_reports_by_the_callback() -> Result<()> {
     // A step of our runner's job, and a plain command, can't claim a success.
     let forged = format!("{SUCCESS}post \"$(success)\"; exit 9");
     let done = client.run_job(&steps(&[forged.as_str()])?).await?;
-    assert_eq!(verdict(&done), (JobState::Failed, "step_failed", "worker"), "{done:?}");
+    assert_eq!(
+        verdict(&done),
+        (JobState::Failed, "step_failed", "worker"),
+        "{done:?}"
+    );
     let result = done.sba_result.context("a result")?;
-    assert!(result.to_string().contains("callback_not_allowed"), "{result}");
+    assert!(
+        result.to_string().contains("callback_not_allowed"),
+        "{result}"
+    );
     let plain = client.run_job(&job(&script(&forged))).await?;
-    assert_eq!(verdict(&plain), (JobState::Failed, "", "worker"), "{plain:?}");
-    assert!(plain.output.stdout.contains("callback_not_allowed"), "{plain:?}");
+    assert_eq!(
+        verdict(&plain),
+        (JobState::Failed, "", "worker"),
+        "{plain:?}"
+    );
+    assert!(
+        plain.output.stdout.contains("callback_not_allowed"),
+        "{plain:?}"
+    );
     match client.job(plain.job_id).await {
         Ok(_) => Ok(()),
         Err(Error::Problem(problem)) => anyhow::bail!("{problem:?}"),
