@@ -47,7 +47,10 @@ impl Orchestrator {
         &self,
         context: PreferenceContext,
     ) -> Result<Option<Vec<String>>, db::Error> {
-        let value = self.db.effective_preference(context, ALLOWED_MODELS).await?;
+        let value = self
+            .db
+            .effective_preference(context, ALLOWED_MODELS)
+            .await?;
         Ok(value.map(|value| names(&value)))
     }
 }
@@ -112,14 +115,20 @@ mod tests {
         );
         let refused = cut_to(&["gpt\n"], &allowed).expect_err("none");
         assert!(
-            refused.contains(r#"none of "gpt\u{a}""#) && refused.contains(r#""llama3.2", "qwen3:8b""#),
+            refused.contains(r#"none of "gpt\u{a}""#)
+                && refused.contains(r#""llama3.2", "qwen3:8b""#),
             "{refused}"
         );
     }
 
     #[test]
     fn a_value_that_is_no_list_of_names_allows_nothing() {
-        for value in [json!(null), json!("llama3.2"), json!([]), json!([1, "", "a\nb"])] {
+        for value in [
+            json!(null),
+            json!("llama3.2"),
+            json!([]),
+            json!([1, "", "a\nb"]),
+        ] {
             let refused = cut_to(&["llama3.2"], &value).expect_err("none");
             assert!(refused.contains("is empty"), "{value}: {refused}");
         }

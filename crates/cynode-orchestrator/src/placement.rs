@@ -655,9 +655,7 @@ mod tests {
         assert_eq!(unserved(&[], &wanted), None);
         assert_eq!(
             unserved(&[other.clone(), none.clone()], &wanted).as_deref(),
-            Some(
-                "b: serves none of \"x\", \"llama3.2\", only \"y\"; c: has no model server"
-            )
+            Some("b: serves none of \"x\", \"llama3.2\", only \"y\"; c: has no model server")
         );
         // A lost node, or one without the labels, does not count.
         let lost = NodeRow {

@@ -47,8 +47,8 @@ use sha2::{Digest as _, Sha256};
 
 pub use api::openapi;
 pub use config::{Config, DEFAULT_IMAGE, Engine};
-pub use inference::InferenceConfig;
 use inference::Inference;
+pub use inference::InferenceConfig;
 use jobs::Jobs;
 use journal::Journal;
 pub use rootless::enter_user_namespace;

@@ -113,7 +113,10 @@ fn check(body: &JobCreate, spec: &JobSpec) -> Result<(), ApiError> {
             refuse(format!("{JOB}.steps[{index}].args.diff"), message);
         }
     }
-    let source = spec.inference.as_ref().and_then(|inference| inference.source);
+    let source = spec
+        .inference
+        .as_ref()
+        .and_then(|inference| inference.source);
     if source == Some(InferenceSource::ApiEgress) {
         let message = "models of providers can't be reached yet; leave it out, or use \"worker\"";
         refuse(format!("{JOB}.inference.source"), message.to_owned());

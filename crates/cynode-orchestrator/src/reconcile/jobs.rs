@@ -152,11 +152,7 @@ impl JobReconciler {
     }
 
     /// Fails a job whose models no node serves.
-    async fn fail_unserved(
-        &self,
-        row: &JobRow,
-        reason: String,
-    ) -> Result<Option<Duration>, Error> {
+    async fn fail_unserved(&self, row: &JobRow, reason: String) -> Result<Option<Duration>, Error> {
         let error = JobError {
             code: ErrorCode::InferenceUnavailable.as_str().to_owned(),
             detail: reason,

@@ -45,7 +45,8 @@ fn configured(config: &InferenceConfig, checked: &ServerCheck) -> Check {
     } = checked;
     if let Some(reason) = exposed {
         return if config.allow_beyond_loopback {
-            let detail = format!("{url}: {reason}; worker.inference.allow_beyond_loopback allows it");
+            let detail =
+                format!("{url}: {reason}; worker.inference.allow_beyond_loopback allows it");
             Check::adapted(NAME, detail)
         } else {
             Check::problem(
@@ -96,12 +97,19 @@ mod tests {
         let found = configured(&config, &checked(None, None));
         assert_eq!(
             (found.status, found.detail.as_str()),
-            (Status::Ok, "ollama at http://127.0.0.1:11434: llama3.2:latest")
+            (
+                Status::Ok,
+                "ollama at http://127.0.0.1:11434: llama3.2:latest"
+            )
         );
         let exposed = checked(Some("it listens on 0.0.0.0"), None);
         let found = configured(&config, &exposed);
         assert_eq!(found.status, Status::Problem);
-        assert!(found.fix.is_some_and(|fix| fix.contains("allow_beyond_loopback")));
+        assert!(
+            found
+                .fix
+                .is_some_and(|fix| fix.contains("allow_beyond_loopback"))
+        );
         config.allow_beyond_loopback = true;
         assert_eq!(configured(&config, &exposed).status, Status::Adapted);
         let away = checked(None, Some("it does not answer"));
@@ -113,6 +121,10 @@ mod tests {
         assert_eq!(unconfigured(None).status, Status::Ok);
         let found = unconfigured(Some(checked(None, None)));
         assert_eq!(found.status, Status::Adapted);
-        assert!(found.detail.contains("set worker.inference.url"), "{}", found.detail);
+        assert!(
+            found.detail.contains("set worker.inference.url"),
+            "{}",
+            found.detail
+        );
     }
 }

@@ -138,7 +138,11 @@ impl Backend {
                 if is_stale || problem.forbids_use {
                     next.list = None;
                 }
-                let reason: String = problem.reason.chars().take(MAX_PROBLEM_CHARACTERS).collect();
+                let reason: String = problem
+                    .reason
+                    .chars()
+                    .take(MAX_PROBLEM_CHARACTERS)
+                    .collect();
                 if next.problem.as_ref() != Some(&reason) {
                     tracing::warn!(reason, "The model server can't be used.");
                 }
@@ -174,7 +178,9 @@ impl Backend {
                 reason,
                 forbids_use: true,
             }),
-            Err(_) => Err(ServerProblem::passing("the check of its listeners was interrupted")),
+            Err(_) => Err(ServerProblem::passing(
+                "the check of its listeners was interrupted",
+            )),
         }
     }
 
@@ -190,7 +196,8 @@ impl Backend {
 
     /// Reads a description from the server.
     pub(super) async fn get(&self, path: &str) -> Result<Vec<u8>, CallError> {
-        self.described(self.http.get(format!("{}{path}", self.base))).await
+        self.described(self.http.get(format!("{}{path}", self.base)))
+            .await
     }
 
     pub(super) async fn post(&self, path: &str, body: Vec<u8>) -> Result<Vec<u8>, CallError> {
@@ -216,7 +223,9 @@ impl Backend {
             if status == StatusCode::OK {
                 Ok(body)
             } else {
-                Err(CallError::answered(format!("it answers with the status {status}")))
+                Err(CallError::answered(format!(
+                    "it answers with the status {status}"
+                )))
             }
         };
         tokio::time::timeout(CALL_TIMEOUT, call)
@@ -281,7 +290,9 @@ impl Backend {
         for name in models {
             match self.require_local(name).await {
                 Ok(()) => return Ok(()),
-                Err(refusal) if !reasons.contains(&refusal.message) => reasons.push(refusal.message),
+                Err(refusal) if !reasons.contains(&refusal.message) => {
+                    reasons.push(refusal.message)
+                }
                 Err(_) => {}
             }
         }
@@ -398,7 +409,9 @@ pub(super) async fn read_bounded(
         match response.chunk().await {
             Ok(Some(piece)) if body.len() + piece.len() <= most => body.extend_from_slice(&piece),
             Ok(Some(_)) => {
-                return Err(CallError::answered(format!("its answer has more than {most} bytes")));
+                return Err(CallError::answered(format!(
+                    "its answer has more than {most} bytes"
+                )));
             }
             Ok(None) => return Ok(body),
             Err(error) => {

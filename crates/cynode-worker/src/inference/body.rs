@@ -59,15 +59,16 @@ impl Inference {
         let mut bytes = BytesMut::new();
         let mut scan = json::Scan::up_to(MAX_BODY_NODES);
         while let Some(frame) = body.frame().await {
-            let frame = frame.map_err(|_| {
-                refuse(RefusalCode::InvalidRequest, "the body broke off")
-            })?;
-            let Ok(data) = frame.into_data() else { continue };
+            let frame =
+                frame.map_err(|_| refuse(RefusalCode::InvalidRequest, "the body broke off"))?;
+            let Ok(data) = frame.into_data() else {
+                continue;
+            };
             if bytes.len() + data.len() > most {
                 return Err(too_large());
             }
             if permit.is_none() && bytes.len() + data.len() > INLINE_BYTES {
-                // Closed never.
+                // The semaphore is never closed.
                 permit = self.large_bodies.acquire().await.ok();
             }
             scan.feed(&data).map_err(|_| {

@@ -32,7 +32,9 @@ use crate::{
 };
 
 /// An answer of a model. Embeddings are the largest.
-const MAX_ANSWER_BYTES: u64 = MAX_DOCUMENT_BYTES;
+const MAX_ANSWER_BYTES: u64 = 256 * 1024 * 1024;
+// The usage of every whole document is read.
+const _: () = assert!(MAX_ANSWER_BYTES <= MAX_DOCUMENT_BYTES);
 /// An error of the model server.
 const MAX_ERROR_BYTES: usize = 64 * 1024;
 /// What a sandbox reads of it, in characters.
@@ -110,7 +112,9 @@ impl Computation {
                     status: failure.status,
                     ..open
                 };
-                let recorded = self.finish(open, Some(failure.code), &AnswerScan::default()).await;
+                let recorded = self
+                    .finish(open, Some(failure.code), &AnswerScan::default())
+                    .await;
                 drop(head.send(Err(recorded.err().unwrap_or(failure.refusal))));
             }
         }
@@ -153,7 +157,11 @@ impl Computation {
                 .and_then(|kind| AnswerFormat::of_content_type(kind.to_str().ok()?));
             if format != Some(expected) && format != Some(AnswerFormat::Json) {
                 let message = "the model server's answer has another format than it should";
-                return Err(Failure::unavailable("upstream_malformed", message, Some(status)));
+                return Err(Failure::unavailable(
+                    "upstream_malformed",
+                    message,
+                    Some(status),
+                ));
             }
             Ok(response)
         }
@@ -179,7 +187,9 @@ impl Computation {
             Some((piece, body))
         });
         let mut answer = ProxyResponse::new(ProxyBody::from_stream(body));
-        answer.headers_mut().insert(header::CONTENT_TYPE, content_type(format));
+        answer
+            .headers_mut()
+            .insert(header::CONTENT_TYPE, content_type(format));
         if head.send(Ok(answer)).is_err() {
             let scan = AnswerScan::default();
             drop(self.finish(open, Some("client_gone"), &scan).await);
@@ -300,7 +310,9 @@ impl Failure {
     async fn of_error(response: reqwest::Response) -> Self {
         let status = response.status();
         let read = tokio::time::timeout(ERROR_TIMEOUT, read_bounded(response, MAX_ERROR_BYTES));
-        let body = read.await.map_or_else(|_| Vec::new(), Result::unwrap_or_default);
+        let body = read
+            .await
+            .map_or_else(|_| Vec::new(), Result::unwrap_or_default);
         let told = error_text(&body);
         let with = |what: &str| match &told {
             Some(told) => format!("{what}: {told}"),
@@ -315,7 +327,10 @@ impl Failure {
                 status: Some(status.as_u16()),
             };
         }
-        let message = with(&format!("the model server answered with {}", status.as_u16()));
+        let message = with(&format!(
+            "the model server answered with {}",
+            status.as_u16()
+        ));
         Self::unavailable("upstream_failed", message, Some(status.as_u16()))
     }
 }
@@ -461,7 +476,10 @@ mod tests {
             Some("can't open … at … …")
         );
         let long = format!(r#"{{"error": "{}"}}"#, "x".repeat(10_000));
-        assert_eq!(told(&long).map(|told| told.len()), Some(MAX_ERROR_CHARACTERS));
+        assert_eq!(
+            told(&long).map(|told| told.len()),
+            Some(MAX_ERROR_CHARACTERS)
+        );
         for none in ["", "x", "[]", r#"{"error": 1}"#] {
             assert_eq!(told(none), None);
         }

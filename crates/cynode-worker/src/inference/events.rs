@@ -68,7 +68,8 @@ fn is_usage(event: &[u8]) -> bool {
 mod tests {
     use super::*;
 
-    const CHUNK: &str = "data: {\"choices\":[{\"delta\":{\"content\":\"\\\"choices\\\":[]\"}}],\"usage\":null}\n\n";
+    const CHUNK: &str =
+        "data: {\"choices\":[{\"delta\":{\"content\":\"\\\"choices\\\":[]\"}}],\"usage\":null}\n\n";
     const USAGE: &str = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":7}}\n\n";
     const DONE: &str = "data: [DONE]\n\n";
 
@@ -89,7 +90,11 @@ mod tests {
         for size in [1, 2, 3, 7, 50, 10_000] {
             assert_eq!(filtered(&stream, size), expected, "{size}");
             let windows = stream.replace('\n', "\r\n");
-            assert_eq!(filtered(&windows, size), expected.replace('\n', "\r\n"), "{size}");
+            assert_eq!(
+                filtered(&windows, size),
+                expected.replace('\n', "\r\n"),
+                "{size}"
+            );
         }
         assert_eq!(filtered("data: [DONE]", 4), "data: [DONE]");
     }

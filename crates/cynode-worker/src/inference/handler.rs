@@ -21,7 +21,7 @@ use super::{
     call::{Computation, record_refused},
 };
 use crate::{
-    audit::{AuditedSandbox, DecisionOutcome, ModelCall, NodeAction, NodeDecision},
+    audit::{DecisionOutcome, ModelCall, NodeAction, NodeDecision},
     proxies::{InferenceHandler, ProxyBody, ProxyPeer, ProxyResponse},
 };
 
@@ -31,11 +31,11 @@ const LIST_AGE: Duration = Duration::from_secs(10);
 #[async_trait]
 impl InferenceHandler for Arc<Inference> {
     async fn handle(&self, peer: &ProxyPeer, request: http::Request<Incoming>) -> ProxyResponse {
-        let record = peer.sandbox.record();
+        let (sandbox, models) = peer.sandbox.model_access();
         let client = ModelClient {
             session_id: peer.session_id,
-            sandbox: AuditedSandbox::from(&record),
-            models: AllowedModels::new(record.request.allowed_models.iter().cloned()),
+            sandbox,
+            models: AllowedModels::new(models),
             request_id: peer.request_id.clone(),
             usage: peer.job_id.and_then(|id| self.usage.get(id)),
             _activity: Some(peer.live.activity()),
@@ -101,7 +101,8 @@ impl Inference {
         let (request, model) = match allowed {
             Ok(allowed) => allowed,
             Err(refusal) => {
-                self.record_denial(&client, &endpoint, &body, &refusal).await?;
+                self.record_denial(&client, &endpoint, &body, &refusal)
+                    .await?;
                 return Err(refusal);
             }
         };
@@ -254,7 +255,9 @@ fn requested_model(body: &[u8]) -> String {
         end -= 1;
     }
     let shown = name[..end].chars();
-    shown.map(|c| if c.is_control() { '?' } else { c }).collect()
+    shown
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect()
 }
 
 fn described(json: Vec<u8>) -> ProxyResponse {

@@ -83,7 +83,10 @@ mod tests {
         );
         assert_eq!(exposed(&line(any, "01"), 11_434), None);
         assert_eq!(exposed(&line(any, "0A"), 11_435), None);
-        assert_eq!(exposed("  sl  local_address rem_address   st", 11_434), None);
+        assert_eq!(
+            exposed("  sl  local_address rem_address   st", 11_434),
+            None
+        );
         assert_eq!(exposed("", 1), None);
     }
 }

@@ -17,12 +17,7 @@ mod handler;
 mod listeners;
 mod usage;
 
-use std::{
-    collections::HashMap,
-    path::Path,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::HashMap, path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use cynode_api::{
@@ -152,13 +147,17 @@ impl Inference {
         let refuse = |message: String| Err(Refusal::new(RefusalCode::TooManyRequests, message));
         let most = self.config.max_requests_per_sandbox;
         if own >= most {
-            return refuse(format!("this sandbox has {own} requests in flight, at most {most}"));
+            return refuse(format!(
+                "this sandbox has {own} requests in flight, at most {most}"
+            ));
         }
         let most = self.config.max_requests;
         // The last quarter is for sandboxes that have no request yet.
         let room = if own == 0 { most } else { most - most / 4 };
         if in_flight.total >= room {
-            return refuse(format!("the sandboxes of this node have {most} requests in flight"));
+            return refuse(format!(
+                "the sandboxes of this node have {most} requests in flight"
+            ));
         }
         in_flight.total += 1;
         *in_flight.by_sandbox.entry(session_id).or_default() += 1;

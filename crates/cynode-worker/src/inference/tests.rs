@@ -16,7 +16,11 @@ use crate::{
 use models::{ModelApi, ModelReply, ModelServer};
 
 // The end-to-end tests have the same server.
-#[allow(dead_code, unreachable_pub, reason = "shared with the end-to-end tests")]
+#[allow(
+    dead_code,
+    unreachable_pub,
+    reason = "shared with the end-to-end tests"
+)]
 #[path = "../../../../tests/suite/src/models.rs"]
 mod models;
 
@@ -75,7 +79,11 @@ impl Setup {
         Self::with(api, names, |_| {}).await
     }
 
-    async fn with(api: ModelApi, names: &[&str], change: impl FnOnce(&mut InferenceConfig)) -> Self {
+    async fn with(
+        api: ModelApi,
+        names: &[&str],
+        change: impl FnOnce(&mut InferenceConfig),
+    ) -> Self {
         let server = ModelServer::start(api, names).await.expect("a server");
         let mut config = InferenceConfig {
             url: Some(server.url()),
@@ -128,7 +136,8 @@ impl Setup {
     }
 
     async fn get(&self, path: &str) -> Received {
-        self.send(self.client(&[MODEL]), "GET", path, &Value::Null).await
+        self.send(self.client(&[MODEL]), "GET", path, &Value::Null)
+            .await
     }
 
     /// Starts a request and returns its answer as soon as it begins.
@@ -142,7 +151,9 @@ impl Setup {
         let decisions = self.trail.decisions.lock();
         let shown = decisions.iter().map(|decision| {
             let action = match &decision.action {
-                NodeAction::ModelRequest(call) => format!("request {} {}", call.model, call.endpoint),
+                NodeAction::ModelRequest(call) => {
+                    format!("request {} {}", call.model, call.endpoint)
+                }
                 NodeAction::ModelOutcome { call, usage } => format!(
                     "outcome {} {:?} {:?} {:?}",
                     call.model, usage.prompt_tokens, usage.completion_tokens, usage.status
@@ -162,7 +173,11 @@ impl Setup {
     async fn eventually_recorded(&self, count: usize) -> Vec<String> {
         let deadline = tokio::time::Instant::now() + LIMIT;
         while self.recorded().len() < count {
-            assert!(tokio::time::Instant::now() < deadline, "{:?}", self.recorded());
+            assert!(
+                tokio::time::Instant::now() < deadline,
+                "{:?}",
+                self.recorded()
+            );
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         self.recorded()
@@ -181,8 +196,13 @@ async fn received(response: ProxyResponse) -> Received {
     let (head, body) = response.into_parts();
     let kind = head.headers.get(http::header::CONTENT_TYPE);
     let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
-    assert_eq!(head.headers.get("x-request-id").map(|id| id.as_bytes()), Some(b"r-1".as_slice()));
-    let body = tokio::time::timeout(LIMIT, body.collect()).await.expect("an end");
+    assert_eq!(
+        head.headers.get("x-request-id").map(|id| id.as_bytes()),
+        Some(b"r-1".as_slice())
+    );
+    let body = tokio::time::timeout(LIMIT, body.collect())
+        .await
+        .expect("an end");
     Received {
         status: head.status.as_u16(),
         kind: kind.to_owned(),
@@ -206,7 +226,10 @@ const REQUESTED: &str = "request llama3.2 /v1/chat/completions: allowed";
 async fn an_allowed_model_streams_and_its_usage_is_counted_and_recorded() {
     let setup = Setup::new(ModelApi::Ollama, &["llama3.2:latest", "other:latest"]).await;
     let answer = setup.post("/api/chat", &chat(MODEL)).await;
-    assert_eq!((answer.status, answer.kind.as_str()), (200, "application/x-ndjson"));
+    assert_eq!(
+        (answer.status, answer.kind.as_str()),
+        (200, "application/x-ndjson")
+    );
     let lines: Vec<Value> = answer
         .text()
         .lines()
@@ -217,11 +240,19 @@ async fn an_allowed_model_streams_and_its_usage_is_counted_and_recorded() {
         .filter_map(|line| line["message"]["content"].as_str())
         .collect();
     assert_eq!(text, "a short answer");
-    assert_eq!(lines.last().map(|line| line["done"].clone()), Some(json!(true)));
+    assert_eq!(
+        lines.last().map(|line| line["done"].clone()),
+        Some(json!(true))
+    );
 
     let answer = setup.post("/v1/chat/completions", &chat(MODEL)).await;
-    assert_eq!(answer.json()["choices"][0]["message"]["content"], "a short answer");
-    let embedded = setup.post("/api/embed", &json!({"model": MODEL, "input": ["x"]})).await;
+    assert_eq!(
+        answer.json()["choices"][0]["message"]["content"],
+        "a short answer"
+    );
+    let embedded = setup
+        .post("/api/embed", &json!({"model": MODEL, "input": ["x"]}))
+        .await;
     assert_eq!(embedded.json()["embeddings"][0][0], 0.25);
 
     assert_eq!(
@@ -245,7 +276,11 @@ async fn an_allowed_model_streams_and_its_usage_is_counted_and_recorded() {
     let sent = setup.server.computations();
     assert_eq!(sent[0].body["options"]["num_predict"], 131_072);
     assert_eq!(
-        sent[0].headers.iter().filter(|(name, _)| name == "authorization").count(),
+        sent[0]
+            .headers
+            .iter()
+            .filter(|(name, _)| name == "authorization")
+            .count(),
         0
     );
 }
@@ -254,8 +289,15 @@ async fn an_allowed_model_streams_and_its_usage_is_counted_and_recorded() {
 async fn a_stream_has_its_usage_only_for_clients_that_ask() {
     let setup = Setup::new(ModelApi::Openai, &[MODEL]).await;
     let plain = setup.post("/v1/chat/completions", &stream(MODEL)).await;
-    assert_eq!((plain.status, plain.kind.as_str()), (200, "text/event-stream"));
-    assert!(plain.text().ends_with("data: [DONE]\n\n"), "{}", plain.text());
+    assert_eq!(
+        (plain.status, plain.kind.as_str()),
+        (200, "text/event-stream")
+    );
+    assert!(
+        plain.text().ends_with("data: [DONE]\n\n"),
+        "{}",
+        plain.text()
+    );
     assert!(!plain.text().contains("\"choices\":[]"), "{}", plain.text());
     let mut asking = stream(MODEL);
     asking["stream_options"] = json!({"include_usage": true});
@@ -272,11 +314,22 @@ async fn the_first_piece_arrives_before_the_model_has_ended() {
     let setup = Setup::new(ModelApi::Ollama, &[MODEL]).await;
     for path in ["/api/chat", "/v1/chat/completions"] {
         setup.server.reply(ModelReply::Stall);
-        let response = setup.begin(setup.client(&[MODEL]), path, &stream(MODEL)).await;
+        let response = setup
+            .begin(setup.client(&[MODEL]), path, &stream(MODEL))
+            .await;
         let mut body = response.into_body();
-        let first = tokio::time::timeout(LIMIT, body.frame()).await.expect("in time");
-        let first = first.expect("a piece").expect("no error").into_data().expect("data");
-        assert!(String::from_utf8_lossy(&first).contains("one "), "{first:?}");
+        let first = tokio::time::timeout(LIMIT, body.frame())
+            .await
+            .expect("in time");
+        let first = first
+            .expect("a piece")
+            .expect("no error")
+            .into_data()
+            .expect("data");
+        assert!(
+            String::from_utf8_lossy(&first).contains("one "),
+            "{first:?}"
+        );
     }
 }
 
@@ -284,12 +337,23 @@ async fn the_first_piece_arrives_before_the_model_has_ended() {
 async fn a_model_that_is_not_allowed_is_refused_and_recorded() {
     let setup = Setup::new(ModelApi::Ollama, &[MODEL, "other"]).await;
     let refused = setup.post("/api/chat", &chat("other")).await;
-    assert_eq!((refused.status, refused.code().as_str()), (403, "model_not_allowed"));
+    assert_eq!(
+        (refused.status, refused.code().as_str()),
+        (403, "model_not_allowed")
+    );
     assert_eq!(refused.json()["request_id"], "r-1");
     let none = setup
-        .send(setup.client(&[]), "POST", "/v1/chat/completions", &chat(MODEL))
+        .send(
+            setup.client(&[]),
+            "POST",
+            "/v1/chat/completions",
+            &chat(MODEL),
+        )
         .await;
-    assert_eq!((none.status, none.code().as_str()), (403, "model_not_allowed"));
+    assert_eq!(
+        (none.status, none.code().as_str()),
+        (403, "model_not_allowed")
+    );
     assert_eq!(
         setup.recorded(),
         [
@@ -323,9 +387,17 @@ async fn endpoints_that_change_models_do_not_exist() {
             &json!({"model": MODEL, "messages": [], "web_search_options": {}}),
         )
         .await;
-    assert_eq!((unsafe_field.status, unsafe_field.code().as_str()), (400, "invalid_request"));
+    assert_eq!(
+        (unsafe_field.status, unsafe_field.code().as_str()),
+        (400, "invalid_request")
+    );
     assert!(setup.recorded().is_empty());
-    let paths: Vec<String> = setup.server.received().into_iter().map(|sent| sent.path).collect();
+    let paths: Vec<String> = setup
+        .server
+        .received()
+        .into_iter()
+        .map(|sent| sent.path)
+        .collect();
     assert_eq!(paths, ["/api/version", "/api/tags"]);
 }
 
@@ -340,31 +412,54 @@ async fn lists_and_descriptions_show_allowed_models_of_this_node_only() {
             ("far", is_ollama),
             ("x:cloud", false),
         ]);
-        setup.inference.backend.as_ref().expect("configured").refresh().await;
+        setup
+            .inference
+            .backend
+            .as_ref()
+            .expect("configured")
+            .refresh()
+            .await;
         let allowed: &[&str] = match api {
             ModelApi::Ollama => &[MODEL, "far", "x:cloud"],
             ModelApi::Openai => &[MODEL, "x:cloud"],
         };
         let get = async |path: &str| {
-            setup.send(setup.client(allowed), "GET", path, &Value::Null).await
+            setup
+                .send(setup.client(allowed), "GET", path, &Value::Null)
+                .await
         };
         let models = get("/v1/models").await.json();
         assert_eq!(models["data"].as_array().map(Vec::len), Some(1), "{models}");
         assert_eq!(models["data"][0]["id"], "llama3.2:latest");
-        assert_eq!(get("/v1/models/llama3.2").await.json()["id"], "llama3.2:latest");
+        assert_eq!(
+            get("/v1/models/llama3.2").await.json()["id"],
+            "llama3.2:latest"
+        );
         assert_eq!(get("/v1/models/other").await.status, 403);
         let tags = get("/api/tags").await;
         let shown = setup.post("/api/show", &json!({"model": MODEL})).await;
         if is_ollama {
-            assert_eq!(tags.json()["models"].as_array().map(Vec::len), Some(1), "{}", tags.text());
-            assert_eq!(get("/api/version").await.json()["version"], "0.0.1-scripted");
+            assert_eq!(
+                tags.json()["models"].as_array().map(Vec::len),
+                Some(1),
+                "{}",
+                tags.text()
+            );
+            assert_eq!(
+                get("/api/version").await.json()["version"],
+                "0.0.1-scripted"
+            );
             assert_eq!(shown.json()["model_info"]["scripted.context_length"], 4_096);
             assert!(!shown.text().contains("secret") && !shown.text().contains("/var/lib"));
         } else {
             assert_eq!((tags.status, shown.status), (404, 404));
         }
         let report = setup.inference.report().await.expect("configured");
-        let kind = if is_ollama { ModelServerKind::Ollama } else { ModelServerKind::Openai };
+        let kind = if is_ollama {
+            ModelServerKind::Ollama
+        } else {
+            ModelServerKind::Openai
+        };
         assert_eq!((report.kind, report.problem), (Some(kind), None));
         let mut expected = vec!["llama3.2:latest", "other"];
         if !is_ollama {
@@ -378,19 +473,41 @@ async fn lists_and_descriptions_show_allowed_models_of_this_node_only() {
 async fn a_model_that_another_host_runs_is_refused() {
     let setup = Setup::new(ModelApi::Ollama, &[]).await;
     setup.server.set_models(&[("far", true), (MODEL, false)]);
-    setup.inference.backend.as_ref().expect("configured").refresh().await;
+    setup
+        .inference
+        .backend
+        .as_ref()
+        .expect("configured")
+        .refresh()
+        .await;
     let client = || setup.client(&["far", MODEL]);
-    let refused = setup.send(client(), "POST", "/api/chat", &chat("far")).await;
-    assert_eq!((refused.status, refused.code().as_str()), (403, "model_not_allowed"));
-    assert!(refused.text().contains("another host"), "{}", refused.text());
+    let refused = setup
+        .send(client(), "POST", "/api/chat", &chat("far"))
+        .await;
+    assert_eq!(
+        (refused.status, refused.code().as_str()),
+        (403, "model_not_allowed")
+    );
+    assert!(
+        refused.text().contains("another host"),
+        "{}",
+        refused.text()
+    );
     assert!(setup.server.computations().is_empty());
 
     // One whose list does not say so is found out by its answer.
     setup.server.reply(ModelReply::Remote(vec!["x".to_owned()]));
-    let first = setup.send(client(), "POST", "/api/chat", &chat(MODEL)).await;
+    let first = setup
+        .send(client(), "POST", "/api/chat", &chat(MODEL))
+        .await;
     assert_eq!(first.status, 200);
-    let second = setup.send(client(), "POST", "/api/chat", &chat(MODEL)).await;
-    assert_eq!((second.status, second.code().as_str()), (403, "model_not_allowed"));
+    let second = setup
+        .send(client(), "POST", "/api/chat", &chat(MODEL))
+        .await;
+    assert_eq!(
+        (second.status, second.code().as_str()),
+        (403, "model_not_allowed")
+    );
     let recorded = setup.recorded();
     assert_eq!(
         recorded[recorded.len() - 2..],
@@ -459,9 +576,17 @@ async fn a_server_that_is_away_or_fails_is_unavailable() {
         assert_eq!(setup.recorded().last().map(String::as_str), Some(recorded));
     }
     let absent = setup
-        .send(setup.client(&["absent"]), "POST", "/api/chat", &chat("absent"))
+        .send(
+            setup.client(&["absent"]),
+            "POST",
+            "/api/chat",
+            &chat("absent"),
+        )
         .await;
-    assert_eq!((absent.status, absent.code().as_str()), (503, "inference_unavailable"));
+    assert_eq!(
+        (absent.status, absent.code().as_str()),
+        (503, "inference_unavailable")
+    );
     drop(setup.server);
     let count = setup.trail.decisions.lock().len();
     let client = setup.inference.answer(
@@ -476,10 +601,17 @@ async fn a_server_that_is_away_or_fails_is_unavailable() {
             usage: None,
             _activity: None,
         },
-        request("POST", "/api/chat", ProxyBody::from(chat(MODEL).to_string())),
+        request(
+            "POST",
+            "/api/chat",
+            ProxyBody::from(chat(MODEL).to_string()),
+        ),
     );
     let away = received(client.await).await;
-    assert_eq!((away.status, away.code().as_str()), (503, "inference_unavailable"));
+    assert_eq!(
+        (away.status, away.code().as_str()),
+        (503, "inference_unavailable")
+    );
     assert!(setup.trail.decisions.lock().len() > count);
 }
 
@@ -508,7 +640,11 @@ async fn a_client_that_hangs_up_ends_the_computation() {
     for (count, reply) in [(1, ModelReply::Endless), (2, ModelReply::Stall)] {
         setup.server.reply(reply);
         let response = setup
-            .begin(setup.client(&[MODEL]), "/v1/chat/completions", &stream(MODEL))
+            .begin(
+                setup.client(&[MODEL]),
+                "/v1/chat/completions",
+                &stream(MODEL),
+            )
             .await;
         let mut body = response.into_body();
         body.frame().await.expect("a piece").expect("no error");
@@ -524,9 +660,16 @@ async fn a_client_that_hangs_up_ends_the_computation() {
     setup.server.reply(ModelReply::Silence);
     let client = setup.client(&[MODEL]);
     let waiting = setup.begin(client, "/v1/chat/completions", &stream(MODEL));
-    assert!(tokio::time::timeout(Duration::from_millis(300), waiting).await.is_err());
+    assert!(
+        tokio::time::timeout(Duration::from_millis(300), waiting)
+            .await
+            .is_err()
+    );
     let recorded = setup.eventually_recorded(6).await;
-    assert_eq!(recorded[5], "outcome llama3.2 None None None: failed client_gone");
+    assert_eq!(
+        recorded[5],
+        "outcome llama3.2 None None None: failed client_gone"
+    );
     hung_up(&setup.server, 3).await;
 }
 
@@ -548,7 +691,10 @@ async fn answers_have_limits_of_time() {
     .await;
     setup.server.reply(ModelReply::Silence);
     let silent = setup.post("/v1/chat/completions", &stream(MODEL)).await;
-    assert_eq!((silent.status, silent.code().as_str()), (503, "inference_unavailable"));
+    assert_eq!(
+        (silent.status, silent.code().as_str()),
+        (503, "inference_unavailable")
+    );
     setup.server.reply(ModelReply::Stall);
     let stalled = setup.post("/v1/chat/completions", &stream(MODEL)).await;
     let error = "\n\ndata: {\"error\":{\"message\":\"the model has sent nothing for 1 s\"}}\n\n";
@@ -594,7 +740,10 @@ async fn requests_at_once_are_limited_for_each_sandbox_and_for_the_node() {
     let other = SessionId::generate();
     assert_eq!(start(other).await, StatusCode::OK);
     assert_eq!(start(other).await, StatusCode::TOO_MANY_REQUESTS);
-    assert_eq!(start(SessionId::generate()).await, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(
+        start(SessionId::generate()).await,
+        StatusCode::TOO_MANY_REQUESTS
+    );
     drop(open);
     setup.eventually_recorded(8).await;
     let deadline = tokio::time::Instant::now() + LIMIT;
@@ -618,18 +767,27 @@ async fn bodies_are_bounded() {
     };
     assert_eq!(setup.post("/api/chat", &with(99_000)).await.status, 200);
     let refused = setup.post("/api/chat", &with(100_000)).await;
-    assert_eq!((refused.status, refused.code().as_str()), (413, "too_large"));
+    assert_eq!(
+        (refused.status, refused.code().as_str()),
+        (413, "too_large")
+    );
     // In pieces, without a length.
     let pieces = futures_util::stream::repeat_with(|| {
         Ok::<_, std::io::Error>(Bytes::from_static(&[b' '; 1_000]))
     });
     let endless = ProxyBody::from_stream(pieces);
     let request = request("POST", "/api/chat", endless);
-    let refused = setup.inference.answer(setup.client(&[MODEL]), request).await;
+    let refused = setup
+        .inference
+        .answer(setup.client(&[MODEL]), request)
+        .await;
     assert_eq!(refused.status(), StatusCode::PAYLOAD_TOO_LARGE);
     let sent = setup.server.computations();
     assert_eq!(sent.len(), 1);
-    let length = sent[0].headers.iter().find(|(name, _)| name == "content-length");
+    let length = sent[0]
+        .headers
+        .iter()
+        .find(|(name, _)| name == "content-length");
     assert!(length.is_some(), "{:?}", sent[0].headers);
 }
 
@@ -645,7 +803,11 @@ async fn a_server_that_others_can_reach_is_not_used_unless_that_is_allowed() {
             ..InferenceConfig::default()
         };
         let checked = probe(&config).await.expect("a check");
-        assert!(checked.exposed.is_some_and(|reason| reason.contains("0.0.0.0")));
+        assert!(
+            checked
+                .exposed
+                .is_some_and(|reason| reason.contains("0.0.0.0"))
+        );
         assert_eq!(checked.report.models.is_empty(), !is_allowed);
         assert_eq!(checked.report.problem.is_none(), is_allowed);
         assert_eq!(server.received().is_empty(), !is_allowed);
@@ -664,18 +826,26 @@ async fn a_job_needs_one_of_its_models_and_no_provider() {
         checked.err().map(|error| error.into_problem().code)
     };
     assert_eq!(code(&inference(&["x", MODEL], None)).await, None);
-    assert_eq!(code(&inference(&[MODEL], Some(InferenceSource::Worker))).await, None);
+    assert_eq!(
+        code(&inference(&[MODEL], Some(InferenceSource::Worker))).await,
+        None
+    );
     assert_eq!(
         code(&inference(&["x", "y"], None)).await.as_deref(),
         Some("inference_unavailable")
     );
     assert_eq!(
-        code(&inference(&[MODEL], Some(InferenceSource::ApiEgress))).await.as_deref(),
+        code(&inference(&[MODEL], Some(InferenceSource::ApiEgress)))
+            .await
+            .as_deref(),
         Some("invalid_request")
     );
     let trail = Arc::<FakeTrail>::default();
     let none = Inference::new(InferenceConfig::default(), trail).expect("a client");
-    let refused = none.check_job(&inference(&[MODEL], None)).await.expect_err("none");
+    let refused = none
+        .check_job(&inference(&[MODEL], None))
+        .await
+        .expect_err("none");
     assert_eq!(refused.into_problem().code, "inference_unavailable");
     assert_eq!(none.report().await, None);
 }

@@ -193,7 +193,10 @@ mod tests {
         let usage = book.of(id, directory.path());
         assert_eq!((usage.tokens(), usage.settled().await), (0, None));
         for (model, used) in [("b", Some(USED)), ("a", Some(USED)), ("b", None)] {
-            usage.begin().end(model, used, Duration::from_millis(5)).await;
+            usage
+                .begin()
+                .end(model, used, Duration::from_millis(5))
+                .await;
         }
         let expected = InferenceUsage {
             model: "a, b".to_owned(),

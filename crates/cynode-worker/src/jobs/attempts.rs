@@ -329,9 +329,7 @@ impl RunnerJob<'_> {
         match checked {
             Ok(result) => {
                 let reported_by = Reporter::File;
-                self.jobs
-                    .keep_result(self.entry, result, reported_by)
-                    .await
+                self.jobs.keep_result(self.entry, result, reported_by).await
             }
             Err(reason) => {
                 tracing::debug!(job_id = %self.plan.job_id, reason, "Ignored a result file.");

@@ -8,8 +8,8 @@ use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 use cynode_api::{
     JobId, JobState, Reporter,
     sba::{
-        FailureCode, InferenceUsage, JobResult, ResultArtifact, ResultStatus, StepResult, StepStatus,
-        StreamEncoding,
+        FailureCode, InferenceUsage, JobResult, ResultArtifact, ResultStatus, StepResult,
+        StepStatus, StreamEncoding,
     },
 };
 use cynode_service::ApiError;

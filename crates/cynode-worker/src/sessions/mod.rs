@@ -42,7 +42,7 @@ use time::OffsetDateTime;
 use tokio::sync::watch;
 
 use crate::{
-    audit::NodeTrail,
+    audit::{AuditedSandbox, NodeTrail},
     capacity::{Capacity, ParentCgroup},
     config::Config,
     disk::Disks,
@@ -161,6 +161,13 @@ impl SessionEntry {
             record.job_id,
             record.session.task_id,
         )
+    }
+
+    /// The sandbox as the audit trail names it, and the models that it may use.
+    pub(crate) fn model_access(&self) -> (AuditedSandbox, Vec<String>) {
+        let record = self.record.lock();
+        let sandbox = AuditedSandbox::from(&*record);
+        (sandbox, record.request.allowed_models.clone())
     }
 
     pub(crate) fn record(&self) -> SessionRecord {

@@ -1,7 +1,8 @@
 //! Validates session requests; each rejection names its field.
 
 use cynode_api::{
-    API_VERSION, ErrorCode, Limits, SessionCreate, is_model_name, sba::limits::MAX_MODELS,
+    API_VERSION, ErrorCode, Limits, SessionCreate, is_model_name,
+    sba::limits::MAX_MODELS,
     session_limits::{DEFAULT_IDLE_SECONDS, DEFAULT_LIFETIME_SECONDS, MAX_ENV, MAX_ENV_BYTES},
 };
 use cynode_service::{

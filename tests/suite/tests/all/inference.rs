@@ -51,7 +51,10 @@ async fn ask(client: &SessionClient, id: SessionId, text: &str) -> Result<(u16, 
 async fn refusal(client: &SessionClient, id: SessionId, text: &str) -> Result<(u16, String)> {
     let (status, body) = ask(client, id, text).await?;
     let body: Value = serde_json::from_str(&body).with_context(|| body.clone())?;
-    ensure!(body["remedy"].is_string() && body["request_id"].is_string(), "{body}");
+    ensure!(
+        body["remedy"].is_string() && body["request_id"].is_string(),
+        "{body}"
+    );
     Ok((status, body["code"].as_str().unwrap_or_default().to_owned()))
 }
 
@@ -68,12 +71,19 @@ async fn a_sandbox_uses_the_models_that_it_may_and_no_others(world: World) -> Re
     let none = client.create_session(&session()).await?.session_id;
 
     let (status, body) = ask(&client, id, "chat llama3.2").await?;
-    ensure!(status == 200 && body.contains("short ") && body.contains("\"done\":true"), "{body}");
+    ensure!(
+        status == 200 && body.contains("short ") && body.contains("\"done\":true"),
+        "{body}"
+    );
     let (status, body) = ask(&client, id, "openai llama3.2:latest").await?;
     ensure!(status == 200 && body.contains("data: [DONE]"), "{body}");
     let wget = "wget -qO- http://localhost:11434/api/tags";
     let listed: Value = serde_json::from_str(&run(&client, id, wget).await?.stdout)?;
-    assert_eq!(listed["models"].as_array().map(Vec::len), Some(1), "{listed}");
+    assert_eq!(
+        listed["models"].as_array().map(Vec::len),
+        Some(1),
+        "{listed}"
+    );
     assert_eq!(listed["models"][0]["name"], "llama3.2:latest");
 
     let not_allowed = (403, "model_not_allowed".to_owned());
@@ -86,7 +96,11 @@ async fn a_sandbox_uses_the_models_that_it_may_and_no_others(world: World) -> Re
         "request DELETE /api/delete '{\"model\":\"llama3.2\"}'",
         "get '/api/tags?x=1'",
     ] {
-        assert_eq!(refusal(&client, id, text).await?, (404, "not_found".to_owned()), "{text}");
+        assert_eq!(
+            refusal(&client, id, text).await?,
+            (404, "not_found".to_owned()),
+            "{text}"
+        );
     }
     let sent = server.computations();
     assert_eq!(sent.len(), 2, "{sent:?}");
@@ -123,7 +137,10 @@ async fn a_stream_arrives_piece_by_piece_and_a_client_that_hangs_up_ends_it() ->
     let mut silent = sh(&format!("{FUNCTIONS}chat llama3.2"));
     (silent.background, silent.timeout_ms) = (true, 0);
     client.exec_background(id, &silent).await?;
-    eventually("the server computes", TIMEOUT, async || Ok(server.open() == 1)).await?;
+    eventually("the server computes", TIMEOUT, async || {
+        Ok(server.open() == 1)
+    })
+    .await?;
     run(&client, id, "killall nc").await?;
     eventually("the server sees the end", TIMEOUT, async || {
         Ok(server.abandoned() == 2 && server.open() == 0)
@@ -133,8 +150,13 @@ async fn a_stream_arrives_piece_by_piece_and_a_client_that_hangs_up_ends_it() ->
     // With the sandbox.
     server.reply(ModelReply::Endless);
     client.exec_background(id, &silent).await?;
-    eventually("the server computes", TIMEOUT, async || Ok(server.open() == 1)).await?;
-    client.end_session(id, &cynode_api::SessionEnd::default()).await?;
+    eventually("the server computes", TIMEOUT, async || {
+        Ok(server.open() == 1)
+    })
+    .await?;
+    client
+        .end_session(id, &cynode_api::SessionEnd::default())
+        .await?;
     eventually("the server sees the end", TIMEOUT, async || {
         Ok(server.abandoned() == 3 && server.open() == 0)
     })
@@ -150,7 +172,9 @@ async fn a_sandbox_has_so_many_requests_at_once_and_others_have_their_own() -> R
         "{{ url = {:?}, max_requests_per_sandbox = 2, idle_seconds = 3 }}",
         server.url()
     );
-    let worker = world.worker(&Options::default().set("inference", &limits)).await?;
+    let worker = world
+        .worker(&Options::default().set("inference", &limits))
+        .await?;
     let client = worker.client()?;
     let mut request = session();
     request.allowed_models = vec![MODEL.to_owned()];
@@ -162,14 +186,20 @@ async fn a_sandbox_has_so_many_requests_at_once_and_others_have_their_own() -> R
     let mut open = sh(&format!("{FUNCTIONS}chat llama3.2 & chat llama3.2 & wait"));
     (open.background, open.timeout_ms) = (true, 0);
     client.exec_background(greedy, &open).await?;
-    eventually("two requests are in flight", TIMEOUT, async || Ok(server.open() == 2)).await?;
+    eventually("two requests are in flight", TIMEOUT, async || {
+        Ok(server.open() == 2)
+    })
+    .await?;
     let refused = refusal(&client, greedy, "chat llama3.2").await?;
     assert_eq!(refused, (429, "too_many_requests".to_owned()));
     assert_eq!(ask(&client, other, "chat llama3.2").await?.0, 200);
 
     server.reply(ModelReply::Stall);
     let (status, body) = ask(&client, other, "openai llama3.2").await?;
-    ensure!(status == 200 && body.contains("has sent nothing for 3 s"), "{body}");
+    ensure!(
+        status == 200 && body.contains("has sent nothing for 3 s"),
+        "{body}"
+    );
     Ok(())
 }
 
@@ -196,7 +226,9 @@ fn steps(models: &[&str], source: Option<&str>, scripts: &[&str]) -> Result<JobR
         "inference": inference,
         "steps": steps,
     });
-    request.job = Some(Box::new(JobSpec::parse(specification.to_string().as_bytes())?));
+    request.job = Some(Box::new(JobSpec::parse(
+        specification.to_string().as_bytes(),
+    )?));
     Ok(request)
 }
 
@@ -212,7 +244,11 @@ async fn a_job_uses_its_own_models_and_its_result_has_the_tokens_that_the_node_s
         .run_job(&steps(
             &[MODEL, "absent"],
             None,
-            &["openai llama3.2", "openai other", "openai llama3.2; openai absent"],
+            &[
+                "openai llama3.2",
+                "openai other",
+                "openai llama3.2; openai absent",
+            ],
         )?)
         .await?;
     assert_eq!(done.state, JobState::Completed, "{done:?}");
@@ -224,7 +260,11 @@ async fn a_job_uses_its_own_models_and_its_result_has_the_tokens_that_the_node_s
             "completion_tokens": 2 * COMPLETION_TOKENS, "duration_ms": result["usage"]["duration_ms"],
         })
     );
-    let output = |index: usize| result["steps"][index]["stdout"].as_str().unwrap_or_default();
+    let output = |index: usize| {
+        result["steps"][index]["stdout"]
+            .as_str()
+            .unwrap_or_default()
+    };
     ensure!(output(0).contains("[DONE]"), "{result}");
     ensure!(output(1).contains("model_not_allowed"), "{result}");
     ensure!(output(2).contains("inference_unavailable"), "{result}");
@@ -250,7 +290,10 @@ async fn a_job_uses_its_own_models_and_its_result_has_the_tokens_that_the_node_s
 async fn world_without_models() -> Result<String> {
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
-    let refused = worker.client()?.run_job(&steps(&[MODEL], None, &["true"])?).await;
+    let refused = worker
+        .client()?
+        .run_job(&steps(&[MODEL], None, &["true"])?)
+        .await;
     let refused = refused.expect_err("refused");
     ensure!(refused.is(ErrorCode::InferenceUnavailable), "{refused}");
     Ok(refused.to_string())
@@ -279,13 +322,19 @@ async fn a_model_server_that_others_can_reach_is_refused_unless_it_is_allowed_by
     let found = check(&format!("{{ url = {url:?} }}"))?;
     assert_eq!(found["status"], "problem", "{found}");
     ensure!(found["detail"].to_string().contains("0.0.0.0"), "{found}");
-    let found = check(&format!("{{ url = {url:?}, allow_beyond_loopback = true }}"))?;
+    let found = check(&format!(
+        "{{ url = {url:?}, allow_beyond_loopback = true }}"
+    ))?;
     assert_eq!(found["status"], "adapted", "{found}");
-    ensure!(server.received().iter().all(|request| request.method == "GET"));
+    ensure!(
+        server
+            .received()
+            .iter()
+            .all(|request| request.method == "GET")
+    );
 
-    let config = world.config(
-        &Options::default().set("inference", "{ url = \"http://192.0.2.1:11434\" }"),
-    )?;
+    let config = world
+        .config(&Options::default().set("inference", "{ url = \"http://192.0.2.1:11434\" }"))?;
     let ran = world
         .command()?
         .args(["doctor", "--worker-only", "--config"])
@@ -293,6 +342,9 @@ async fn a_model_server_that_others_can_reach_is_refused_unless_it_is_allowed_by
         .output()?;
     let told = String::from_utf8_lossy(&ran.stderr).into_owned();
     assert_eq!(ran.status.code(), Some(64), "{told}");
-    ensure!(told.contains("worker.inference.allow_beyond_loopback"), "{told}");
+    ensure!(
+        told.contains("worker.inference.allow_beyond_loopback"),
+        "{told}"
+    );
     Ok(())
 }

@@ -272,8 +272,15 @@ fn section(name: &str, role: &str, defaults: &impl Debug, sources: &[String]) ->
         if let Some(nested) = nested {
             let defaults = nested_values(values.get(&field.name).context("a default")?);
             for inner in nested {
-                let default = defaults.get(inner.name.as_str()).copied().unwrap_or_default();
-                row(&format!("{}.{}", field.name, inner.name), &inner, &shown(default))?;
+                let default = defaults
+                    .get(inner.name.as_str())
+                    .copied()
+                    .unwrap_or_default();
+                row(
+                    &format!("{}.{}", field.name, inner.name),
+                    &inner,
+                    &shown(default),
+                )?;
             }
         } else {
             let default = values.get(&field.name).context("a default")?;

@@ -88,13 +88,22 @@ async fn a_job_goes_to_a_node_that_serves_one_of_its_models_or_fails_with_the_re
     let refused = run_to_end(&client, &asking(task, &["absent"])?).await?;
     let (state, code, detail) = failure(&refused);
     assert_eq!((state, code), (JobState::Failed, "inference_unavailable"));
-    ensure!(detail.contains("near: serves none of \"absent\""), "{detail}");
+    ensure!(
+        detail.contains("near: serves none of \"absent\""),
+        "{detail}"
+    );
     let mut elsewhere = asking(task, &["llama3.2"])?;
     let spec = elsewhere.job.as_mut().context("a job")?;
     let inference = spec.inference.as_mut().context("models")?;
     inference.source = Some(cynode_api::sba::InferenceSource::ApiEgress);
-    let refused = client.create_job(&elsewhere).await.expect_err("no provider");
-    ensure!(refused.to_string().contains("job.inference.source"), "{refused}");
+    let refused = client
+        .create_job(&elsewhere)
+        .await
+        .expect_err("no provider");
+    ensure!(
+        refused.to_string().contains("job.inference.source"),
+        "{refused}"
+    );
 
     // The server loses its model, and the node says so.
     server.set_models(&[]);
@@ -129,7 +138,10 @@ async fn people_allow_models_and_agents_do_not() -> Result<()> {
     let agent = UserClient::new(&fleet.orchestrator.url()?, &agent.token)?;
 
     // Nothing is set: a person's job keeps its models, an agent's has none.
-    let refused = agent.create_job(&asking(task, &["a"])?).await.expect_err("none");
+    let refused = agent
+        .create_job(&asking(task, &["a"])?)
+        .await
+        .expect_err("none");
     ensure!(refused.is(ErrorCode::ModelNotAllowed), "{refused}");
     let session = async || -> Result<String> {
         let made = client
@@ -168,7 +180,10 @@ async fn people_allow_models_and_agents_do_not() -> Result<()> {
     assert_eq!(session().await?, "b");
 
     for by in [&client, &agent] {
-        let refused = by.create_job(&asking(task, &["a"])?).await.expect_err("not allowed");
+        let refused = by
+            .create_job(&asking(task, &["a"])?)
+            .await
+            .expect_err("not allowed");
         ensure!(refused.is(ErrorCode::ModelNotAllowed), "{refused}");
         let done = by.create_job(&asking(task, &["a", "b"])?).await?;
         cynode_tests::eventually("the job ends", TIMEOUT, async || {
@@ -180,7 +195,10 @@ async fn people_allow_models_and_agents_do_not() -> Result<()> {
     }
     // The sandbox of a job has the cut list, whatever its caller named.
     let sent = server.computations();
-    ensure!(sent.iter().all(|request| request.body["model"] == "b"), "{sent:?}");
+    ensure!(
+        sent.iter().all(|request| request.body["model"] == "b"),
+        "{sent:?}"
+    );
     Ok(())
 }
 
