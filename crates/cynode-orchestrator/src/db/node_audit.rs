@@ -62,7 +62,7 @@ impl Db {
             .await?;
             found.sessions = rows
                 .into_iter()
-                .map(|(id, task)| (id.into(), task.into()))
+                .map(|(id, task)| (SessionId::from_uuid(id), TaskId::from_uuid(task)))
                 .collect();
         }
         if !jobs.is_empty() {
@@ -76,7 +76,7 @@ impl Db {
             .await?;
             found.jobs = rows
                 .into_iter()
-                .map(|(id, task)| (id.into(), task.into()))
+                .map(|(id, task)| (JobId::from_uuid(id), TaskId::from_uuid(task)))
                 .collect();
         }
         Ok(found)

@@ -6,7 +6,7 @@
 use std::{collections::BTreeMap, io, sync::Arc, time::Duration};
 
 use cynode_api::{
-    ErrorCode, NodeAuditAnswer, NodeAuditBatch, NodeAuditRefusal, Problem, node_audit_limits,
+    ErrorCode, NodeAuditAnswer, NodeAuditBatch, NodeAuditRefusal, Problem,
 };
 use cynode_service::telemetry::Chain;
 use http::StatusCode;
@@ -24,7 +24,7 @@ const BATCH_INTERVAL: Duration = Duration::from_millis(100);
 /// How long a stopping worker tries to ship what is left.
 const STOP_TIMEOUT: Duration = Duration::from_secs(3);
 /// The part of an answer that is read.
-const MAX_ANSWER_BYTES: usize = node_audit_limits::MAX_BATCH_BYTES;
+const MAX_ANSWER_BYTES: usize = 256 * 1024;
 
 #[derive(Debug, thiserror::Error)]
 enum ShipError {
