@@ -16,11 +16,16 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 const MODEL: &str = "llama3.2";
 
 /// Shell functions: `get PATH`, `post PATH BODY` and `request METHOD PATH BODY` print an answer with
-/// its head.
+/// its head. The input of `nc` stays open: its end would end the request.
 const FUNCTIONS: &str = r#"
 request() {
+    pipe=$(mktemp -u) && mkfifo "$pipe"
+    timeout 30 nc 127.0.0.1 11434 <"$pipe" &
+    exec 3>"$pipe"
     printf '%s %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %s\r\n\r\n%s' \
-        "$1" "$2" "${#3}" "$3" | timeout 30 nc 127.0.0.1 11434
+        "$1" "$2" "${#3}" "$3" >&3
+    wait $!
+    exec 3>&-
 }
 get() { request GET "$1" ''; }
 post() { request POST "$1" "$2"; }
@@ -123,9 +128,10 @@ async fn a_stream_arrives_piece_by_piece_and_a_client_that_hangs_up_ends_it() ->
     request.allowed_models = vec![MODEL.to_owned()];
     let id = client.create_session(&request).await?.session_id;
 
-    // `head` ends after the first piece, although the server never sends another.
+    // The first piece is there, although the server never sends another.
     server.reply(ModelReply::Stall);
-    let first = run(&client, id, "openai llama3.2 | grep -m 1 one").await?;
+    let text = "openai llama3.2 >/tmp/out & until grep one /tmp/out; do sleep 0.1; done; killall nc";
+    let first = run(&client, id, text).await?;
     ensure!(first.stdout.contains("one "), "{first:?}");
     eventually("the server sees the end", TIMEOUT, async || {
         Ok(server.abandoned() == 1 && server.open() == 0)
