@@ -58,6 +58,9 @@ codes! {
         "The image is not allowed",
         "Choose one that 'cynode image list' shows as allowed, or ask an administrator to allow \
          it.";
+    ModelNotAllowed = "model_not_allowed", 403,
+        "No model that the job names is allowed",
+        "Name a model of the preference inference.allowed_models, or ask a person to allow it there.";
     ToolDisabled = "tool_disabled", 403,
         "The tool is disabled",
         "Ask an administrator to enable it.";
@@ -164,6 +167,9 @@ codes! {
     ExecEnded = "exec_ended", 409,
         "The exec has ended",
         "There is nothing left to signal.";
+    AuditOutOfOrder = "audit_out_of_order", 409,
+        "The audit records do not continue the node's stream",
+        "Send the records from the number that 'expected' names.";
     SessionEnded = "session_ended", 410,
         "The session has ended",
         "Create a new session; a kept workspace can be mounted again.";
@@ -209,6 +215,9 @@ codes! {
     SecretInInput = "secret_in_input", 422,
         "The request contains a secret",
         "Remove the secret that the detail locates; a sandbox must not hold credentials.";
+    AuditRefused = "audit_refused", 422,
+        "The batch has audit records that this node may not write",
+        "See 'refused': each record with the reason. Nothing of the batch was stored.";
     QuotaExceeded = "quota_exceeded", 429,
         "Quota exceeded",
         "End sessions that are no longer needed.";
@@ -234,6 +243,10 @@ codes! {
     Unavailable = "unavailable", 503,
         "A dependency is unavailable",
         "See the remedy of each failure.";
+    InferenceUnavailable = "inference_unavailable", 503,
+        "No allowed model is served",
+        "Start a model server with one of the models, or name others; 'cynode node show' lists what a \
+         node serves.";
     ImagePending = "image_pending", 503,
         "No node has reported the image yet",
         "Load the image on a node; nodes report what they have every few seconds. 'cynode image \
@@ -254,6 +267,12 @@ codes! {
         "The outcome of the call could not be recorded yet",
         "Check the effect of the call before retrying: it may have succeeded; the audit records \
          its outcome laterr.";
+    AuditUnavailable = "audit_unavailable", 503,
+        "The node can't record its decisions, so it does nothing that needs a record",
+        "Free space on the node's state directory; see /readyz of the node.";
+    AuditBacklogFull = "audit_backlog_full", 503,
+        "The sandbox has used its share of the node's unshipped audit records",
+        "Try again when the node has reached its orchestrator; see /readyz of the node.";
     NoSpace = "no_space", 507,
         "No space left",
         "Delete files in the sandbox, or create the session with a larger disk; if the detail \

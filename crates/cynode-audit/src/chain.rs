@@ -1,6 +1,6 @@
 //! The hash chain of records.
 
-use cynode_api::AuditRecord;
+use cynode_api::{AuditRecord, NodeAuditRecord};
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
@@ -81,6 +81,37 @@ impl Link {
             at: self.at,
             body: serde_json::from_value(self.body.clone())?,
             hash: hex::encode(self.hash),
+        })
+    }
+
+    /// The record as a node stores and sends it; its stream is named once for many records.
+    #[must_use]
+    pub fn to_node_record(&self) -> NodeAuditRecord {
+        NodeAuditRecord {
+            seq: self.seq,
+            at: self.at,
+            body: self.body.clone(),
+            hash: hex::encode(self.hash),
+        }
+    }
+
+    /// Parses a record that a node stored or sent. Its hash is not verified; see
+    /// [`Chain::follow`].
+    pub fn from_node_record(
+        stream: Uuid,
+        record: NodeAuditRecord,
+    ) -> Result<Self, MalformedRecord> {
+        let hash = hash_text::decode(&record.hash).ok_or(MalformedRecord::Member("hash"))?;
+        // A store keeps microseconds, and hashes cover no more.
+        if record.at.nanosecond() % 1_000 != 0 {
+            return Err(MalformedRecord::Member("at"));
+        }
+        Ok(Self {
+            stream,
+            seq: record.seq,
+            at: record.at,
+            body: record.body,
+            hash,
         })
     }
 
@@ -172,6 +203,22 @@ impl Chain {
             body,
             hash,
         }
+    }
+
+    /// Advances to a record that was chained elsewhere. Returns false, and stays, if the record is
+    /// not the next one or its hash does not match.
+    #[must_use]
+    pub fn follow(&mut self, link: &Link) -> bool {
+        let follows = link.stream == self.stream
+            && self.head.seq.checked_add(1) == Some(link.seq)
+            && hash(&self.head.hash, self.stream, link.seq, link.at, &link.body) == link.hash;
+        if follows {
+            self.head = Head {
+                seq: link.seq,
+                hash: link.hash,
+            };
+        }
+        follows
     }
 
     /// The newest record; number 0 and the stream's [`genesis`] if there is none.
@@ -288,6 +335,40 @@ mod tests {
             hash(&link.hash, read.stream, read.seq, read.at, &read.body),
             unknown.hash
         );
+    }
+
+    #[test]
+    fn a_node_record_round_trips_and_follows_only_its_predecessor() {
+        let mut chain = Chain::new(Uuid::now_v7());
+        let start = chain.clone();
+        let links = [
+            chain.append(AT, json!({"a": 1})),
+            chain.append(AT, json!({"a": 2})),
+        ];
+        let sent: Vec<Link> = links
+            .iter()
+            .map(|link| {
+                let text = serde_json::to_string(&link.to_node_record()).expect("serializes");
+                let record = serde_json::from_str(&text).expect("parses");
+                Link::from_node_record(chain.stream(), record).expect("a record")
+            })
+            .collect();
+        assert_eq!(sent, links);
+        let mut reader = start.clone();
+        assert!(!reader.follow(&sent[1]), "a record was skipped");
+        assert!(reader.follow(&sent[0]) && reader.follow(&sent[1]));
+        assert!(!reader.follow(&sent[1]), "a record followed itself");
+        assert_eq!(reader.head(), chain.head());
+        let changed = Link {
+            body: json!({"a": 3}),
+            ..sent[0].clone()
+        };
+        assert!(!start.clone().follow(&changed), "a changed record followed");
+        let precise = NodeAuditRecord {
+            at: AT,
+            ..links[0].to_node_record()
+        };
+        assert!(Link::from_node_record(chain.stream(), precise).is_err());
     }
 
     #[test]

@@ -7,6 +7,7 @@
 #![recursion_limit = "256"]
 
 mod api;
+pub mod audit;
 pub mod calls;
 mod capacity;
 mod config;
@@ -16,10 +17,12 @@ pub mod edit;
 mod execs;
 pub mod host;
 mod idrange;
+mod inference;
 mod jobs;
 mod journal;
 mod limits;
 mod process;
+mod proxies;
 mod readiness;
 mod rootless;
 pub mod runtime;
@@ -44,6 +47,8 @@ use sha2::{Digest as _, Sha256};
 
 pub use api::openapi;
 pub use config::{Config, DEFAULT_IMAGE, Engine};
+use inference::Inference;
+pub use inference::InferenceConfig;
 use jobs::Jobs;
 use journal::Journal;
 pub use rootless::enter_user_namespace;
@@ -243,9 +248,18 @@ pub async fn run(config: Config) -> Result<(), Error> {
                 None
             }
         };
+    let audit = match config.orchestrator_url {
+        Some(_) => audit::NodeTrail::open(config.directory().join("audit"), node_id),
+        None => audit::NodeTrail::open_local(config.directory().join("audit"), node_id),
+    };
+    let audit = audit.map_err(state("opening the audit trail"))?;
+    let inference = Inference::new(config.inference.clone(), Arc::new(audit.clone()))
+        .map_err(|error| state("preparing the way to models")(std::io::Error::other(error)))?;
     let options = SessionsConfig {
         runtime: Arc::clone(&runtime),
         journal: locked.journal.clone(),
+        audit,
+        inference: Arc::clone(&inference),
         node_id,
         ids,
         agent_binary,
@@ -258,6 +272,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let (job_changes, changed_jobs) = tokio::sync::mpsc::channel(1024);
     let jobs = Jobs::open(Arc::clone(&sessions), locked.journal.clone(), job_changes)
         .map_err(state("reading the journal of jobs"))?;
+    sessions.proxies.set_jobs(&jobs);
+    let handler = Arc::clone(&sessions.inference);
+    sessions.proxies.set_inference(Arc::new(handler));
     let api = api::Api {
         sessions: Arc::clone(&sessions),
         jobs: Arc::clone(&jobs),
@@ -291,6 +308,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
     });
     let pool = tokio::spawn(Arc::clone(&sessions).run_pool(stop.clone()));
     let control = tokio::spawn(control::run(control, changed_jobs, stop.clone()));
+    let inference = tokio::spawn(inference.run(stop.clone()));
+    let audit_shipper = tokio::spawn(audit::ship(Arc::clone(&sessions), stop.clone()));
     let disk_watcher = tokio::spawn(Arc::clone(&sessions).watch_disk(stop.clone()));
     let session_timers = tokio::spawn(Arc::clone(&sessions).run_timers(stop.clone()));
     let job_timers = tokio::spawn(Arc::clone(&jobs).run_timers(stop.clone()));
@@ -303,6 +322,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
     drop(disk_watcher.await);
     drop(pool.await);
     drop(control.await);
+    drop(inference.await);
+    drop(audit_shipper.await);
     if end_sandboxes.load(Ordering::SeqCst) {
         jobs.stop_all().await;
         let ended = sessions.end_all("the worker was stopped").await;

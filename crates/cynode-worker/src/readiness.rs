@@ -43,6 +43,7 @@ impl Readiness {
         self.sessions
             .check_room()
             .map_err(|error| error.into_problem().detail)?;
+        self.sessions.audit.check()?;
         let runtime = Arc::clone(&self.sessions.runtime);
         self.runtime
             .check(async move || runtime.ping().await.map_err(|error| error.to_string()))

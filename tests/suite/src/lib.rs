@@ -11,6 +11,7 @@
 
 mod audit;
 mod dockerd;
+pub mod models;
 mod orchestrator;
 mod random;
 mod relay;

@@ -1,5 +1,5 @@
 //! The control plane for nodes: registration, heartbeats, configuration, job notifications,
-//! artifacts.
+//! artifacts, audit records.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use axum::{
 };
 use cynode_api::{
     ArtifactId, ErrorCode, Heartbeat, HeartbeatAnswer, JobId, LocalImage, NewTokens, NodeConfig,
-    NodeId, NodeRegister, NodeRegistered,
+    NodeId, NodeRegister, NodeRegistered, node_audit_limits,
 };
 use cynode_service::{
     ApiError, auth,
@@ -46,6 +46,11 @@ pub(super) fn routes(orchestrator: Orchestrator) -> Router {
         .route("/v1/nodes/config", get(config))
         .route("/v1/nodes/jobs/{id}/status", post(job_status))
         .route("/v1/nodes/artifacts/{id}", get(artifact))
+        .route(
+            "/v1/nodes/audit:batch",
+            post(super::node_audit::merge)
+                .layer(Extension(edge::BodyLimit(node_audit_limits::MAX_BATCH_BYTES))),
+        )
         .layer(middleware::from_fn_with_state(
             orchestrator.clone(),
             authenticate,
@@ -64,7 +69,7 @@ pub(super) fn routes(orchestrator: Orchestrator) -> Router {
 
 /// The authenticated node of a call.
 #[derive(Clone, Debug)]
-struct CallingNode(NodeRow);
+pub(super) struct CallingNode(pub(super) NodeRow);
 
 async fn authenticate(
     State(orchestrator): State<Orchestrator>,

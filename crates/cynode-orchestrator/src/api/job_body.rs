@@ -8,7 +8,7 @@ use axum::extract::{FromRequest, Request};
 use bytes::Bytes;
 use cynode_api::{
     ErrorCode, JobCreate,
-    sba::{Action, JobSpec, Violation, ViolationCode, Violations},
+    sba::{Action, InferenceSource, JobSpec, Violation, ViolationCode, Violations},
 };
 use cynode_service::{ApiError, compute, edge};
 use serde_json::json;
@@ -112,6 +112,14 @@ fn check(body: &JobCreate, spec: &JobSpec) -> Result<(), ApiError> {
             let message = format!("can't be parsed: {error}");
             refuse(format!("{JOB}.steps[{index}].args.diff"), message);
         }
+    }
+    let source = spec
+        .inference
+        .as_ref()
+        .and_then(|inference| inference.source);
+    if source == Some(InferenceSource::ApiEgress) {
+        let message = "models of providers can't be reached yet; leave it out, or use \"worker\"";
+        refuse(format!("{JOB}.inference.source"), message.to_owned());
     }
     let has_no_steps = spec.steps.is_empty();
     if has_no_steps {
@@ -253,8 +261,8 @@ mod tests {
         assert_eq!(
             places(&body),
             [
-                "invalid_value job.steps[1].args.diff",
-                "invalid_value timeout_seconds"
+                "invalid_value timeout_seconds",
+                "invalid_value job.steps[1].args.diff"
             ]
         );
     }

@@ -9,6 +9,7 @@ mod identity;
 mod images;
 mod job_body;
 mod jobs;
+mod node_audit;
 mod nodes;
 mod output;
 mod patches;
@@ -204,6 +205,8 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
         "POST /v1/jobs",
         &[
             ErrorCode::ImageNotAllowed,
+            ErrorCode::ModelNotAllowed,
+            ErrorCode::InferenceUnavailable,
             ErrorCode::ImagePending,
             ErrorCode::NotFound,
             ErrorCode::WorkspaceNotFound,

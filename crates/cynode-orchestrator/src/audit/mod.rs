@@ -12,6 +12,7 @@ mod close;
 mod events;
 mod failures;
 mod heads;
+mod node_records;
 mod verify;
 mod writer;
 
@@ -22,6 +23,7 @@ pub(crate) use close::{AbandonedCalls, CallCloser, follow_exec};
 pub(crate) use events::{EventCopier, EventPump};
 pub(crate) use failures::{Failure, Failures, Surface, keep as keep_failures};
 pub(crate) use heads::OwnHeads;
+pub(crate) use node_records::refusals as node_refusals;
 pub(crate) use writer::{Audit, not_started};
 
 #[derive(Debug, thiserror::Error)]

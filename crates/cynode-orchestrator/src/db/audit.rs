@@ -155,7 +155,7 @@ impl Snapshot {
     }
 }
 
-fn hash_of(bytes: &[u8]) -> Result<Hash, Error> {
+pub(super) fn hash_of(bytes: &[u8]) -> Result<Hash, Error> {
     bytes.try_into().map_err(|_| Error::undecodable())
 }
 
@@ -163,7 +163,7 @@ pub(crate) fn signed64(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
 
-fn unsigned64(number: i64) -> u64 {
+pub(super) fn unsigned64(number: i64) -> u64 {
     u64::try_from(number).unwrap_or(0)
 }
 
@@ -182,7 +182,7 @@ pub(super) fn link(row: &PgRow) -> Result<(i64, Link), sqlx::Error> {
 
 /// Appends records and updates the stream's head in one statement, so that both are stored or
 /// neither.
-async fn append(
+pub(super) async fn append(
     executor: impl PgExecutor<'_>,
     stream: Uuid,
     before: u64,

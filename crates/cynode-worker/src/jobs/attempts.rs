@@ -73,6 +73,7 @@ impl Jobs {
                 ));
             }
         };
+        entry.denials.lock().set_step(steps.in_flight());
         let job = RunnerJob {
             jobs: self,
             entry,
@@ -326,7 +327,10 @@ impl RunnerJob<'_> {
             Ok(result)
         });
         match checked {
-            Ok(result) => self.jobs.keep_result(self.entry, &result).await,
+            Ok(result) => {
+                let reported_by = Reporter::File;
+                self.jobs.keep_result(self.entry, result, reported_by).await
+            }
             Err(reason) => {
                 tracing::debug!(job_id = %self.plan.job_id, reason, "Ignored a result file.");
                 None

@@ -1,6 +1,6 @@
 //! A job's record on disk and in memory.
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
 use cynode_api::{
     ExecId, Job, JobOutput, JobProgress, JobRun, JobState, JobStop, NodeId, SessionId,
@@ -12,7 +12,12 @@ use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
 use tokio::sync::watch;
 
-use super::outcome::{self, JobOutcome};
+use super::{
+    callback::OpenCallback,
+    denials::StepDenials,
+    outcome::{self, JobOutcome},
+};
+use crate::inference::JobUsage;
 
 /// Who requested the stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -193,6 +198,15 @@ pub(crate) struct JobEntry {
     pub(super) writing: tokio::sync::Mutex<()>,
     pub(super) changed: watch::Sender<()>,
     progress: Mutex<Option<ShownProgress>>,
+    /// What the job's models used, as the worker saw it.
+    pub(super) usage: Arc<JobUsage>,
+    pub(super) denials: Mutex<StepDenials>,
+    /// Held while a denial is written to disk.
+    pub(super) denying: tokio::sync::Mutex<()>,
+    /// Open while a runner of the job's own may report. Held while a report is stored.
+    pub(super) callback: tokio::sync::Mutex<Option<OpenCallback>>,
+    /// Held while a report arrives.
+    pub(super) receiving: tokio::sync::Mutex<()>,
 }
 
 /// How far a job of our runner is.
@@ -206,12 +220,17 @@ struct ShownProgress {
 }
 
 impl JobEntry {
-    pub(crate) fn new(record: JobRecord) -> Self {
+    pub(crate) fn new(record: JobRecord, usage: Arc<JobUsage>) -> Self {
         Self {
+            usage,
             record: Mutex::new(record.without_output()),
             writing: tokio::sync::Mutex::new(()),
             changed: watch::Sender::new(()),
             progress: Mutex::default(),
+            denials: Mutex::default(),
+            denying: tokio::sync::Mutex::default(),
+            callback: tokio::sync::Mutex::default(),
+            receiving: tokio::sync::Mutex::default(),
         }
     }
 
@@ -244,6 +263,7 @@ impl JobEntry {
         let left = (shown.deadline - OffsetDateTime::now_utc()).whole_seconds();
         Some(JobProgress {
             remaining_seconds: u64::try_from(left).unwrap_or(0),
+            tokens: self.usage.tokens(),
             ..shown.progress.clone()
         })
     }

@@ -30,7 +30,8 @@ use std::{
 };
 
 use cynode_api::{
-    ErrorCode, NodeId, Problem, SandboxId, Session, SessionId, SessionPatch, SessionState,
+    ErrorCode, JobId, NodeId, Problem, SandboxId, Session, SessionId, SessionPatch, SessionState,
+    TaskId,
 };
 use cynode_service::{
     ApiError,
@@ -41,12 +42,15 @@ use time::OffsetDateTime;
 use tokio::sync::watch;
 
 use crate::{
+    audit::{AuditedSandbox, NodeTrail},
     capacity::{Capacity, ParentCgroup},
     config::Config,
     disk::Disks,
     execs::SessionExecs,
     idrange::IdBlocks,
+    inference::Inference,
     journal::{Journal, SessionRecord, blocking, interrupted},
+    proxies::Proxies,
     runtime::{self, Runtime},
 };
 
@@ -54,7 +58,7 @@ pub(crate) use create::CreateOutcome;
 pub(crate) use end::EndRequest;
 pub(crate) use environment::exec_environment;
 pub(crate) use fill::Upstream;
-pub(crate) use job::Admission;
+pub(crate) use job::{Admission, JobSandboxRequest};
 pub(crate) use live::{Activity, Live, OpenWatch};
 pub(crate) use validate::check_version;
 
@@ -68,6 +72,10 @@ const CREATE_TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) struct Sessions {
     pub(crate) config: Config,
     pub(crate) node_id: NodeId,
+    /// Where this node records what it decides by itself.
+    pub(crate) audit: NodeTrail,
+    /// The way of sandboxes to models.
+    pub(crate) inference: Arc<Inference>,
     pub(crate) runtime: Arc<dyn Runtime>,
     journal: Journal,
     ids: IdBlocks,
@@ -83,6 +91,7 @@ pub(crate) struct Sessions {
     /// The source of artifacts, once this node is registered with an orchestrator.
     upstream: Mutex<Option<Upstream>>,
     pool: pool::Pool,
+    pub(crate) proxies: Arc<Proxies>,
     /// Sandboxes whose removal failed, with their id blocks.
     pending_removals: Mutex<Vec<(SandboxId, u32)>>,
     by_id: Mutex<HashMap<SessionId, Arc<SessionEntry>>>,
@@ -99,6 +108,8 @@ pub(crate) struct SessionsConfig {
     pub(crate) config: Config,
     pub(crate) runtime: Arc<dyn Runtime>,
     pub(crate) journal: Journal,
+    pub(crate) audit: NodeTrail,
+    pub(crate) inference: Arc<Inference>,
     pub(crate) node_id: NodeId,
     pub(crate) ids: IdBlocks,
     pub(crate) agent_binary: PathBuf,
@@ -140,6 +151,23 @@ impl SessionEntry {
     /// True for the sandbox of a job, which session calls can't see.
     fn belongs_to_job(&self) -> bool {
         self.record.lock().job_id.is_some()
+    }
+
+    /// The ids of the session, of its job and of its task.
+    pub(crate) fn owner(&self) -> (SessionId, Option<JobId>, TaskId) {
+        let record = self.record.lock();
+        (
+            record.session.session_id,
+            record.job_id,
+            record.session.task_id,
+        )
+    }
+
+    /// The sandbox as the audit trail names it, and the models that it may use.
+    pub(crate) fn model_access(&self) -> (AuditedSandbox, Vec<String>) {
+        let record = self.record.lock();
+        let sandbox = AuditedSandbox::from(&*record);
+        (sandbox, record.request.allowed_models.clone())
     }
 
     pub(crate) fn record(&self) -> SessionRecord {
@@ -196,6 +224,8 @@ impl Sessions {
             config,
             runtime,
             journal,
+            audit,
+            inference,
             node_id,
             ids,
             agent_binary,
@@ -213,6 +243,8 @@ impl Sessions {
             upstream: Mutex::default(),
             config,
             node_id,
+            audit,
+            inference,
             runtime,
             journal,
             ids,
@@ -221,6 +253,7 @@ impl Sessions {
             parent,
             disks,
             pool: pool::Pool::default(),
+            proxies: Arc::default(),
             pending_removals: Mutex::default(),
             by_id: Mutex::new(by_id),
             admission_lock: tokio::sync::Mutex::new(()),

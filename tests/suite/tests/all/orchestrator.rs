@@ -14,6 +14,7 @@ mod faults;
 mod hostile;
 mod images;
 mod mcp;
+mod models;
 mod names;
 pub(crate) mod nodes;
 mod outage;
