@@ -220,7 +220,10 @@ impl Ledger {
         let Some(account) = self.accounts.get_mut(&record.owner) else {
             return;
         };
-        let repeats = record.key.as_ref().and_then(|key| account.repeats.remove(key));
+        let repeats = record
+            .key
+            .as_ref()
+            .and_then(|key| account.repeats.remove(key));
         let counted = repeats.and_then(|repeats| repeats.count);
         let number = record.counts + counted.map_or(0, |count| count.count);
         let action = record.body.get("action").and_then(Value::as_str);

@@ -1,7 +1,8 @@
 //! `node`: manages nodes.
 
 use cynode_api::{
-    API_VERSION, Capability, LargestLimits, ModelServerKind, Node as ApiNode, NodeKeyCreate, NodeState,
+    API_VERSION, Capability, LargestLimits, ModelServerKind, Node as ApiNode, NodeKeyCreate,
+    NodeState,
 };
 
 use super::{
@@ -179,7 +180,10 @@ fn models(capability: &Capability) -> String {
         return "no model server".to_owned();
     };
     let kind = inference.kind.map_or("unknown", ModelServerKind::as_str);
-    let problem = inference.problem.iter().map(|problem| format!(" ({problem})"));
+    let problem = inference
+        .problem
+        .iter()
+        .map(|problem| format!(" ({problem})"));
     let models = match inference.models.as_slice() {
         [] => "none".to_owned(),
         models => models.join(", "),
