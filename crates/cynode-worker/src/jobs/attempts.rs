@@ -157,9 +157,9 @@ impl RunnerJob<'_> {
 
     /// When the job's time is over.
     fn deadline(&self, attempt: &Attempt) -> OffsetDateTime {
-        attempt.job_began_at.saturating_add(
-            time::Duration::try_from(self.limit()).unwrap_or(time::Duration::MAX),
-        )
+        attempt
+            .job_began_at
+            .saturating_add(time::Duration::try_from(self.limit()).unwrap_or(time::Duration::MAX))
     }
 
     /// The exec of the runner. A repeated start needs the same one.
@@ -306,7 +306,7 @@ impl RunnerJob<'_> {
         }
         let has_said_nothing = live.is_none() || exit.exit_code == Some(0);
         if has_said_nothing
-            && steps.succeeded() == self.plan.steps.len()
+            && self.plan.is_complete(steps.succeeded())
             && let Some(outcome) = self.claimed(live).await
         {
             return Some(outcome);

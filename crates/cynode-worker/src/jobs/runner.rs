@@ -14,7 +14,7 @@ use cynode_api::{
     ErrorCode, JobProgress,
     sba::{
         JobResult, StepResult, TodoSummary,
-        limits::{MAX_CONTEXT_ITEMS, MAX_RESULT_BYTES, MAX_RESULT_NODES},
+        limits::{MAX_CONTEXT_ITEMS, MAX_RESULT_BYTES, MAX_RESULT_NODES, MAX_STEPS},
     },
 };
 use cynode_sba_proto::{
@@ -250,7 +250,7 @@ impl Conversation<'_> {
                     }
                 }
                 FromRunner::Progress { progress } => {
-                    let progress = shown_progress(progress, self.job.plan.steps.len() as u64);
+                    let progress = shown_progress(progress, self.job.plan.count());
                     self.job.progressed(progress, self.attempt);
                 }
                 FromRunner::Attached { .. } | FromRunner::Unknown => {}
@@ -289,7 +289,8 @@ impl Conversation<'_> {
 
     async fn store_step(&mut self, number: u64, index: u64, document: Document) -> Talk<()> {
         let mut result = document.parse(StepResult::parse).await?;
-        self.job.plan
+        self.job
+            .plan
             .check_step_result(index, &result)
             .and_then(|()| self.steps.check_end(result.status))
             .map_err(refused)?;
@@ -310,7 +311,8 @@ impl Conversation<'_> {
 
     async fn store_result(&mut self, number: u64, document: Document) -> Talk<()> {
         let result = document.parse(JobResult::parse).await?;
-        self.job.plan
+        self.job
+            .plan
             .check_result(&result, Some(self.steps.succeeded()))
             .map_err(refused)?;
         let json = to_json(&result)?;
@@ -347,11 +349,13 @@ impl Conversation<'_> {
     async fn announce(&self, event: Event) {
         match event {
             Event::Accepted => self.job.accepted(self.attempt).await,
+            // An agent's runner tells itself what it does.
+            Event::StepStarted { .. } if self.job.plan.is_agents => {}
             Event::StepStarted { index } => {
                 let activity = self.job.plan.step(index).map(|step| step.kind.to_owned());
                 let progress = JobProgress {
                     step: Some(index),
-                    steps: Some(self.job.plan.steps.len() as u64),
+                    steps: self.job.plan.count(),
                     activity,
                     ..JobProgress::default()
                 };
@@ -363,17 +367,24 @@ impl Conversation<'_> {
 }
 
 /// Progress as the runner reports it, within bounds.
-fn shown_progress(progress: JobProgress, steps: u64) -> JobProgress {
+fn shown_progress(progress: JobProgress, steps: Option<u64>) -> JobProgress {
     let cut = |text: String| -> String { text.chars().take(MAX_SHOWN_CHARACTERS).collect() };
     JobProgress {
-        step: progress.step.map(|step| step.min(steps)),
-        steps: progress.steps.map(|_| steps),
+        step: progress
+            .step
+            .map(|step| step.min(steps.unwrap_or(MAX_STEPS as u64))),
+        steps: progress.steps.and(steps),
         activity: progress.activity.map(cut),
         remaining_seconds: 0,
         todo: progress.todo.map(|todo| TodoSummary {
             total: todo.total.min(MAX_CONTEXT_ITEMS as u64),
             done: todo.done.min(MAX_CONTEXT_ITEMS as u64),
-            open: todo.open.into_iter().take(MAX_OPEN_ITEMS).map(cut).collect(),
+            open: todo
+                .open
+                .into_iter()
+                .take(MAX_OPEN_ITEMS)
+                .map(cut)
+                .collect(),
         }),
         tokens: progress.tokens,
     }
