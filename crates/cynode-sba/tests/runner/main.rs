@@ -4,7 +4,10 @@
     reason = "starts the program under test and makes files for it"
 )]
 
+mod agent;
 mod limits;
+mod model_server;
 mod modes;
 mod steps;
+mod supervised;
 mod support;

@@ -307,7 +307,7 @@ impl RunnerJob<'_> {
         }
         let has_said_nothing = live.is_none() || exit.exit_code == Some(0);
         if has_said_nothing
-            && steps.succeeded() == self.plan.steps.len()
+            && self.plan.is_complete(steps.succeeded())
             && let Some(outcome) = self.claimed(live).await
         {
             return Some(outcome);

@@ -629,12 +629,6 @@ fn check_specification(request: &JobRun, job: &JobSpec, via: ExecVia) -> Result<
             )));
         }
     }
-    if job.steps.is_empty() {
-        let detail = "job.inference: this worker has no agent that works on a job by itself";
-        return Err(Problem::new(ErrorCode::InvalidRequest, detail)
-            .with_remedy("Send a job with steps.")
-            .into());
-    }
     job.inference.as_ref().map_or(Ok(()), check_source)?;
     if via == ExecVia::Runtime {
         return Err(ApiError::new(
