@@ -10,12 +10,7 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 /// Actions of node records that concern a sandbox.
-pub const NODE_ACTIONS: [&str; 4] = [
-    "audit.folded",
-    "model.call",
-    "model.ended",
-    "proxy.connect",
-];
+pub const NODE_ACTIONS: [&str; 4] = ["audit.folded", "model.call", "model.ended", "proxy.connect"];
 
 /// The first record of a stream.
 pub const NODE_STREAM_ACTION: &str = "audit.stream";

@@ -79,7 +79,9 @@ fn links(batch: NodeAuditBatch) -> Result<Vec<Link>, ApiError> {
     for (index, record) in batch.records.into_iter().enumerate() {
         let link = Link::from_node_record(batch.stream, record)
             .map_err(|error| ApiError::invalid(format!("records[{index}]: {error}")))?;
-        let expected = links.last().map_or(Some(link.seq), |last| last.seq.checked_add(1));
+        let expected = links
+            .last()
+            .map_or(Some(link.seq), |last| last.seq.checked_add(1));
         // The database counts in signed numbers.
         let is_countable = (1..i64::MAX.unsigned_abs()).contains(&link.seq);
         if expected != Some(link.seq) || !is_countable {

@@ -62,7 +62,7 @@ impl Db {
             .await?;
             found.sessions = rows
                 .into_iter()
-                .map(|(id, task)| (id.into(), task.into()))
+                .map(|(id, task)| (SessionId::from_uuid(id), TaskId::from_uuid(task)))
                 .collect();
         }
         if !jobs.is_empty() {
@@ -76,7 +76,7 @@ impl Db {
             .await?;
             found.jobs = rows
                 .into_iter()
-                .map(|(id, task)| (id.into(), task.into()))
+                .map(|(id, task)| (JobId::from_uuid(id), TaskId::from_uuid(task)))
                 .collect();
         }
         Ok(found)
@@ -207,13 +207,12 @@ async fn are_stored(
         return Ok(true);
     }
     let seqs: Vec<i64> = repeated.keys().copied().collect();
-    let stored: Vec<(i64, Vec<u8>)> = sqlx::query_as(
-        "select seq, hash from audit_events where stream = $1 and seq = any($2)",
-    )
-    .bind(stream)
-    .bind(seqs)
-    .fetch_all(connection)
-    .await?;
+    let stored: Vec<(i64, Vec<u8>)> =
+        sqlx::query_as("select seq, hash from audit_events where stream = $1 and seq = any($2)")
+            .bind(stream)
+            .bind(seqs)
+            .fetch_all(connection)
+            .await?;
     let is_same = |seq: i64, hash: &[u8]| repeated.get(&seq).is_some_and(|link| link.hash == hash);
     Ok(stored.iter().all(|(seq, hash)| is_same(*seq, hash))
         && repeated

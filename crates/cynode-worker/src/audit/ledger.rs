@@ -214,13 +214,16 @@ impl Ledger {
         self.charge(after);
     }
 
-    /// A record was not written. Its decisions are counted, but for effects, which were refused.
+    /// A record was not written. Its decisions are counted without names.
     pub(super) fn not_written(&mut self, record: &NewRecord, at: OffsetDateTime, now: Instant) {
         self.release([(Some(record.owner), record.cost)]);
         let Some(account) = self.accounts.get_mut(&record.owner) else {
             return;
         };
-        let repeats = record.key.as_ref().and_then(|key| account.repeats.remove(key));
+        let repeats = record
+            .key
+            .as_ref()
+            .and_then(|key| account.repeats.remove(key));
         let counted = repeats.and_then(|repeats| repeats.count);
         let number = record.counts + counted.map_or(0, |count| count.count);
         let action = record.body.get("action").and_then(Value::as_str);

@@ -5,9 +5,7 @@
 
 use std::{collections::BTreeMap, io, sync::Arc, time::Duration};
 
-use cynode_api::{
-    ErrorCode, NodeAuditAnswer, NodeAuditBatch, NodeAuditRefusal, Problem, node_audit_limits,
-};
+use cynode_api::{ErrorCode, NodeAuditAnswer, NodeAuditBatch, NodeAuditRefusal, Problem};
 use cynode_service::telemetry::Chain;
 use http::StatusCode;
 use tokio::time::timeout;
@@ -24,7 +22,7 @@ const BATCH_INTERVAL: Duration = Duration::from_millis(100);
 /// How long a stopping worker tries to ship what is left.
 const STOP_TIMEOUT: Duration = Duration::from_secs(3);
 /// The part of an answer that is read.
-const MAX_ANSWER_BYTES: usize = node_audit_limits::MAX_BATCH_BYTES;
+const MAX_ANSWER_BYTES: usize = 256 * 1024;
 
 #[derive(Debug, thiserror::Error)]
 enum ShipError {
@@ -164,8 +162,14 @@ async fn send(
             .map_err(|error| ShipError::Answer(format!("with a body that is malformed: {error}")));
     }
     let problem: Option<Problem> = serde_json::from_slice(&body).ok();
-    let refusal = problem.as_ref().and_then(|problem| refusal(status, problem));
-    let detail = || problem.as_ref().map_or("", |problem| problem.detail.as_str());
+    let refusal = problem
+        .as_ref()
+        .and_then(|problem| refusal(status, problem));
+    let detail = || {
+        problem
+            .as_ref()
+            .map_or("", |problem| problem.detail.as_str())
+    };
     refusal
         .map(Err)
         .ok_or_else(|| ShipError::Answer(format!("{status}: {}", detail())))
@@ -177,7 +181,8 @@ fn refusal(status: StatusCode, problem: &Problem) -> Option<Refusal> {
         let expected = member("expected").and_then(|expected| expected.as_u64());
         return Some(Refusal::OutOfOrder(expected));
     }
-    if status == StatusCode::UNPROCESSABLE_ENTITY && problem.code == ErrorCode::AuditRefused.as_str()
+    if status == StatusCode::UNPROCESSABLE_ENTITY
+        && problem.code == ErrorCode::AuditRefused.as_str()
     {
         let refused: Vec<NodeAuditRefusal> = serde_json::from_value(member("refused")?).ok()?;
         let refused = refused.into_iter().map(|one| (one.seq, one.reason));

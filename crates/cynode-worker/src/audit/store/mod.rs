@@ -124,7 +124,10 @@ impl StoredStream {
 
     /// The number of the first record that is still in a file.
     fn first_held(&self) -> u64 {
-        let before = self.segments.front().map_or(0, |segment| segment.before.seq);
+        let before = self
+            .segments
+            .front()
+            .map_or(0, |segment| segment.before.seq);
         before + 1
     }
 }
@@ -176,7 +179,12 @@ impl Store {
                 acknowledged: 0,
             })?;
             self.resend_from = None;
-            for segment in self.streams.pop_front().into_iter().flat_map(|s| s.segments) {
+            for segment in self
+                .streams
+                .pop_front()
+                .into_iter()
+                .flat_map(|s| s.segments)
+            {
                 remove(&segment);
             }
         }
@@ -244,8 +252,12 @@ impl Store {
     pub(super) fn drop_oldest(&mut self, max: u64) -> io::Result<Vec<Released>> {
         let mut released = Vec::new();
         while self.backlog().bytes > max {
-            let Some(first) = self.streams.front() else { break };
-            let Some(segment) = first.segments.front() else { break };
+            let Some(first) = self.streams.front() else {
+                break;
+            };
+            let Some(segment) = first.segments.front() else {
+                break;
+            };
             let is_last = self.streams.len() == 1 && first.segments.len() == 1;
             if is_last && self.active.is_some() {
                 break;
