@@ -11,6 +11,7 @@
 
 mod frame;
 mod message;
+pub mod proxy;
 pub mod runner;
 
 pub use frame::{Decoder, Frame, FrameError, encode, encode_data, encode_message, encode_output};

@@ -33,6 +33,10 @@ pub struct Hello {
     /// The newest version of the protocol with a runner. Older agents omit it and have no runner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub runner: Option<u32>,
+    /// The version of the preamble with which the agent's listeners reach the worker's proxies.
+    /// Agents without listeners omit it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub listeners: Option<u8>,
 }
 
 /// A worker's request, one per connection.
@@ -481,10 +485,11 @@ mod tests {
                 any::<String>(),
                 select(&[Role::Watch, Role::Request][..]),
                 any::<Option<usize>>(),
-                any::<[Option<u32>; 2]>()
+                any::<[Option<u32>; 2]>(),
+                any::<Option<u8>>()
             )
                 .prop_map(
-                    |(protocol, version, role, max_frame, [encoded_patches, runner])| {
+                    |(protocol, version, role, max_frame, [encoded_patches, runner], listeners)| {
                         Reply::Hello(Hello {
                             protocol,
                             version,
@@ -492,6 +497,7 @@ mod tests {
                             max_frame,
                             encoded_patches,
                             runner,
+                            listeners,
                         })
                     }
                 ),

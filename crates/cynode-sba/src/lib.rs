@@ -5,6 +5,8 @@
 //! own rights, inside the hostile part of the system. It guarantees order: each command's processes
 //! stay traceable, timeouts hold, and output is neither lost nor duplicated.
 //!
+//! A child of it, the listeners ([`listeners`]), forwards connections on loopback to the worker.
+//!
 //! The runner ([`runner`]) works one job, on the same code and with the same guarantees.
 //!
 //! It is a library only so that fuzz targets can call the code that parses hostile input; the
@@ -20,6 +22,7 @@ mod files;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 mod link;
+mod listeners;
 mod peer;
 mod processes;
 mod relay;
@@ -28,12 +31,12 @@ mod spawn;
 mod sys;
 mod validate;
 
-use std::{path::PathBuf, process::ExitCode, rc::Rc, time::Duration};
+use std::{os::fd::OwnedFd, path::PathBuf, process::ExitCode, rc::Rc, time::Duration};
 
 use cynode_sba_proto::CONTROL_SOCKET;
-use tokio::io::Interest;
+use tokio::io::{Interest, unix::AsyncFd};
 
-use crate::{exec::Execs, link::Link, validate::Format};
+use crate::{exec::Execs, link::Link, listeners::Listeners, validate::Format};
 
 const USAGE: &str = "usage: cynode-sba agent [--control SOCKET] | \
                      run [--stdio | --supervised] [--job-dir DIR] [--workspace DIR] | schema | \
@@ -81,7 +84,7 @@ pub fn main() -> ExitCode {
         .enable_time()
         .build()
     {
-        Ok(runtime) => runtime.block_on(tokio::task::LocalSet::new().run_until(agent(control))),
+        Ok(runtime) => agent(&runtime, control),
         Err(error) => fail(1, &format!("can't start: {error}")),
     }
 }
@@ -126,27 +129,85 @@ fn harden() -> Result<(), String> {
     Ok(())
 }
 
-async fn agent(control: PathBuf) -> ExitCode {
+/// Runs process 1. The runtime is left only to fork the listeners, which have one of their own.
+fn agent(runtime: &tokio::runtime::Runtime, control: PathBuf) -> ExitCode {
+    let local = tokio::task::LocalSet::new();
     let execs = Rc::new(Execs::default());
-    let signals = match sys::signal_fd(&[libc::SIGCHLD, libc::SIGTERM])
-        .and_then(|fd| sys::watch(fd, Interest::READABLE))
-    {
-        Ok(signals) => signals,
+    let started = local.block_on(runtime, async {
+        let signals = sys::signal_fd(&[libc::SIGCHLD, libc::SIGTERM])
+            .and_then(|fd| sys::watch(fd, Interest::READABLE))?;
+        // Without a network namespace of its own, this would be the host's loopback.
+        Ok::<_, std::io::Error>((signals, has_listeners().then(Listeners::new)))
+    });
+    let (signals, mut listeners) = match started {
+        Ok(started) => started,
         Err(error) => return fail(1, &format!("can't watch signals: {error}")),
     };
-    tokio::task::spawn_local(Link::new(control, Rc::clone(&execs)).run());
+    // Before the worker can start anything that uses them.
+    if let Some(listeners) = &mut listeners {
+        listeners.start(&execs.processes);
+        local.block_on(runtime, listeners.ready());
+    }
+    local.spawn_local(Link::new(control, Rc::clone(&execs)).run());
     loop {
-        match signals.async_io(Interest::READABLE, sys::read_signal).await {
-            Ok(received) if received.signal == libc::SIGCHLD => execs.processes.reap(),
-            Ok(received) if received.sender == Some(0) => break,
-            // SIGTERM from inside the sandbox: hostile or mistaken, but not the owner of this
-            // sandbox.
-            Ok(_) => {}
-            Err(error) => return fail(1, &format!("can't read signals: {error}")),
+        match local.block_on(runtime, attend(&execs, &signals, listeners.as_mut())) {
+            Need::Listeners => {
+                if let Some(listeners) = &mut listeners {
+                    listeners.start(&execs.processes);
+                }
+            }
+            Need::Exit => break,
+            Need::Failure(error) => return fail(1, &format!("can't read signals: {error}")),
         }
     }
     execs.processes.signal_all(libc::SIGTERM);
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    local.block_on(runtime, tokio::time::sleep(Duration::from_millis(500)));
     execs.processes.signal_all(libc::SIGKILL);
     ExitCode::SUCCESS
+}
+
+/// Whether this agent starts listeners: as process 1 of a sandbox.
+fn has_listeners() -> bool {
+    std::process::id() == 1
+}
+
+/// What process 1 has to do outside of the runtime.
+enum Need {
+    Listeners,
+    Exit,
+    Failure(std::io::Error),
+}
+
+/// Handles signals.
+async fn attend(
+    execs: &Execs,
+    signals: &AsyncFd<OwnedFd>,
+    mut listeners: Option<&mut Listeners>,
+) -> Need {
+    loop {
+        let received = tokio::select! {
+            received = signals.async_io(Interest::READABLE, sys::read_signal) => received,
+            () = due(listeners.as_deref_mut()) => return Need::Listeners,
+        };
+        match received {
+            Ok(received) if received.signal == libc::SIGCHLD => {
+                execs.processes.reap();
+                if let Some(listeners) = &listeners {
+                    listeners.kill_stopped();
+                }
+            }
+            Ok(received) if received.sender == Some(0) => return Need::Exit,
+            // SIGTERM from inside the sandbox: hostile or mistaken, but not the owner of this
+            // sandbox.
+            Ok(_) => {}
+            Err(error) => return Need::Failure(error),
+        }
+    }
+}
+
+async fn due(listeners: Option<&mut Listeners>) {
+    match listeners {
+        Some(listeners) => listeners.due().await,
+        None => std::future::pending().await,
+    }
 }

@@ -8,7 +8,7 @@ use std::{cell::Cell, io, path::PathBuf, rc::Rc, time::Duration};
 use cynode_api::{ErrorCode, ExecId};
 use cynode_sba_proto::{
     AgentError, Decoder, Frame, Hello, MAX_DATA, MAX_WORKER_FRAME, PARKED_CONNECTIONS, PROTOCOL,
-    Reply, Request, Role, encode_message, runner,
+    Reply, Request, Role, encode_message, proxy, runner,
 };
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _, Interest},
@@ -18,7 +18,7 @@ use tokio::{
 
 use crate::{
     exec::{Exec, Execs},
-    file_child, files,
+    file_child, files, has_listeners,
     relay::Relay,
 };
 
@@ -70,6 +70,7 @@ impl Link {
                 max_frame: Some(MAX_WORKER_FRAME),
                 encoded_patches: Some(cynode_patch::WIRE_VERSION),
                 runner: Some(runner::VERSION),
+                listeners: has_listeners().then_some(proxy::VERSION),
             }),
             &mut hello,
         );

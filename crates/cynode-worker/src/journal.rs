@@ -42,6 +42,10 @@ pub(crate) struct SessionRecord {
     /// The sandbox has a directory for a job. Those that earlier versions started have none.
     #[serde(default)]
     pub(crate) has_job_directory: bool,
+    /// The sandbox reaches proxies through listeners on loopback. Those that earlier versions
+    /// started, or that have no agent, don't.
+    #[serde(default)]
+    pub(crate) has_proxies: bool,
     /// The job that owns this sandbox. Only that job sees the session.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) job_id: Option<JobId>,

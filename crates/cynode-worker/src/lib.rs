@@ -21,6 +21,7 @@ mod jobs;
 mod journal;
 mod limits;
 mod process;
+mod proxies;
 mod readiness;
 mod rootless;
 pub mod runtime;
@@ -265,6 +266,10 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let (job_changes, changed_jobs) = tokio::sync::mpsc::channel(1024);
     let jobs = Jobs::open(Arc::clone(&sessions), locked.journal.clone(), job_changes)
         .map_err(state("reading the journal of jobs"))?;
+    sessions.proxies.set_jobs(&jobs);
+    sessions
+        .proxies
+        .set_inference(Arc::new(proxies::NoInference));
     let api = api::Api {
         sessions: Arc::clone(&sessions),
         jobs: Arc::clone(&jobs),

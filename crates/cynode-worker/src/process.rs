@@ -169,6 +169,22 @@ pub(crate) struct SandboxProcess {
     pub(crate) parent: i32,
 }
 
+/// The pid namespace of a process, by the name that the kernel gives it.
+pub(crate) fn pid_namespace(pid: i32) -> Option<std::path::PathBuf> {
+    fs_err::read_link(format!("/proc/{pid}/ns/pid")).ok()
+}
+
+/// The pid namespace of this worker.
+pub(crate) fn own_pid_namespace() -> Option<std::path::PathBuf> {
+    fs_err::read_link("/proc/self/ns/pid").ok()
+}
+
+/// The name of a process, as it chose it.
+pub(crate) fn name(pid: i32) -> Option<String> {
+    let name = fs_err::read(format!("/proc/{pid}/comm")).ok()?;
+    Some(String::from_utf8_lossy(&name).trim_end().to_owned())
+}
+
 /// All processes in the pid namespace of `init`, except `init` itself.
 pub(crate) fn in_namespace_of(init: i32) -> Vec<SandboxProcess> {
     let Ok(namespace) = fs_err::read_link(format!("/proc/{init}/ns/pid")) else {

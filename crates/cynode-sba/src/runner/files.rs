@@ -3,12 +3,10 @@
 
 use std::{io, os::unix::net::UnixStream, path::Path, rc::Rc, time::Duration};
 
-
 use cynode_api::{
     file_limits,
     sba::{
-        ApplyUnifiedDiff, ListTree, ReadFile, StreamEncoding, WriteFile,
-        limits::MAX_TREE_DEPTH,
+        ApplyUnifiedDiff, ListTree, ReadFile, StreamEncoding, WriteFile, limits::MAX_TREE_DEPTH,
     },
 };
 use cynode_sba_proto::{AgentError, Decoder, Frame, MAX_AGENT_FRAME, Reply};

@@ -19,7 +19,10 @@ mod result;
 mod steps;
 #[cfg_attr(
     not(test),
-    expect(dead_code, reason = "jobs for a model change their list; steps only complete it")
+    expect(
+        dead_code,
+        reason = "jobs for a model change their list; steps only complete it"
+    )
 )]
 mod todo;
 
@@ -37,13 +40,7 @@ use cynode_api::sba::{
 };
 use cynode_sba_proto::{JOB, WORKSPACE, runner};
 use rustix::fs::{FileType, fstat};
-use tokio::{
-    io::Interest,
-    net::UnixStream,
-    sync::watch,
-    task::LocalSet,
-    time::Instant,
-};
+use tokio::{io::Interest, net::UnixStream, sync::watch, task::LocalSet, time::Instant};
 
 use self::{
     control::{Assignment, Control},
@@ -194,16 +191,14 @@ fn worker_channel() -> io::Result<OwnedFd> {
 fn read_stdin() -> io::Result<Vec<u8>> {
     let mut json = Vec::new();
     let stdin = io::stdin().lock();
-    stdin.take(MAX_JOB_BYTES as u64 + 1).read_to_end(&mut json)?;
+    stdin
+        .take(MAX_JOB_BYTES as u64 + 1)
+        .read_to_end(&mut json)?;
     Ok(json)
 }
 
 /// Leaves the result in the job's directory, or on standard output; returns whether it is there.
-async fn publish(
-    directory: Option<&JobDirectory>,
-    live: &LiveOutput,
-    result: &JobResult,
-) -> bool {
+async fn publish(directory: Option<&JobDirectory>, live: &LiveOutput, result: &JobResult) -> bool {
     let published = match directory {
         Some(directory) => result::write(directory, result),
         None => {
@@ -248,10 +243,13 @@ impl<'a> Runner<'a> {
         tokio::task::spawn_local({
             let (execs, stop) = (Rc::clone(&execs), stop.clone());
             async move {
-                while let Ok(received) = signals.async_io(Interest::READABLE, sys::read_signal).await
+                while let Ok(received) =
+                    signals.async_io(Interest::READABLE, sys::read_signal).await
                 {
                     let is_trusted = senders.as_ref().is_none_or(|senders| {
-                        received.sender.is_some_and(|sender| senders.contains(&sender))
+                        received
+                            .sender
+                            .is_some_and(|sender| senders.contains(&sender))
                     });
                     if received.signal == libc::SIGCHLD {
                         execs.processes.reap();
@@ -396,7 +394,11 @@ impl<'a> Runner<'a> {
             artifacts: files::artifacts(
                 &self.execs.processes,
                 &self.options.job_directory.join(ARTIFACTS),
-                if is_stopped { STOPPED_TIMEOUT } else { ARTIFACTS_TIMEOUT },
+                if is_stopped {
+                    STOPPED_TIMEOUT
+                } else {
+                    ARTIFACTS_TIMEOUT
+                },
             )
             .await,
             todo: Some(progress.todo.borrow().summary()),
@@ -439,7 +441,8 @@ impl<'a> Runner<'a> {
 /// The variables of this process, which steps inherit.
 fn environment() -> Vec<(String, String)> {
     let variables = std::env::vars_os();
-    let texts = variables.map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let texts =
+        variables.map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     texts.flatten().collect()
 }
 

@@ -316,7 +316,10 @@ mod tests {
     }
 
     fn titles(list: &TodoList) -> Vec<&str> {
-        list.items().iter().map(|item| item.title.as_str()).collect()
+        list.items()
+            .iter()
+            .map(|item| item.title.as_str())
+            .collect()
     }
 
     #[test]
@@ -334,7 +337,10 @@ mod tests {
         list.set_step(7, true);
         let summary = list.summary();
         assert_eq!((summary.total, summary.done), (5, 1));
-        assert_eq!(summary.open, ["It works", "Tests pass", "Builds", "list_tree ."]);
+        assert_eq!(
+            summary.open,
+            ["It works", "Tests pass", "Builds", "list_tree ."]
+        );
         assert_eq!(list.short_summary(1).open, ["It works"]);
         list.set_step(0, false);
         assert_eq!(list, TodoList::of(&job()));
@@ -346,7 +352,10 @@ mod tests {
         let parts = list.split(3, &["x", "y"]).expect("split");
         list.split(parts[1], &["z"]).expect("split");
         list.set_step(0, true);
-        assert_eq!(list.summary().open, ["It works", "Tests pass", "Builds", "list_tree ."]);
+        assert_eq!(
+            list.summary().open,
+            ["It works", "Tests pass", "Builds", "list_tree ."]
+        );
     }
 
     #[test]
@@ -359,8 +368,15 @@ mod tests {
         list.complete(parts[1]).expect("done");
         assert!(!list.get(0).expect("an item").done);
         list.complete(inner[0]).expect("done");
-        assert!([0, parts[0]].iter().all(|id| list.get(*id).expect("an item").done));
-        assert_eq!(list.split(parts[0], &["x"]), Err(TodoError::HasParts(parts[0])));
+        assert!(
+            [0, parts[0]]
+                .iter()
+                .all(|id| list.get(*id).expect("an item").done)
+        );
+        assert_eq!(
+            list.split(parts[0], &["x"]),
+            Err(TodoError::HasParts(parts[0]))
+        );
         list.split(parts[1], &["more"]).expect("split");
         assert!(!list.get(0).expect("an item").done);
         assert_eq!(list.split(0, &[]), Err(TodoError::HasParts(0)));
@@ -371,7 +387,9 @@ mod tests {
     fn a_new_order_names_every_item_once_and_keeps_parts_together() {
         let mut list = TodoList::of(&job());
         let parts = list.split(4, &["x", "y"]).expect("split");
-        let [x, y] = parts[..] else { panic!("two parts") };
+        let [x, y] = parts[..] else {
+            panic!("two parts")
+        };
         for bad in [
             &[0, 1, 2, 3, 4, x][..],
             &[0, 0, 1, 2, 3, 4, x],

@@ -73,6 +73,7 @@ impl Jobs {
                 ));
             }
         };
+        entry.denials.lock().set_step(steps.in_flight());
         let job = RunnerJob {
             jobs: self,
             entry,
@@ -157,9 +158,9 @@ impl RunnerJob<'_> {
 
     /// When the job's time is over.
     fn deadline(&self, attempt: &Attempt) -> OffsetDateTime {
-        attempt.job_began_at.saturating_add(
-            time::Duration::try_from(self.limit()).unwrap_or(time::Duration::MAX),
-        )
+        attempt
+            .job_began_at
+            .saturating_add(time::Duration::try_from(self.limit()).unwrap_or(time::Duration::MAX))
     }
 
     /// The exec of the runner. A repeated start needs the same one.
@@ -326,7 +327,12 @@ impl RunnerJob<'_> {
             Ok(result)
         });
         match checked {
-            Ok(result) => self.jobs.keep_result(self.entry, &result).await,
+            Ok(result) => {
+                let reported_by = Reporter::File;
+                self.jobs
+                    .keep_result(self.entry, &result, reported_by)
+                    .await
+            }
             Err(reason) => {
                 tracing::debug!(job_id = %self.plan.job_id, reason, "Ignored a result file.");
                 None

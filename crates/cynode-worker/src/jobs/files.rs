@@ -13,6 +13,8 @@ use cynode_api::sba::{JobSpec, ResultStatus};
 use cynode_service::files;
 use serde::Deserialize;
 
+use super::denials::StepDenial;
+
 #[derive(Clone, Debug)]
 pub(crate) struct JobFiles {
     directory: PathBuf,
@@ -67,6 +69,37 @@ impl JobFiles {
     /// The JSON of what the job is to do.
     pub(super) fn specification(&self) -> io::Result<Vec<u8>> {
         fs_err::read(self.specification_path())
+    }
+
+    fn reported_path(&self) -> PathBuf {
+        self.directory.join("reported.json")
+    }
+
+    /// Stores the result that the job's own runner reported by the callback.
+    pub(super) fn write_reported(&self, json: &[u8]) -> io::Result<()> {
+        files::replace(&self.reported_path(), json)
+    }
+
+    /// The JSON of the result that the job's own runner reported.
+    pub(super) fn reported(&self) -> io::Result<Option<Vec<u8>>> {
+        if_found(fs_err::read(self.reported_path()))
+    }
+
+    fn denial_path(&self) -> PathBuf {
+        self.directory.join("denial.json")
+    }
+
+    /// Stores the first denial of the step that runs.
+    pub(super) fn write_denial(&self, denial: &StepDenial) -> io::Result<()> {
+        files::replace(&self.denial_path(), &serde_json::to_vec(denial)?)
+    }
+
+    /// The last denial that was stored.
+    pub(super) fn denial(&self) -> io::Result<Option<StepDenial>> {
+        let Some(json) = if_found(fs_err::read(self.denial_path()))? else {
+            return Ok(None);
+        };
+        Ok(Some(serde_json::from_slice(&json)?))
     }
 
     pub(super) fn write_result(&self, json: &[u8]) -> io::Result<()> {

@@ -127,17 +127,18 @@ impl Jobs {
             .ok()
     }
 
-    /// Stores a result that a file claims, and returns the outcome that it decides.
+    /// Stores a result that a sandbox claims, and returns the outcome that it decides.
     pub(super) async fn keep_result(
         &self,
         entry: &JobEntry,
         result: &JobResult,
+        reported_by: Reporter,
     ) -> Option<JobOutcome> {
         let files = self.files(entry.record().job.job_id);
         let json = serde_json::to_vec(result).ok()?;
         self.store_result(&files, json).await;
         let verdict = blocking(move || files.verdict()).await.ok()?;
-        Some(JobOutcome::from_verdict(verdict, Reporter::File))
+        Some(JobOutcome::from_verdict(verdict, reported_by))
     }
 
     /// Makes a result for a job with a specification that has none.
@@ -228,8 +229,8 @@ fn reported_steps(files: &JobFiles) -> std::io::Result<Vec<u8>> {
     let Some(index) = steps.in_flight() else {
         return Ok(json);
     };
-    let job = cynode_api::sba::JobSpec::parse(&files.specification()?)
-        .map_err(std::io::Error::other)?;
+    let job =
+        cynode_api::sba::JobSpec::parse(&files.specification()?).map_err(std::io::Error::other)?;
     let plan = Plan::of(&job);
     let Some(step) = plan.step(index) else {
         return Ok(json);

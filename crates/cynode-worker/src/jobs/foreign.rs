@@ -1,25 +1,28 @@
 //! Runs a specification with the runner that the caller names: a command in an image of its own.
 //!
-//! Invariant: such a runner tells the worker nothing but how it exited. What it did is in a file
-//! that every process of the job can write, so the job says that a file reported it, and it is
-//! completed only if the worker saw the runner exit with 0.
+//! Invariant: the worker itself sees only how such a runner exits. What it did is in a report by the
+//! callback or else in a file, and every process of the job can make either. So the job says that
+//! the sandbox or a file reported it, and it is completed only if the worker saw the runner exit
+//! with 0.
 
 use std::{sync::Arc, time::Duration};
 
 use cynode_api::{
-    ExecExit, JobRun,
+    ExecExit, JobRun, Reporter,
     sba::{JobResult, ResultStatus},
 };
+use cynode_service::compute;
 
 use super::{
     Jobs,
+    callback::OpenCallback,
     directory::{self, ClaimedResult},
     drive::Specification,
     outcome::JobOutcome,
     plan::Plan,
     record::JobEntry,
 };
-use crate::sessions::SessionEntry as Sandbox;
+use crate::{journal::blocking, sessions::SessionEntry as Sandbox};
 
 /// Added to the time of the job, so that a runner that enforces it can report that.
 const DEADLINE_SLACK_SECONDS: u64 = 10;
@@ -39,9 +42,14 @@ impl Jobs {
         let most = plan.max_runtime_seconds + DEADLINE_SLACK_SECONDS;
         let requested = run.sandbox.timeout_seconds;
         let seconds = requested.map_or(most, |requested| requested.min(most));
+        *entry.callback.lock().await = Some(OpenCallback {
+            plan: plan.clone(),
+            limit: Duration::from_secs(seconds),
+        });
         let ran = self
             .run_command(entry, run, sandbox, seconds, Some(&specification))
             .await;
+        *entry.callback.lock().await = None;
         drop(specification);
         let exec = match ran {
             Ok(exec) => exec,
@@ -51,19 +59,36 @@ impl Jobs {
             Ok(result) => result,
             Err(error) => return JobOutcome::from_exec(Err(error)),
         };
-        let claimed = self.claimed_result(entry, sandbox).await.and_then(|claimed| {
+        let (claimed, reporter) = match self.reported_result(entry).await {
+            Some(reported) => (reported, Reporter::Sandbox),
+            None => (self.claimed_result(entry, sandbox).await, Reporter::File),
+        };
+        let claimed = claimed.and_then(|claimed| {
             plan.check_result(&claimed, None)?;
             Ok(claimed)
         });
         let outcome = match judge(&result.exit, claimed) {
-            Judgement::Believed(claimed) => match self.keep_result(entry, &claimed).await {
-                Some(outcome) => outcome,
-                None => JobOutcome::broken("the result could not be stored"),
-            },
+            Judgement::Believed(claimed) => {
+                match self.keep_result(entry, &claimed, reporter).await {
+                    Some(outcome) => outcome,
+                    None => JobOutcome::broken("the result could not be stored"),
+                }
+            }
             Judgement::Broken(reason) => JobOutcome::broken(reason),
             Judgement::ByExit => return JobOutcome::from_exec(Ok(result)),
         };
         outcome.with_exec(result)
+    }
+
+    /// The result that the runner reported by the callback, if it did.
+    async fn reported_result(&self, entry: &JobEntry) -> Option<ClaimedResult> {
+        let files = self.files(entry.record().job.job_id);
+        let json = match blocking(move || files.reported()).await {
+            Ok(json) => json?,
+            Err(error) => return Some(Err(format!("the report is unreadable: {error}"))),
+        };
+        let parsed = compute::run(json.len(), || JobResult::parse(&json)).await;
+        Some(parsed.map_err(|error| format!("the report is unreadable: {error}")))
     }
 
     /// The result file, through the agent or, if that is gone, from the disk.
@@ -191,7 +216,11 @@ mod tests {
             ),
             (exit(|exit| exit.lost = true), Ok(success()), "by exit"),
             (exit(|exit| exit.timed_out = true), Ok(failure()), "by exit"),
-            (exit(|exit| exit.oom_killed = true), Ok(success()), "by exit"),
+            (
+                exit(|exit| exit.oom_killed = true),
+                Ok(success()),
+                "by exit",
+            ),
         ] {
             assert_eq!(shown(exit, claimed), expected);
         }

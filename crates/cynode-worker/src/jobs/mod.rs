@@ -8,7 +8,10 @@
 
 mod artifacts;
 mod attempts;
+mod callback;
+mod denials;
 mod directory;
+mod document;
 mod drive;
 mod files;
 mod finish;
@@ -45,6 +48,7 @@ use crate::{
 };
 
 pub(crate) use artifacts::KeptArtifact;
+pub(crate) use callback::CALLBACK_PATH;
 use outcome::JobOutcome;
 pub(crate) use record::JobEntry;
 use record::{JobRecord, StopRequester, fingerprint};

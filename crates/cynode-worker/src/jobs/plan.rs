@@ -45,7 +45,9 @@ impl Plan {
             return Err(format!("the job has no step {index}"));
         };
         if result.index != index || result.kind != step.kind || result.id != step.id {
-            return Err(format!("the result of step {index} is that of another step"));
+            return Err(format!(
+                "the result of step {index} is that of another step"
+            ));
         }
         Ok(())
     }

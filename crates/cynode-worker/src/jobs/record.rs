@@ -12,7 +12,11 @@ use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
 use tokio::sync::watch;
 
-use super::outcome::{self, JobOutcome};
+use super::{
+    callback::OpenCallback,
+    denials::StepDenials,
+    outcome::{self, JobOutcome},
+};
 
 /// Who requested the stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -193,6 +197,13 @@ pub(crate) struct JobEntry {
     pub(super) writing: tokio::sync::Mutex<()>,
     pub(super) changed: watch::Sender<()>,
     progress: Mutex<Option<ShownProgress>>,
+    pub(super) denials: Mutex<StepDenials>,
+    /// Held while a denial is written to disk.
+    pub(super) denying: tokio::sync::Mutex<()>,
+    /// Open while a runner of the job's own may report. Held while a report is stored.
+    pub(super) callback: tokio::sync::Mutex<Option<OpenCallback>>,
+    /// Held while a report arrives.
+    pub(super) receiving: tokio::sync::Mutex<()>,
 }
 
 /// How far a job of our runner is.
@@ -212,6 +223,10 @@ impl JobEntry {
             writing: tokio::sync::Mutex::new(()),
             changed: watch::Sender::new(()),
             progress: Mutex::default(),
+            denials: Mutex::default(),
+            denying: tokio::sync::Mutex::default(),
+            callback: tokio::sync::Mutex::default(),
+            receiving: tokio::sync::Mutex::default(),
         }
     }
 
@@ -228,7 +243,11 @@ impl JobEntry {
         *shown = Some(ShownProgress {
             progress,
             deadline,
-            announced_at: if is_due { Some(Instant::now()) } else { earlier },
+            announced_at: if is_due {
+                Some(Instant::now())
+            } else {
+                earlier
+            },
         });
         is_due
     }

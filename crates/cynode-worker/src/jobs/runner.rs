@@ -5,10 +5,7 @@
 //! strictly, and judged by the journal; a runner that contradicts it is not listened to any more.
 //! Broken connections are made again, and the runner then repeats what was not acknowledged.
 
-use std::{
-    io::{Read as _, Seek as _, Write as _},
-    time::Duration,
-};
+use std::time::Duration;
 
 use cynode_api::{
     ErrorCode, JobProgress,
@@ -21,12 +18,12 @@ use cynode_sba_proto::{
     Frame, MAX_DATA, Reply, Request,
     runner::{Event, FromRunner, ToRunner},
 };
-use cynode_service::{ApiError, compute, json};
-use tempfile::SpooledTempFile;
+use cynode_service::{ApiError, compute};
 use time::OffsetDateTime;
 
 use super::{
     attempts::RunnerJob,
+    document::{Document, DocumentError},
     files::JobFiles,
     steps::{Attempt, Novelty, Steps},
 };
@@ -41,8 +38,6 @@ const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
 const RECONNECT_DELAY: Duration = Duration::from_millis(100);
 /// Between attempts to write to the node's disk.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Documents that are longer spill to a file until parsing is admitted.
-const MAX_IN_MEMORY_BYTES: usize = 64 * 1024;
 /// Text that progress repeats of what the runner says: the type of a step, the title of an item.
 const MAX_SHOWN_CHARACTERS: usize = 200;
 /// Open items of a todo list in the progress of a job.
@@ -107,29 +102,10 @@ fn spool_failed(error: &std::io::Error) -> ApiError {
     )
 }
 
-/// A document that has arrived and is not parsed yet.
-struct Document {
-    file: SpooledTempFile,
-    size: usize,
-    nodes: usize,
-}
-
-impl Document {
-    /// Parses a document when there is memory for it.
-    async fn parse<T, E: std::fmt::Display>(
-        mut self,
-        parse: impl FnOnce(&[u8]) -> Result<T, E>,
-    ) -> Talk<T> {
-        let _room = json::room(self.size, self.nodes).await;
-        let read = move || {
-            let mut bytes = Vec::with_capacity(self.size);
-            self.file
-                .rewind()
-                .and_then(|()| self.file.read_to_end(&mut bytes))
-                .map_err(|error| TalkError::Broken(spool_failed(&error)))?;
-            parse(&bytes).map_err(|error| refused(error))
-        };
-        compute::run(self.size, read).await
+fn unusable(error: DocumentError) -> TalkError {
+    match error {
+        DocumentError::Stored(error) => TalkError::Broken(spool_failed(&error)),
+        error => refused(error),
     }
 }
 
@@ -288,8 +264,9 @@ impl Conversation<'_> {
     }
 
     async fn store_step(&mut self, number: u64, index: u64, document: Document) -> Talk<()> {
-        let mut result = document.parse(StepResult::parse).await?;
-        self.job.plan
+        let mut result = document.parse(StepResult::parse).await.map_err(unusable)?;
+        self.job
+            .plan
             .check_step_result(index, &result)
             .and_then(|()| self.steps.check_end(result.status))
             .map_err(refused)?;
@@ -309,10 +286,14 @@ impl Conversation<'_> {
     }
 
     async fn store_result(&mut self, number: u64, document: Document) -> Talk<()> {
-        let result = document.parse(JobResult::parse).await?;
-        self.job.plan
+        let mut result = document.parse(JobResult::parse).await.map_err(unusable)?;
+        self.job
+            .plan
             .check_result(&result, Some(self.steps.succeeded()))
             .map_err(refused)?;
+        let job = self.job;
+        job.entry
+            .explain_failure(&mut result, &job.plan, self.steps, &job.files);
         let json = to_json(&result)?;
         drop(result);
         let files = &self.job.files;
@@ -348,6 +329,8 @@ impl Conversation<'_> {
         match event {
             Event::Accepted => self.job.accepted(self.attempt).await,
             Event::StepStarted { index } => {
+                // Before the runner hears that it may start the step.
+                self.job.entry.denials.lock().set_step(Some(index));
                 let activity = self.job.plan.step(index).map(|step| step.kind.to_owned());
                 let progress = JobProgress {
                     step: Some(index),
@@ -357,13 +340,14 @@ impl Conversation<'_> {
                 };
                 self.job.progressed(progress, self.attempt);
             }
-            Event::StepEnded { .. } | Event::Result => {}
+            Event::StepEnded { .. } => self.job.entry.denials.lock().set_step(None),
+            Event::Result => {}
         }
     }
 }
 
 /// Progress as the runner reports it, within bounds.
-fn shown_progress(progress: JobProgress, steps: u64) -> JobProgress {
+pub(super) fn shown_progress(progress: JobProgress, steps: u64) -> JobProgress {
     let cut = |text: String| -> String { text.chars().take(MAX_SHOWN_CHARACTERS).collect() };
     JobProgress {
         step: progress.step.map(|step| step.min(steps)),
@@ -373,7 +357,12 @@ fn shown_progress(progress: JobProgress, steps: u64) -> JobProgress {
         todo: progress.todo.map(|todo| TodoSummary {
             total: todo.total.min(MAX_CONTEXT_ITEMS as u64),
             done: todo.done.min(MAX_CONTEXT_ITEMS as u64),
-            open: todo.open.into_iter().take(MAX_OPEN_ITEMS).map(cut).collect(),
+            open: todo
+                .open
+                .into_iter()
+                .take(MAX_OPEN_ITEMS)
+                .map(cut)
+                .collect(),
         }),
         tokens: progress.tokens,
     }
@@ -395,8 +384,7 @@ fn to_json(value: &impl serde::Serialize) -> Talk<Vec<u8>> {
 
 /// Reads the document after an event; `None` if the runner was attached to again meanwhile.
 async fn read_document(channel: &mut Channel, files: &JobFiles) -> Talk<Option<Document>> {
-    let mut file = tempfile::spooled_tempfile_in(MAX_IN_MEMORY_BYTES, files.directory());
-    let (mut size, mut scan) = (0, json::Scan::up_to(MAX_RESULT_NODES));
+    let mut document = Document::new(files.directory(), MAX_RESULT_BYTES, MAX_RESULT_NODES);
     loop {
         let frame = tokio::time::timeout(REPLY_TIMEOUT, channel.next())
             .await
@@ -404,21 +392,10 @@ async fn read_document(channel: &mut Channel, files: &JobFiles) -> Talk<Option<D
                 ApiError::new(ErrorCode::AgentUnavailable, "the runner stopped sending")
             })?;
         match frame.map_err(unavailable)? {
-            Frame::Data(piece) => {
-                size += piece.len();
-                if piece.len() > MAX_DATA || size > MAX_RESULT_BYTES || scan.feed(&piece).is_err() {
-                    return Err(refused(format!(
-                        "a document has more than {MAX_RESULT_BYTES} bytes or {MAX_RESULT_NODES} \
-                         values"
-                    )));
-                }
-                file.write_all(&piece)
-                    .map_err(|error| TalkError::Broken(spool_failed(&error)))?;
+            Frame::Data(piece) if piece.len() <= MAX_DATA => {
+                document.push(&piece).map_err(unusable)?;
             }
-            Frame::End => {
-                let nodes = scan.nodes();
-                return Ok(Some(Document { file, size, nodes }));
-            }
+            Frame::End => return Ok(Some(document)),
             Frame::Json(json)
                 if matches!(
                     serde_json::from_slice(&json),

@@ -8,13 +8,16 @@ use std::{
     io,
     os::fd::AsFd as _,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+    },
     time::Duration,
 };
 
 use cynode_sba_proto::{
     Decoder, Frame, Hello, MAX_AGENT_FRAME, MAX_WORKER_FRAME, OLDEST_PROTOCOL, OLDEST_WORKER_FRAME,
-    PROTOCOL, Reply, Role,
+    PROTOCOL, Reply, Role, proxy,
 };
 use tokio::{
     io::AsyncReadExt as _,
@@ -25,6 +28,8 @@ use tokio::{
 
 use crate::process;
 
+/// The name of the socket in the directory that the sandbox sees as `/run/cynode`.
+const SOCKET: &str = "control.sock";
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Parked connections of one agent, which normally opens few.
 const MAX_PARKED: usize = 16;
@@ -99,6 +104,8 @@ struct Shared {
     park: mpsc::Sender<AgentConnection>,
     /// True while the agent's watch connection is open.
     present: watch::Sender<bool>,
+    /// The version of the preamble that the agent's listeners send; 0 if it has none.
+    listeners: AtomicU8,
     init: watch::Sender<Option<InitProcess>>,
 }
 
@@ -121,12 +128,13 @@ impl AgentLink {
             directory: directory.to_owned(),
             source,
         };
-        let listener = bind(directory).map_err(failed)?;
+        let listener = bind(directory, SOCKET).map_err(failed)?;
         let (park, parked) = mpsc::channel(MAX_PARKED);
         let shared = Arc::new(Shared {
             parked: Mutex::new(parked),
             park,
             present: watch::Sender::new(false),
+            listeners: AtomicU8::new(0),
             init: watch::Sender::new(init),
         });
         let accepting = tokio::spawn(accept(listener, Arc::clone(&shared))).abort_handle();
@@ -144,6 +152,12 @@ impl AgentLink {
             tokio::time::timeout(limit, present.wait_for(|present| *present)).await,
             Ok(Ok(_))
         )
+    }
+
+    /// Returns whether the agent forwards connections to proxies in a way that this worker knows.
+    /// Known once the agent is present.
+    pub(crate) fn has_listeners(&self) -> bool {
+        self.shared.listeners.load(Ordering::Relaxed) == proxy::VERSION
     }
 
     /// Waits until a connected agent has disconnected.
@@ -173,24 +187,24 @@ impl AgentLink {
 
 /// Binds through `/proc/self/fd`: socket paths are limited to 107 bytes, and state directories can
 /// be longer.
-fn bind(directory: &Path) -> io::Result<UnixListener> {
+pub(crate) fn bind(directory: &Path, name: &str) -> io::Result<UnixListener> {
     use rustix::fs::{Mode, OFlags};
     let handle = rustix::fs::open(
         directory,
         OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
         Mode::empty(),
     )?;
-    let path = directory.join("control.sock");
+    let path = directory.join(name);
     match fs_err::remove_file(&path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
     let listener = UnixListener::bind(format!(
-        "/proc/self/fd/{}/control.sock",
+        "/proc/self/fd/{}/{name}",
         std::os::fd::AsRawFd::as_raw_fd(&handle)
     ))?;
-    // Any process in the sandbox may connect; the peer check rejects all but process 1. On the
-    // host, the parent directories are not accessible.
+    // Any process in the sandbox may connect; who is served depends on the peer check of the
+    // socket. On the host, the parent directories are not accessible.
     fs_err::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o666))?;
     Ok(listener)
 }
@@ -279,8 +293,11 @@ async fn greet(
                 max_frame,
                 encoded_patches,
                 runner,
+                listeners,
                 ..
             })) => {
+                let listeners = listeners.unwrap_or_default();
+                shared.listeners.store(listeners, Ordering::Relaxed);
                 connection.encoded_patches = encoded_patches.unwrap_or_default();
                 connection.runner = runner.unwrap_or_default();
                 connection.max_frame = max_frame
@@ -336,8 +353,8 @@ mod tests {
     #[tokio::test]
     async fn what_an_agent_does_not_announce_it_does_not_have() {
         for (announced, expected) in [
-            (None, (OLDEST_WORKER_FRAME, 0, 0)),
-            (Some(3), (3, 3, 3)),
+            (None, (OLDEST_WORKER_FRAME, 0, 0, 0)),
+            (Some(3), (3, 3, 3, 3)),
         ] {
             let (worker, mut agent) = UnixStream::pair().expect("a pair");
             let (park, parked) = mpsc::channel(1);
@@ -345,6 +362,7 @@ mod tests {
                 parked: Mutex::new(parked),
                 park,
                 present: watch::Sender::new(false),
+                listeners: AtomicU8::new(0),
                 init: watch::Sender::new(InitProcess::of(1)),
             };
             let hello = Reply::Hello(Hello {
@@ -354,6 +372,7 @@ mod tests {
                 max_frame: announced,
                 encoded_patches: announced.and_then(|version| version.try_into().ok()),
                 runner: announced.and_then(|version| version.try_into().ok()),
+                listeners: announced.and_then(|version| version.try_into().ok()),
             });
             let mut bytes = Vec::new();
             encode_message(&hello, &mut bytes);
@@ -363,6 +382,7 @@ mod tests {
                 connection.max_frame,
                 connection.encoded_patches,
                 connection.runner,
+                shared.listeners.load(Ordering::Relaxed),
             );
             assert_eq!(read, expected);
         }

@@ -10,4 +10,4 @@ mod transfer;
 pub(crate) use agent::{Channel, agent_problem};
 pub(crate) use agent::{REPLY_TIMEOUT, unavailable, unexpected};
 pub(crate) use changes::{changes_of_request, is_sha256, validate_changes};
-pub(crate) use link::{AgentLink, InitProcess, LinkError};
+pub(crate) use link::{AgentLink, InitProcess, LinkError, bind};

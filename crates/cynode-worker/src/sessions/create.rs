@@ -355,6 +355,7 @@ impl Sessions {
         match self.start(&sandbox).await {
             Ok(StartedSandbox { live, unenforced }) => {
                 let millis = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+                live.serve_proxies(entry);
                 *entry.live.lock() = Some(Arc::clone(&live));
                 entry.touch();
                 if let Some(WorkspaceRef::Artifact(id)) = &record.request.workspace_ref
@@ -367,10 +368,11 @@ impl Sessions {
                 let workspace_kept = self
                     .keep_workspace(record.session.workspace_id, false)
                     .await;
-                let init = live.init;
+                let (init, has_proxies) = (live.init, live.has_proxies());
                 let update = self.update(entry, move |record| {
                     record.init = Some(init);
                     record.has_job_directory = true;
+                    record.has_proxies = has_proxies;
                     record.session.unenforced = unenforced;
                     record.session.create_duration_ms = Some(millis);
                     // Preserve an end that was requested meanwhile.
@@ -475,6 +477,7 @@ pub(super) fn new_record(
         disposal: None,
         resumed: false,
         has_job_directory: false,
+        has_proxies: false,
         job_id: None,
     }
 }

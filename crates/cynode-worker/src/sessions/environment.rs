@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use cynode_api::sba::is_node_variable;
-use cynode_sba_proto::{ARTIFACTS, HOME, WORKSPACE};
+use cynode_sba_proto::{ARTIFACTS, HOME, WORKSPACE, proxy::Listener};
 
-use crate::journal::SessionRecord;
+use crate::{jobs::CALLBACK_PATH, journal::SessionRecord};
 
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// Variables taken from an image, by count and by total size.
@@ -93,11 +93,41 @@ pub(crate) fn exec_environment(
         },
         ("CYNODE_WORKSPACE_DIR".to_owned(), WORKSPACE.to_owned()),
     ]);
+    if record.has_proxies {
+        env.extend(proxy_environment(record.job_id.is_some()));
+    }
     // A sandbox that an earlier version started has no such directory.
     if record.has_job_directory {
         env.insert("CYNODE_ARTIFACTS_DIR".to_owned(), ARTIFACTS.to_owned());
     }
     env.into_iter().collect()
+}
+
+/// Where a sandbox's proxies are. Addresses rather than names for what many programs parse; the
+/// clients of model servers know `localhost`.
+fn proxy_environment(of_job: bool) -> impl Iterator<Item = (String, String)> {
+    let proxy = format!("http://127.0.0.1:{}", Listener::Proxy.port());
+    let own = "localhost,127.0.0.1,::1".to_owned();
+    let both_cases = |name: &str, value: &str| {
+        [name.to_owned(), name.to_ascii_lowercase()].map(|name| (name, value.to_owned()))
+    };
+    let callback = of_job.then(|| {
+        let url = format!(
+            "http://127.0.0.1:{}{CALLBACK_PATH}",
+            Listener::Callback.port()
+        );
+        ("CYNODE_CALLBACK_URL".to_owned(), url)
+    });
+    let models = format!("http://localhost:{}", Listener::Inference.port());
+    [
+        both_cases("HTTP_PROXY", &proxy),
+        both_cases("HTTPS_PROXY", &proxy),
+        both_cases("NO_PROXY", &own),
+    ]
+    .into_iter()
+    .flatten()
+    .chain([("OLLAMA_BASE_URL".to_owned(), models)])
+    .chain(callback)
 }
 
 #[cfg(test)]

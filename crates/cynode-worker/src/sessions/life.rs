@@ -6,10 +6,11 @@ use std::{
 };
 
 use cynode_api::SessionState;
+use cynode_sba_proto::proxy::LISTENERS_NAME;
 use time::OffsetDateTime;
 use tokio_util::sync::CancellationToken;
 
-use super::{EndRequest, SessionEntry, Sessions, blocking};
+use super::{EndRequest, Live, SessionEntry, Sessions, blocking};
 use crate::{
     journal::{Disposal, SessionRecord},
     process,
@@ -104,9 +105,7 @@ impl Sessions {
         if last.elapsed() < Duration::from_secs(record.idle_timeout_seconds) {
             return None;
         }
-        // Background processes count as activity. An idle process 1 has no children.
-        let idle_shell = usize::from(!live.has_agent());
-        if process::in_namespace_of(live.init.pid).len() > idle_shell {
+        if has_background_processes(&live) {
             *entry.last_activity.lock() = Instant::now();
             return None;
         }
@@ -162,5 +161,21 @@ impl Sessions {
         if deleted {
             drop(self.empty_trash());
         }
+    }
+}
+
+/// Background processes count as activity. An idle process 1 has no child but the listeners. A
+/// process that takes their name only makes its own session idle sooner.
+fn has_background_processes(live: &Live) -> bool {
+    let init = live.init.pid;
+    let processes = process::in_namespace_of(init);
+    if !live.has_agent() {
+        // The shell that idles.
+        return processes.len() > 1;
+    }
+    match processes.as_slice() {
+        [] => false,
+        [only] => only.parent != init || process::name(only.pid).as_deref() != Some(LISTENERS_NAME),
+        _ => true,
     }
 }

@@ -14,9 +14,11 @@ use parking_lot::Mutex;
 use time::OffsetDateTime;
 use tokio::sync::watch;
 
+use super::SessionEntry;
 use crate::{
     disk::DiskUsage,
     process,
+    proxies::ProxySocket,
     runtime::Runtime,
     sandbox::{AgentLink, InitProcess},
 };
@@ -41,6 +43,8 @@ pub(crate) struct Live {
     pub(crate) runtime: Arc<dyn Runtime>,
     /// Absent when commands run through the runtime's exec call.
     link: Option<AgentLink>,
+    /// Absent without an agent, which listens for it.
+    proxies: Option<ProxySocket>,
     /// Set when the container is about to be removed.
     closed: AtomicBool,
     active: AtomicUsize,
@@ -66,6 +70,7 @@ impl Live {
         init: InitProcess,
         runtime: Arc<dyn Runtime>,
         link: Option<AgentLink>,
+        proxies: Option<ProxySocket>,
         initial_usage: Option<DiskUsage>,
     ) -> Arc<Self> {
         Arc::new(Self {
@@ -74,6 +79,7 @@ impl Live {
             init,
             runtime,
             link,
+            proxies,
             closed: AtomicBool::new(false),
             active: AtomicUsize::new(0),
             last_active: Mutex::new(Instant::now()),
@@ -108,8 +114,25 @@ impl Live {
         self.link.is_some()
     }
 
+    /// Returns whether processes of the sandbox reach proxies on loopback.
+    pub(super) fn has_proxies(&self) -> bool {
+        let has_listeners = self.link.as_ref().is_some_and(AgentLink::has_listeners);
+        self.proxies.is_some() && has_listeners
+    }
+
+    /// Serves the sandbox's proxies on behalf of the session or job that it belongs to.
+    pub(super) fn serve_proxies(self: &Arc<Self>, entry: &Arc<SessionEntry>) {
+        if let Some(proxies) = &self.proxies {
+            proxies.set_init(self.init);
+            proxies.set_owner(entry, self);
+        }
+    }
+
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
+        if let Some(proxies) = &self.proxies {
+            proxies.close();
+        }
     }
 
     pub(crate) fn is_closed(&self) -> bool {

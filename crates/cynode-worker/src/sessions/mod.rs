@@ -30,7 +30,8 @@ use std::{
 };
 
 use cynode_api::{
-    ErrorCode, NodeId, Problem, SandboxId, Session, SessionId, SessionPatch, SessionState,
+    ErrorCode, JobId, NodeId, Problem, SandboxId, Session, SessionId, SessionPatch, SessionState,
+    TaskId,
 };
 use cynode_service::{
     ApiError,
@@ -48,6 +49,7 @@ use crate::{
     execs::SessionExecs,
     idrange::IdBlocks,
     journal::{Journal, SessionRecord, blocking, interrupted},
+    proxies::Proxies,
     runtime::{self, Runtime},
 };
 
@@ -86,6 +88,7 @@ pub(crate) struct Sessions {
     /// The source of artifacts, once this node is registered with an orchestrator.
     upstream: Mutex<Option<Upstream>>,
     pool: pool::Pool,
+    pub(crate) proxies: Arc<Proxies>,
     /// Sandboxes whose removal failed, with their id blocks.
     pending_removals: Mutex<Vec<(SandboxId, u32)>>,
     by_id: Mutex<HashMap<SessionId, Arc<SessionEntry>>>,
@@ -144,6 +147,16 @@ impl SessionEntry {
     /// True for the sandbox of a job, which session calls can't see.
     fn belongs_to_job(&self) -> bool {
         self.record.lock().job_id.is_some()
+    }
+
+    /// The ids of the session, of its job and of its task.
+    pub(crate) fn owner(&self) -> (SessionId, Option<JobId>, TaskId) {
+        let record = self.record.lock();
+        (
+            record.session.session_id,
+            record.job_id,
+            record.session.task_id,
+        )
     }
 
     pub(crate) fn record(&self) -> SessionRecord {
@@ -227,6 +240,7 @@ impl Sessions {
             parent,
             disks,
             pool: pool::Pool::default(),
+            proxies: Arc::default(),
             pending_removals: Mutex::default(),
             by_id: Mutex::new(by_id),
             admission_lock: tokio::sync::Mutex::new(()),

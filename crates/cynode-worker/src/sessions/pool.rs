@@ -145,6 +145,7 @@ impl Sessions {
         record.id_block = sandbox.id_block;
         record.init = Some(started.live.init);
         record.has_job_directory = true;
+        record.has_proxies = started.live.has_proxies();
         record.session.workspace_id = sandbox.workspace_id;
         record.session.unenforced.clone_from(&started.unenforced);
         record.session.warm = true;
@@ -165,6 +166,7 @@ impl Sessions {
             }
         };
         let live = spare.started.live;
+        live.serve_proxies(&entry);
         *entry.live.lock() = Some(Arc::clone(&live));
         self.watch(&entry, live);
         metrics::histogram!("cynode_session_create_seconds", "warm" => "true")

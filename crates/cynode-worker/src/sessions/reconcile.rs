@@ -19,6 +19,7 @@ use crate::{
     disk,
     execs::{adopt_by_agent, end_orphans},
     journal::{SessionRecord, container_name},
+    proxies::ProxySocket,
     sandbox::AgentLink,
 };
 
@@ -88,13 +89,22 @@ impl Sessions {
                 }
             },
         };
+        let proxies = link.as_ref().and_then(|_| {
+            ProxySocket::listen(&directory, &self.proxies)
+                .inspect_err(|error| {
+                    tracing::error!(%error, "Failed to reopen the socket of a sandbox's proxies.");
+                })
+                .ok()
+        });
         let live = Live::new(
             record.container(),
             init,
             Arc::clone(&self.runtime),
             link,
+            proxies,
             None,
         );
+        live.serve_proxies(entry);
         if let Ok(link) = live.link() {
             if !link.present(ADOPT_TIMEOUT).await {
                 live.kill_container().await;
@@ -118,7 +128,11 @@ impl Sessions {
         // Wakes the job, which waits for the container rather than for a state change.
         entry.state.send_modify(|_| {});
         self.watch(entry, live);
-        tracing::info!(session_id = %record.session.session_id, "Adopted a session.");
+        tracing::info!(
+            session_id = %record.session.session_id,
+            has_proxies = record.has_proxies,
+            "Adopted a session."
+        );
     }
 
     /// Removes containers of this node without a session. Retries until the runtime answers.

@@ -141,6 +141,7 @@ mod tests {
             disposal,
             resumed: false,
             has_job_directory: true,
+            has_proxies: true,
             job_id: None,
         }
     }

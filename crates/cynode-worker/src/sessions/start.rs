@@ -19,6 +19,7 @@ use crate::{
     disk,
     journal::container_name,
     limits,
+    proxies::ProxySocket,
     runtime::{self, Mount, Spec},
     sandbox::{AgentLink, InitProcess, namespace, terminals},
 };
@@ -101,6 +102,10 @@ impl Sessions {
             .then(|| AgentLink::listen(&directory, None))
             .transpose()
             .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        let proxies = by_agent
+            .then(|| ProxySocket::listen(&directory, &self.proxies))
+            .transpose()
+            .map_err(host_failed)?;
         if let Some(Err(error)) = self.parent.as_ref().map(ParentCgroup::limit) {
             tracing::warn!(%error, "Failed to set the limits of all sandboxes together.");
         }
@@ -153,6 +158,9 @@ impl Sessions {
             );
             ApiError::new(ErrorCode::LimitUnenforceable, detail)
         })?;
+        if let Some(proxies) = &proxies {
+            proxies.set_init(init);
+        }
         if let Some(link) = &link {
             link.set_init(init);
             if !link.present(AGENT_CONNECT_TIMEOUT).await {
@@ -189,6 +197,7 @@ impl Sessions {
                 init,
                 Arc::clone(&self.runtime),
                 link,
+                proxies,
                 initial_usage,
             ),
             unenforced,

@@ -48,7 +48,8 @@ async fn a_job_runs_to_its_end_and_reports_its_exit() -> Result<()> {
     request.sandbox.env.insert("OWN".into(), "value".into());
     let done = client.run_job(&request).await?;
     let seen = format!(
-        "CYNODE_ARTIFACTS_DIR=/job/artifacts\nCYNODE_JOB_ID={}\nCYNODE_TASK_ID={}\n\
+        "CYNODE_ARTIFACTS_DIR=/job/artifacts\n\
+         CYNODE_CALLBACK_URL=http://127.0.0.1:11480/v1/job\nCYNODE_JOB_ID={}\nCYNODE_TASK_ID={}\n\
          CYNODE_WORKSPACE_DIR=/workspace\nvalue\n/workspace\n",
         request.job_id, request.task_id
     );

@@ -21,6 +21,7 @@ mod jobs;
 mod orchestrator;
 mod outcomes;
 mod pool;
+mod proxies;
 mod reference;
 mod rootless;
 mod runtime;

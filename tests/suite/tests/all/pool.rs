@@ -91,6 +91,9 @@ async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
     let three = client.create_session(&pooled_session()).await?;
     assert!(three.warm && three.workspace_id != one.workspace_id);
     assert_eq!(output_of(&client, &three, "ls -A; ls -A /tmp").await?, "");
+    let proxied = r"env | grep -c -i _proxy=; printf 'CONNECT a:1 HTTP/1.0\r\n\r\n' \
+        | timeout 20 nc 127.0.0.1 3128 | head -n 1 | cut -d ' ' -f 2";
+    assert_eq!(output_of(&client, &three, proxied).await?, "6\n403\n");
     assert_eq!(
         metric(&worker, "cynode_pool_claims_total{result=\"hit\"}").await?,
         3

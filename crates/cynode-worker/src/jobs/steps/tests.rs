@@ -200,9 +200,7 @@ fn no_step_follows_a_failed_one() {
     journal.begin();
     journal.take(Event::Accepted);
     journal.take(started(0));
-    let failed = journal
-        .steps
-        .record_end(3, StepStatus::Failure, b"{}");
+    let failed = journal.steps.record_end(3, StepStatus::Failure, b"{}");
     failed.expect("recorded");
     journal.refuses(started(1));
     assert_eq!(journal.steps.succeeded(), 0);
@@ -283,7 +281,5 @@ fn results_are_kept_whole_up_to_a_limit() {
     let stored = journal.steps.record_end(3, status, &[b'x'; 1_000]);
     stored.expect("recorded");
     let journal = journal.reopened();
-    assert!(
-        journal.steps.has_room_for(most - 1_000) && !journal.steps.has_room_for(most - 999)
-    );
+    assert!(journal.steps.has_room_for(most - 1_000) && !journal.steps.has_room_for(most - 999));
 }

@@ -37,7 +37,7 @@ async fn another_sandbox_can_be_neither_seen_nor_signalled(world: World) -> Resu
         .await?;
     arena
         .script("other sockets of the worker", "ls -A /run/cynode", |seen| {
-            seen == "control.sock\ncynode-sba\n"
+            seen == "control.sock\ncynode-sba\nproxy.sock\n"
         })
         .await?;
     arena
