@@ -214,7 +214,7 @@ impl Ledger {
         self.charge(after);
     }
 
-    /// A record was not written. Its decisions are counted, but for effects, which were refused.
+    /// A record was not written. Its decisions are counted without names.
     pub(super) fn not_written(&mut self, record: &NewRecord, at: OffsetDateTime, now: Instant) {
         self.release([(Some(record.owner), record.cost)]);
         let Some(account) = self.accounts.get_mut(&record.owner) else {

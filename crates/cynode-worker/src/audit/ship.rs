@@ -43,6 +43,15 @@ enum Refusal {
     Records(BTreeMap<u64, String>),
 }
 
+/// What one attempt did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Shipped,
+    NothingToShip,
+    /// The backlog was chained anew. It is not shipped yet.
+    Rebased,
+}
+
 /// Ships until the worker stops, then once more.
 pub(crate) async fn run(sessions: Arc<Sessions>, stop: CancellationToken) {
     let trail = sessions.audit.clone();
@@ -56,10 +65,14 @@ pub(crate) async fn run(sessions: Arc<Sessions>, stop: CancellationToken) {
         let shipped = stop.run_until_cancelled(step(&trail, &sessions)).await;
         let pause = match shipped {
             None => break,
-            Some(Ok(is_empty)) => {
+            Some(Ok(Step::Rebased)) => {
+                backoff = (backoff * 2).min(MAX_BACKOFF);
+                backoff
+            }
+            Some(Ok(step)) => {
                 backoff = FIRST_BACKOFF;
                 *trail.0.shared.problem.lock() = None;
-                if is_empty {
+                if step == Step::NothingToShip {
                     let stored = trail.0.shared.stored.notified();
                     if stop.run_until_cancelled(stored).await.is_none() {
                         break;
@@ -83,25 +96,26 @@ pub(crate) async fn run(sessions: Arc<Sessions>, stop: CancellationToken) {
         }
     }
     trail.flush().await;
-    let rest = async { while matches!(step(&trail, &sessions).await, Ok(false)) {} };
+    let rest = async { while matches!(step(&trail, &sessions).await, Ok(Step::Shipped)) {} };
     drop(timeout(STOP_TIMEOUT, rest).await);
 }
 
-/// Ships one batch. Returns true if there was none.
-async fn step(trail: &NodeTrail, sessions: &Sessions) -> Result<bool, ShipError> {
+/// Ships one batch.
+async fn step(trail: &NodeTrail, sessions: &Sessions) -> Result<Step, ShipError> {
     let Some(batch) = trail.next_batch().await? else {
-        return Ok(true);
+        return Ok(Step::NothingToShip);
     };
     let upstream = sessions.upstream().map_err(|_| ShipError::Unregistered)?;
     let stream = batch.stream;
     match send(&upstream, &batch).await? {
         Ok(answer) if answer.stream == stream => {
-            if !trail.acknowledge(stream, answer.next).await? {
-                rebase(trail, "the orchestrator has other records", BTreeMap::new()).await?;
+            if trail.acknowledge(stream, answer.next).await? {
+                return Ok(Step::Shipped);
             }
+            rebase(trail, "the orchestrator has other records", BTreeMap::new()).await
         }
-        Ok(_) => return Err(ShipError::Answer("for another stream".to_owned())),
-        Err(Refusal::OutOfOrder(expected)) => resume(trail, stream, expected).await?,
+        Ok(_) => Err(ShipError::Answer("for another stream".to_owned())),
+        Err(Refusal::OutOfOrder(expected)) => resume(trail, stream, expected).await,
         Err(Refusal::Records(refused)) => {
             let sent = batch.records.iter().map(|record| record.seq);
             let refused: BTreeMap<u64, String> = sent
@@ -110,19 +124,18 @@ async fn step(trail: &NodeTrail, sessions: &Sessions) -> Result<bool, ShipError>
             if refused.is_empty() {
                 return Err(ShipError::Answer("with a refusal of no record".to_owned()));
             }
-            rebase(trail, "the orchestrator refused records", refused).await?;
+            rebase(trail, "the orchestrator refused records", refused).await
         }
     }
-    Ok(false)
 }
 
 /// Continues where the orchestrator wants to. What it has lost and this node has deleted can't be
 /// sent again; the rest then continues in a new stream.
-async fn resume(trail: &NodeTrail, stream: Uuid, expected: Option<u64>) -> Result<(), ShipError> {
+async fn resume(trail: &NodeTrail, stream: Uuid, expected: Option<u64>) -> Result<Step, ShipError> {
     if let Some(expected) = expected
         && trail.resend(stream, expected).await?
     {
-        return Ok(());
+        return Ok(Step::Shipped);
     }
     rebase(trail, "the orchestrator has lost records", BTreeMap::new()).await
 }
@@ -131,13 +144,14 @@ async fn rebase(
     trail: &NodeTrail,
     reason: &str,
     refused: BTreeMap<u64, String>,
-) -> Result<(), ShipError> {
+) -> Result<Step, ShipError> {
     tracing::warn!(
         reason,
         refused = refused.len(),
         "The node's audit records continue in a new stream."
     );
-    Ok(trail.rebase(reason.to_owned(), refused).await?)
+    trail.rebase(reason.to_owned(), refused).await?;
+    Ok(Step::Rebased)
 }
 
 async fn send(

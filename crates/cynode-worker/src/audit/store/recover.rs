@@ -13,6 +13,9 @@ use super::{
     segment::{self, Contents, Segment},
 };
 
+/// The length of a header's line.
+const MAX_HEADER_BYTES: u64 = 1_024;
+
 impl Store {
     /// Reads what earlier processes left. Cuts off a torn tail, and sets damaged files aside.
     pub(in crate::audit) fn open(directory: PathBuf, node_id: NodeId) -> io::Result<Self> {
@@ -67,7 +70,7 @@ impl Store {
     fn recover_segment(&mut self, ordinal: u64, path: &Path, is_newest: bool) -> io::Result<()> {
         let Some(contents) = Segment::open(path)? else {
             // A crash during its creation leaves the newest one without a whole header.
-            return if is_newest {
+            return if is_newest && fs_err::metadata(path)?.len() <= MAX_HEADER_BYTES {
                 fs_err::remove_file(path)
             } else {
                 self.set_aside(path)

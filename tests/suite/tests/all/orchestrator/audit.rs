@@ -4,6 +4,7 @@
 mod cached_identities;
 mod crashes;
 mod failures;
+mod node_streams;
 mod reading;
 mod records;
 mod refusals;

@@ -45,16 +45,21 @@ async fn malformed_requests_of_a_node_are_refused_and_change_nothing() -> Result
     let token = text(&serde_json::from_slice::<Value>(&node.body)?["node_token"])?;
     let beat = json!({"running_sandboxes": 0});
     let status = json!({});
+    let batch = json!({
+        "stream": SOME_ID,
+        "records": [{"seq": 1, "at": "2026-01-02T03:04:05Z", "body": {}, "hash": "0".repeat(64)}],
+    });
     let job_status = format!("/v1/nodes/jobs/{SOME_ID}/status");
     let before = database_state(&cluster)?;
     for (path, good) in [
         ("/v1/nodes/register", &good),
         ("/v1/nodes/heartbeat", &beat),
         (job_status.as_str(), &status),
+        ("/v1/nodes/audit:batch", &batch),
     ] {
         let mut cases = cases_for_any(good);
-        if path == "/v1/nodes/register" {
-            // The route is unauthenticated, so its limit is lower.
+        if ["/v1/nodes/register", "/v1/nodes/audit:batch"].contains(&path) {
+            // These have lower limits.
             cases
                 .iter_mut()
                 .filter(|case| case.named == "10485760")
@@ -121,6 +126,18 @@ async fn malformed_requests_of_a_node_are_refused_and_change_nothing() -> Result
                     &["\"1\"", "1.5", "99999999999999999999999"],
                 );
             }
+            "/v1/nodes/audit:batch" => {
+                add("stream", &["1", "null", "\"x\"", "[]"]);
+                add("records", &["7", "null", "{}", "[]", "[1]"]);
+                let record = |change: &str| {
+                    format!(
+                        "[{{\"seq\":1,\"at\":\"2026-01-02T03:04:05Z\",\"body\":{{}},\"hash\":\"{}\",{change}}}]",
+                        "0".repeat(64)
+                    )
+                };
+                let (unknown, double) = (record("\"weather\":1"), record("\"seq\":1"));
+                add("records", &[unknown.as_str(), double.as_str()]);
+            }
             // The content is ignored, but it must be an object.
             _ => cases.retain(|case| {
                 !["an unknown member", "another version", "no version"]
@@ -164,6 +181,7 @@ async fn malformed_requests_of_a_node_are_refused_and_change_nothing() -> Result
     for path in [
         "/v1/nodes/heartbeat",
         "/v1/nodes/config",
+        "/v1/nodes/audit:batch",
         job_status.as_str(),
     ] {
         let method = if path.ends_with("config") {
