@@ -20,12 +20,17 @@ const SHOWN_ITEMS: usize = 10;
 const MESSAGE_CHARACTERS: usize = 500;
 const NAME_CHARACTERS: usize = 60;
 
-pub const HEADER: [&str; 7] = ["STEP", "ID", "TYPE", "STATUS", "TIME", "EXIT", "OUTPUT"];
-pub type Row = [String; 7];
+pub const HEADER: [&str; 8] = [
+    "STEP", "ID", "TYPE", "STATUS", "TIME", "EXIT", "FILES", "OUTPUT",
+];
+pub type Row = [String; 8];
 
 /// A row for each step.
 pub fn rows(job: &Job) -> Vec<Row> {
-    let steps = job.sba_result.as_ref().and_then(|result| result["steps"].as_array());
+    let steps = job
+        .sba_result
+        .as_ref()
+        .and_then(|result| result["steps"].as_array());
     let steps: &[Value] = steps.map_or(&[], Vec::as_slice);
     if steps.len() <= MAX_LINES {
         return steps.iter().map(row).collect();
@@ -60,12 +65,21 @@ fn row(step: &Value) -> Row {
     let text = |name: &str| name_of(&step[name]);
     let index = step["index"].as_u64();
     [
-        index.map_or_else(|| "?".to_owned(), |index| index.saturating_add(1).to_string()),
+        index.map_or_else(
+            || "?".to_owned(),
+            |index| index.saturating_add(1).to_string(),
+        ),
         text("id"),
         text("type"),
         text("status"),
         duration(step).unwrap_or_default(),
-        step["exit_code"].as_i64().map(|code| code.to_string()).unwrap_or_default(),
+        step["exit_code"]
+            .as_i64()
+            .map(|code| code.to_string())
+            .unwrap_or_default(),
+        changed(step)
+            .map(|files| files.to_string())
+            .unwrap_or_default(),
         returned(step),
     ]
 }
@@ -83,6 +97,15 @@ fn duration(step: &Value) -> Option<String> {
     })
 }
 
+/// The number of files that a step changed, if its type says so.
+fn changed(step: &Value) -> Option<usize> {
+    match step["type"].as_str()? {
+        "write_file" => Some(usize::from(step["status"] == "success")),
+        "apply_unified_diff" => Some(step["output"]["files"].as_array().map_or(0, Vec::len)),
+        _ => None,
+    }
+}
+
 /// The size of what a step returned.
 fn returned(step: &Value) -> String {
     let is_base64 = step["encoding"] == "base64";
@@ -95,7 +118,11 @@ fn returned(step: &Value) -> String {
         value => value.to_string().len(),
     };
     let bytes = stream("stdout") + stream("stderr") + other;
-    let cut = if step["truncated"] == true { ", cut" } else { "" };
+    let cut = if step["truncated"] == true {
+        ", cut"
+    } else {
+        ""
+    };
     if bytes == 0 && cut.is_empty() {
         return String::new();
     }
@@ -111,7 +138,10 @@ pub fn fields(job: &Job) -> Vec<(&'static str, String)> {
         let activity = progress.activity.as_deref().map(|name| format!(", {name}"));
         fields.push((
             "step",
-            [step, steps, activity].into_iter().flatten().collect::<String>(),
+            [step, steps, activity]
+                .into_iter()
+                .flatten()
+                .collect::<String>(),
         ));
         let left = i64::try_from(progress.remaining_seconds).unwrap_or(i64::MAX);
         fields.push(("left", output::span(left)));
@@ -213,8 +243,32 @@ mod tests {
         let job = with_result(json!({"steps": [step(0, "failure")]}));
         assert_eq!(
             rows(&job),
-            [["1", "build", "run_command", "failure", "1.2s", "2", "1.4 KiB"].map(str::to_owned)]
+            [[
+                "1",
+                "build",
+                "run_command",
+                "failure",
+                "1.2s",
+                "2",
+                "",
+                "1.4 KiB"
+            ]
+            .map(str::to_owned)]
         );
+    }
+
+    #[test]
+    fn steps_that_change_files_say_how_many() {
+        let mut patched = step(0, "success");
+        patched["type"] = json!("apply_unified_diff");
+        patched["output"] = json!({"files": [{"path": "a"}, {"path": "b"}]});
+        let mut written = step(1, "success");
+        written["type"] = json!("write_file");
+        let mut failed = written.clone();
+        failed["status"] = json!("failure");
+        let job = with_result(json!({"steps": [patched, written, failed, step(3, "success")]}));
+        let files: Vec<String> = rows(&job).into_iter().map(|row| row[6].clone()).collect();
+        assert_eq!(files, ["2", "1", "0", ""]);
     }
 
     #[test]
@@ -225,7 +279,9 @@ mod tests {
         let first: Vec<&str> = rows.iter().map(|row| row[0].as_str()).collect();
         assert_eq!(first.len(), 2 * ENDS + 3);
         assert_eq!(&first[9..14], ["10", "…", "501", "…", "991"]);
-        let all = (0..4_000).map(|index| step(index, "failure")).collect::<Vec<_>>();
+        let all = (0..4_000)
+            .map(|index| step(index, "failure"))
+            .collect::<Vec<_>>();
         assert!(super::rows(&with_result(json!({ "steps": all }))).len() < 120);
     }
 
@@ -247,9 +303,15 @@ mod tests {
         };
         assert!(text("failure")[0].starts_with("step_failed: mmm"));
         assert!(text("failure")[0].chars().count() < MESSAGE_CHARACTERS + 20);
-        assert_eq!(text("artifact"), ["jobs/j/a (2 KiB)", "jobs/j/b was not kept: too large"]);
+        assert_eq!(
+            text("artifact"),
+            ["jobs/j/a (2 KiB)", "jobs/j/b was not kept: too large"]
+        );
         assert_eq!(text("artifacts"), ["3 more"]);
-        assert_eq!((text("todo"), text("open")), (vec!["1 of 2 done".to_owned()], vec!["rest".to_owned()]));
+        assert_eq!(
+            (text("todo"), text("open")),
+            (vec!["1 of 2 done".to_owned()], vec!["rest".to_owned()])
+        );
     }
 
     #[test]

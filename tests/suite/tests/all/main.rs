@@ -24,5 +24,6 @@ mod pool;
 mod reference;
 mod rootless;
 mod runtime;
+mod sba;
 mod sessions;
 mod soak;
