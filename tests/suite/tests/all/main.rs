@@ -26,5 +26,6 @@ mod proxies;
 mod reference;
 mod rootless;
 mod runtime;
+mod sba;
 mod sessions;
 mod soak;
