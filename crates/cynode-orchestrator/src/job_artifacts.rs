@@ -392,13 +392,7 @@ mod tests {
         let id = JobId::generate();
         let dropped = entry.dropped(id, "too large");
         let path = dropped["path"].as_str().expect("a path");
-        assert!(
-            path.starts_with(&format!("jobs/{id}/a\u{fffd}b"))
-                && path.chars().count() == MAX_SHOWN_PATH
-        );
-        assert_eq!(
-            (&dropped["size"], &dropped["dropped"]),
-            (&json!(7), &json!("too large"))
-        );
+        assert!(path.starts_with(&format!("jobs/{id}/a\u{fffd}b")) && path.chars().count() == MAX_SHOWN_PATH);
+        assert_eq!((&dropped["size"], &dropped["dropped"]), (&json!(7), &json!("too large")));
     }
 }

@@ -162,9 +162,7 @@ mod tests {
         tokio::task::spawn_local(async move {
             relay.serve(ours, Decoder::new(MAX_WORKER_FRAME)).await;
         });
-        assert!(
-            matches!(read(&mut worker).await, Frame::Json(json) if json == br#"{"reply":"ok"}"#)
-        );
+        assert!(matches!(read(&mut worker).await, Frame::Json(json) if json == br#"{"reply":"ok"}"#));
         worker
     }
 
@@ -276,15 +274,10 @@ mod tests {
                         sent += count;
                     }
                 };
-                assert!(
-                    tokio::time::timeout(Duration::from_millis(300), blocked)
-                        .await
-                        .is_err()
-                );
+                assert!(tokio::time::timeout(Duration::from_millis(300), blocked).await.is_err());
                 assert!(sent < frame.len());
                 let mut worker = connect(&relay).await;
-                let (wrote, got) =
-                    tokio::join!(runner.write_all(&frame[sent..]), read(&mut worker));
+                let (wrote, got) = tokio::join!(runner.write_all(&frame[sent..]), read(&mut worker));
                 wrote.expect("written");
                 assert!(got == data(1, 500_000));
             })

@@ -134,9 +134,10 @@ impl Failure {
             .extensions
             .as_ref()
             .and_then(|members| members.get("violations")?.as_array());
-        listed.into_iter().flatten().filter_map(|violation| {
-            Some((violation["path"].as_str()?, violation["message"].as_str()?))
-        })
+        listed
+            .into_iter()
+            .flatten()
+            .filter_map(|violation| Some((violation["path"].as_str()?, violation["message"].as_str()?)))
     }
 
     pub fn remedy_text(&self) -> Option<&str> {

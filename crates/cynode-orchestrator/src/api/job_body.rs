@@ -65,7 +65,8 @@ fn in_request(path: &str) -> String {
 
 fn listed(errors: Vec<Violation>, omitted: usize) -> ApiError {
     let shown = Violations { errors, omitted };
-    let mut error = ApiError::invalid(shown.to_string()).with("violations", json!(shown.errors));
+    let mut error =
+        ApiError::invalid(shown.to_string()).with("violations", json!(shown.errors));
     if omitted > 0 {
         error = error.with("violations_omitted", omitted);
     }
@@ -116,9 +117,7 @@ fn check(body: &JobCreate, spec: &JobSpec) -> Result<(), ApiError> {
     if errors.is_empty() {
         return Ok(());
     }
-    let omitted = errors
-        .len()
-        .saturating_sub(cynode_api::document::MAX_VIOLATIONS);
+    let omitted = errors.len().saturating_sub(cynode_api::document::MAX_VIOLATIONS);
     errors.truncate(cynode_api::document::MAX_VIOLATIONS);
     Err(listed(errors, omitted))
 }
@@ -169,14 +168,8 @@ mod tests {
             let mut body = outer;
             body["job"] = spec();
             let read = read(&Bytes::from(body.to_string())).expect("valid");
-            assert_eq!(
-                read.job_id.map(|id| id.to_string()).as_deref(),
-                Some(JOB_ID)
-            );
-            assert_eq!(
-                read.task_id.map(|id| id.to_string()).as_deref(),
-                Some(TASK_ID)
-            );
+            assert_eq!(read.job_id.map(|id| id.to_string()).as_deref(), Some(JOB_ID));
+            assert_eq!(read.task_id.map(|id| id.to_string()).as_deref(), Some(TASK_ID));
         }
         assert_eq!(
             places(&json!({"job": spec(), "job_id": TASK_ID, "task_id": JOB_ID})),
@@ -201,14 +194,10 @@ mod tests {
         );
         assert_eq!(places(&json!({"job": []})), ["wrong_type job"]);
         // What was written twice is lost in a parsed value.
-        let twice = json!({"job": spec()}).to_string().replacen(
-            "\"steps\":",
-            "\"task_id\":\"x\",\"steps\":",
-            1,
-        );
-        let problem = read(&Bytes::from(twice))
-            .expect_err("refused")
-            .into_problem();
+        let twice = json!({"job": spec()})
+            .to_string()
+            .replacen("\"steps\":", "\"task_id\":\"x\",\"steps\":", 1);
+        let problem = read(&Bytes::from(twice)).expect_err("refused").into_problem();
         assert!(problem.detail.contains("job.task_id"), "{problem:?}");
     }
 
@@ -235,10 +224,7 @@ mod tests {
         ]);
         assert_eq!(
             places(&body),
-            [
-                "invalid_value timeout_seconds",
-                "invalid_value job.steps[1].args.diff"
-            ]
+            ["invalid_value timeout_seconds", "invalid_value job.steps[1].args.diff"]
         );
     }
 

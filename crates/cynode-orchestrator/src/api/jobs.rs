@@ -165,15 +165,11 @@ pub(super) async fn show(
 
 /// How far an SBA job is, if its node answers at once.
 async fn progress(orchestrator: &Orchestrator, row: &JobRow) -> Option<JobProgress> {
-    let node_id = row.node_id.filter(|id| {
-        row.has_spec() && !row.state.is_final() && !orchestrator.fleet.is_backed_off(*id)
-    })?;
+    let node_id = row
+        .node_id
+        .filter(|id| row.has_spec() && !row.state.is_final() && !orchestrator.fleet.is_backed_off(*id))?;
     let ask = async {
-        let client = orchestrator
-            .fleet
-            .client(&orchestrator.db, node_id)
-            .await
-            .ok()?;
+        let client = orchestrator.fleet.client(&orchestrator.db, node_id).await.ok()?;
         client.job(row.job_id).await.ok()?.progress
     };
     let mut progress = tokio::time::timeout(PROGRESS_TIMEOUT, ask).await.ok()??;

@@ -72,10 +72,7 @@ impl<'a> PolicyCalls<'a> {
                 paths.into_iter().map(Cow::Owned).collect()
             }
             Action::JobCreate => {
-                let paths = job
-                    .map(SubmittedJob::paths)
-                    .transpose()?
-                    .unwrap_or_default();
+                let paths = job.map(SubmittedJob::paths).transpose()?.unwrap_or_default();
                 paths.into_iter().map(Cow::Owned).collect()
             }
             _ => paths(action, body, query)
@@ -407,19 +404,13 @@ mod tests {
         let write = |path: &str| json!({"type": "write_file", "args": {"path": path}});
         let seen = |body: &Value| -> Vec<(Option<String>, Option<String>)> {
             let action = Action::JobCreate;
-            let calls =
-                PolicyCalls::new(action, body, &[], std::iter::empty(), None).expect("few paths");
+            let calls = PolicyCalls::new(action, body, &[], std::iter::empty(), None)
+                .expect("few paths");
             assert_eq!(calls.iter().count(), calls.len());
             calls.iter().map(|call| (call.program, call.path)).collect()
         };
         let some = |text: &str| Some(text.to_owned());
-        let steps = [
-            run(&["rm"]),
-            run(&["git"]),
-            run(&["make"]),
-            write("../a"),
-            write("b"),
-        ];
+        let steps = [run(&["rm"]), run(&["git"]), run(&["make"]), write("../a"), write("b")];
         assert_eq!(
             seen(&json!({"job": {"steps": steps}})),
             [

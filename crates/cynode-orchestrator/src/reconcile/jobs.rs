@@ -303,13 +303,7 @@ impl JobReconciler {
         };
         let blobs = collected.blobs(&self.collector.blobs);
         self.db
-            .advance_job(
-                row.job_id,
-                Some(node_id),
-                &collected.job,
-                Some(blobs),
-                false,
-            )
+            .advance_job(row.job_id, Some(node_id), &collected.job, Some(blobs), false)
             .await?;
         self.readers.notify();
         let next = self.acknowledge(row, node_id, client).await?;

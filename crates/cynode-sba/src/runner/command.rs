@@ -16,7 +16,11 @@ use crate::exec::Exec;
 const STOP_GRACE: std::time::Duration = std::time::Duration::from_millis(400);
 
 impl Work {
-    pub(super) async fn run_command(&self, command: &RunCommand, deadline: Instant) -> StepOutcome {
+    pub(super) async fn run_command(
+        &self,
+        command: &RunCommand,
+        deadline: Instant,
+    ) -> StepOutcome {
         match self.execs.start(self.exec_start(command, deadline)).await {
             Ok(exec) => {
                 let outcome = Running::new(self, &exec).follow().await;
@@ -49,12 +53,7 @@ impl Work {
         ExecStart {
             exec_id: ExecId::generate(),
             argv,
-            cwd: self
-                .workspace
-                .path()
-                .join(cwd)
-                .to_string_lossy()
-                .into_owned(),
+            cwd: self.workspace.path().join(cwd).to_string_lossy().into_owned(),
             env,
             // 0 means no timeout.
             timeout_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),

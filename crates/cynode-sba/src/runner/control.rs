@@ -176,10 +176,7 @@ impl Control {
                     Err(_) => return,
                 },
                 Frame::Data(piece) => {
-                    if incoming
-                        .as_mut()
-                        .is_some_and(|incoming| !incoming.add(&piece))
-                    {
+                    if incoming.as_mut().is_some_and(|incoming| !incoming.add(&piece)) {
                         return;
                     }
                 }

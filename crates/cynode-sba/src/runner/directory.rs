@@ -182,18 +182,13 @@ mod tests {
         assert_eq!(std::fs::read(&result).expect("read"), b"first");
         std::fs::remove_file(&result).expect("removed");
         symlink("secret", &result).expect("link");
-        directory
-            .replace_durably(RESULT_FILE, b"second")
-            .expect("written");
+        directory.replace_durably(RESULT_FILE, b"second").expect("written");
         assert_eq!(std::fs::read(&result).expect("read"), b"second");
         std::fs::remove_file(&result).expect("removed");
         std::fs::create_dir_all(result.join("full")).expect("made");
         directory.replace(RESULT_FILE, b"third").expect("written");
         assert_eq!(std::fs::read(&result).expect("read"), b"third");
-        assert_eq!(
-            std::fs::read(temp.path().join("secret")).expect("read"),
-            b"secret"
-        );
+        assert_eq!(std::fs::read(temp.path().join("secret")).expect("read"), b"secret");
     }
 
     #[test]
@@ -247,9 +242,7 @@ mod tests {
             .collect();
         assert_eq!(names, [ARTIFACTS]);
         assert!(directory.reserve.borrow().is_some());
-        directory
-            .replace_durably(RESULT_FILE, b"new")
-            .expect("written");
+        directory.replace_durably(RESULT_FILE, b"new").expect("written");
         assert!(directory.reserve.borrow().is_none() && directory.has(RESULT_FILE));
     }
 }

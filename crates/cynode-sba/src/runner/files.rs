@@ -3,10 +3,12 @@
 
 use std::{io, os::unix::net::UnixStream, path::Path, rc::Rc, time::Duration};
 
+
 use cynode_api::{
     SearchRequest, file_limits,
     sba::{
-        ApplyUnifiedDiff, ListTree, ReadFile, StreamEncoding, WriteFile, limits::MAX_TREE_DEPTH,
+        ApplyUnifiedDiff, ListTree, ReadFile, StreamEncoding, WriteFile,
+        limits::MAX_TREE_DEPTH,
     },
 };
 use cynode_sba_proto::{AgentError, BROUGHT, Decoder, FileOp, Frame, MAX_AGENT_FRAME, Reply};

@@ -57,10 +57,7 @@ impl LiveOutput {
     /// Waits until everything is written, for a limited time.
     pub(super) async fn flush(&self, limit: Duration) {
         let flushed = async {
-            for sink in [Some(&self.stderr), self.stdout.as_ref()]
-                .into_iter()
-                .flatten()
-            {
+            for sink in [Some(&self.stderr), self.stdout.as_ref()].into_iter().flatten() {
                 drop(sink.flush().await);
             }
         };
@@ -202,7 +199,8 @@ mod tests {
     async fn a_reader_that_does_not_read_blocks_nobody_and_gets_everything_later() {
         LocalSet::new()
             .run_until(async {
-                let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
+                let (reader, writer) =
+                    rustix::pipe::pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
                 let sink = Sink::start(&writer, -1);
                 for byte in 0..100 {
                     sink.push(&[byte; 10_000]);
@@ -212,17 +210,11 @@ mod tests {
                 drop(writer);
                 let read = std::thread::spawn(move || {
                     let mut read = vec![0; 1_000_000];
-                    std::fs::File::from(reader)
-                        .read_exact(&mut read)
-                        .map(|()| read)
+                    std::fs::File::from(reader).read_exact(&mut read).map(|()| read)
                 });
                 sink.flush().await.expect("read");
                 let read = read.join().expect("the reader").expect("everything");
-                assert!(
-                    read.chunks(10_000)
-                        .zip(0..)
-                        .all(|(piece, byte)| piece == [byte; 10_000])
-                );
+                assert!(read.chunks(10_000).zip(0..).all(|(piece, byte)| piece == [byte; 10_000]));
             })
             .await;
     }
@@ -231,7 +223,8 @@ mod tests {
     async fn a_reader_that_is_gone_ends_the_copying() {
         LocalSet::new()
             .run_until(async {
-                let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
+                let (reader, writer) =
+                    rustix::pipe::pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
                 drop(reader);
                 let sink = Sink::start(&writer, -1);
                 sink.push(b"lost");

@@ -20,12 +20,6 @@ mod result;
 mod steps;
 mod todo;
 
-#[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use self::agent::{
-    answer::Answer,
-    events::{EventReader, events_of},
-};
-
 use std::{
     cell::RefCell,
     io::{self, Read as _},
@@ -41,7 +35,13 @@ use cynode_api::sba::{
 };
 use cynode_sba_proto::{JOB, WORKSPACE, runner};
 use rustix::fs::{FileType, fstat};
-use tokio::{io::Interest, net::UnixStream, sync::watch, task::LocalSet, time::Instant};
+use tokio::{
+    io::Interest,
+    net::UnixStream,
+    sync::watch,
+    task::LocalSet,
+    time::Instant,
+};
 
 use self::{
     agent::AgentRecord,
@@ -56,6 +56,12 @@ use self::{
 };
 use crate::{
     EXIT_UNSAFE, EXIT_USAGE, exec::Execs, fail, files::workspace::Workspace, harden, processes, sys,
+};
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use self::agent::{
+    answer::Answer,
+    events::{EventReader, events_of},
 };
 
 /// How long the runner waits for a reader of its streams at the end of the job.
@@ -193,14 +199,16 @@ fn worker_channel() -> io::Result<OwnedFd> {
 fn read_stdin() -> io::Result<Vec<u8>> {
     let mut json = Vec::new();
     let stdin = io::stdin().lock();
-    stdin
-        .take(MAX_JOB_BYTES as u64 + 1)
-        .read_to_end(&mut json)?;
+    stdin.take(MAX_JOB_BYTES as u64 + 1).read_to_end(&mut json)?;
     Ok(json)
 }
 
 /// Leaves the result in the job's directory, or on standard output; returns whether it is there.
-async fn publish(directory: Option<&JobDirectory>, live: &LiveOutput, result: &JobResult) -> bool {
+async fn publish(
+    directory: Option<&JobDirectory>,
+    live: &LiveOutput,
+    result: &JobResult,
+) -> bool {
     let published = match directory {
         Some(directory) => result::write(directory, result),
         None => {
@@ -245,13 +253,10 @@ impl<'a> Runner<'a> {
         tokio::task::spawn_local({
             let (execs, stop) = (Rc::clone(&execs), stop.clone());
             async move {
-                while let Ok(received) =
-                    signals.async_io(Interest::READABLE, sys::read_signal).await
+                while let Ok(received) = signals.async_io(Interest::READABLE, sys::read_signal).await
                 {
                     let is_trusted = senders.as_ref().is_none_or(|senders| {
-                        received
-                            .sender
-                            .is_some_and(|sender| senders.contains(&sender))
+                        received.sender.is_some_and(|sender| senders.contains(&sender))
                     });
                     if received.signal == libc::SIGCHLD {
                         execs.processes.reap();
@@ -402,11 +407,7 @@ impl<'a> Runner<'a> {
             artifacts: files::artifacts(
                 &self.execs.processes,
                 &self.options.job_directory.join(ARTIFACTS),
-                if is_stopped {
-                    STOPPED_TIMEOUT
-                } else {
-                    ARTIFACTS_TIMEOUT
-                },
+                if is_stopped { STOPPED_TIMEOUT } else { ARTIFACTS_TIMEOUT },
             )
             .await,
             todo: Some(progress.todo.borrow().summary()),
@@ -470,8 +471,7 @@ impl<'a> Runner<'a> {
 /// The variables of this process, which steps inherit.
 fn environment() -> Vec<(String, String)> {
     let variables = std::env::vars_os();
-    let texts =
-        variables.map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let texts = variables.map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     texts.flatten().collect()
 }
 

@@ -124,9 +124,7 @@ impl Budget {
 
     fn count_text(&self, text: &str, is_base64: bool) {
         let bytes = if is_base64 {
-            STANDARD
-                .decode(text)
-                .map_or(text.len(), |bytes| bytes.len())
+            STANDARD.decode(text).map_or(text.len(), |bytes| bytes.len())
         } else {
             text.len()
         };

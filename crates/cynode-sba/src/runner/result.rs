@@ -123,7 +123,8 @@ fn is_full(error: &io::Error) -> bool {
 
 fn without_output(result: &mut JobResult) {
     for step in &mut result.steps {
-        let had_output = step.stdout.is_some() || step.stderr.is_some() || step.output.is_some();
+        let had_output =
+            step.stdout.is_some() || step.stderr.is_some() || step.output.is_some();
         (step.stdout, step.stderr, step.output) = (None, None, None);
         step.encoding = cynode_api::sba::StreamEncoding::Utf8;
         step.truncated |= had_output;

@@ -340,10 +340,7 @@ mod tests {
     }
 
     fn titles(list: &TodoList) -> Vec<&str> {
-        list.items()
-            .iter()
-            .map(|item| item.title.as_str())
-            .collect()
+        list.items().iter().map(|item| item.title.as_str()).collect()
     }
 
     #[test]
@@ -361,10 +358,7 @@ mod tests {
         list.set_step(7, true);
         let summary = list.summary();
         assert_eq!((summary.total, summary.done), (5, 1));
-        assert_eq!(
-            summary.open,
-            ["It works", "Tests pass", "Builds", "list_tree ."]
-        );
+        assert_eq!(summary.open, ["It works", "Tests pass", "Builds", "list_tree ."]);
         assert_eq!(list.short_summary(1).open, ["It works"]);
         list.set_step(0, false);
         assert_eq!(list, TodoList::of(&job()));
@@ -380,10 +374,7 @@ mod tests {
         let parts = list.split(3, &["x", "y"]).expect("split");
         list.split(parts[1], &["z"]).expect("split");
         list.set_step(0, true);
-        assert_eq!(
-            list.summary().open,
-            ["It works", "Tests pass", "Builds", "list_tree ."]
-        );
+        assert_eq!(list.summary().open, ["It works", "Tests pass", "Builds", "list_tree ."]);
     }
 
     #[test]
@@ -396,15 +387,8 @@ mod tests {
         list.complete(parts[1]).expect("done");
         assert!(!list.get(0).expect("an item").done);
         list.complete(inner[0]).expect("done");
-        assert!(
-            [0, parts[0]]
-                .iter()
-                .all(|id| list.get(*id).expect("an item").done)
-        );
-        assert_eq!(
-            list.split(parts[0], &["x"]),
-            Err(TodoError::HasParts(parts[0]))
-        );
+        assert!([0, parts[0]].iter().all(|id| list.get(*id).expect("an item").done));
+        assert_eq!(list.split(parts[0], &["x"]), Err(TodoError::HasParts(parts[0])));
         list.split(parts[1], &["more"]).expect("split");
         assert!(!list.get(0).expect("an item").done);
         assert_eq!(list.split(0, &[]), Err(TodoError::HasParts(0)));
@@ -415,9 +399,7 @@ mod tests {
     fn a_new_order_names_every_item_once_and_keeps_parts_together() {
         let mut list = TodoList::of(&job());
         let parts = list.split(4, &["x", "y"]).expect("split");
-        let [x, y] = parts[..] else {
-            panic!("two parts")
-        };
+        let [x, y] = parts[..] else { panic!("two parts") };
         for bad in [
             &[0, 1, 2, 3, 4, x][..],
             &[0, 0, 1, 2, 3, 4, x],

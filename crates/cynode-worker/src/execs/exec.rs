@@ -169,11 +169,7 @@ impl Exec {
 
     /// How the exec ended, if it has.
     pub(crate) fn exit(&self) -> Option<ExecExit> {
-        self.inner
-            .lock()
-            .ended
-            .as_ref()
-            .map(|ended| ended.exit.clone())
+        self.inner.lock().ended.as_ref().map(|ended| ended.exit.clone())
     }
 
     /// Waits for the end, or for the failure of the start.

@@ -135,9 +135,7 @@ impl Collection {
 
     fn keep(&mut self, path: String, (size, sha256): (u64, String)) {
         self.bytes += size;
-        self.list
-            .artifacts
-            .push(KeptArtifact { path, size, sha256 });
+        self.list.artifacts.push(KeptArtifact { path, size, sha256 });
     }
 
     fn finish(self) -> io::Result<ArtifactList> {

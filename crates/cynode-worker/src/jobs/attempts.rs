@@ -157,9 +157,9 @@ impl RunnerJob<'_> {
 
     /// When the job's time is over.
     fn deadline(&self, attempt: &Attempt) -> OffsetDateTime {
-        attempt
-            .job_began_at
-            .saturating_add(time::Duration::try_from(self.limit()).unwrap_or(time::Duration::MAX))
+        attempt.job_began_at.saturating_add(
+            time::Duration::try_from(self.limit()).unwrap_or(time::Duration::MAX),
+        )
     }
 
     /// The exec of the runner. A repeated start needs the same one.

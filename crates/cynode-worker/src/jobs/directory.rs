@@ -41,7 +41,9 @@ pub(super) async fn fill(
     let size = specification.len();
     let archive = compute::run(size, || archive(job, &specification))
         .await
-        .map_err(|error| ApiError::new(ErrorCode::Internal, format!("packing the job: {error}")))?;
+        .map_err(|error| {
+            ApiError::new(ErrorCode::Internal, format!("packing the job: {error}"))
+        })?;
     drop(specification);
     let path = Base64Bytes(JOB.as_bytes().to_vec());
     let op = FileOp::Import { path };
@@ -230,10 +232,7 @@ mod tests {
         let job = JobSpec::from_value(json).expect("valid");
         let packed = archive(&job, b"{}").expect("packed");
         let mut found = Vec::new();
-        for entry in tar::Archive::new(packed.as_slice())
-            .entries()
-            .expect("entries")
-        {
+        for entry in tar::Archive::new(packed.as_slice()).entries().expect("entries") {
             let mut entry = entry.expect("an entry");
             assert_eq!(entry.header().mode().expect("a mode"), 0o644);
             let path = entry.path().expect("a path").display().to_string();

@@ -228,8 +228,8 @@ fn reported_steps(files: &JobFiles) -> std::io::Result<Vec<u8>> {
     let Some(index) = steps.in_flight() else {
         return Ok(json);
     };
-    let job =
-        cynode_api::sba::JobSpec::parse(&files.specification()?).map_err(std::io::Error::other)?;
+    let job = cynode_api::sba::JobSpec::parse(&files.specification()?)
+        .map_err(std::io::Error::other)?;
     let plan = Plan::of(&job);
     let Some(step) = plan.step(index) else {
         return Ok(json);

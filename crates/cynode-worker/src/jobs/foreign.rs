@@ -51,13 +51,10 @@ impl Jobs {
             Ok(result) => result,
             Err(error) => return JobOutcome::from_exec(Err(error)),
         };
-        let claimed = self
-            .claimed_result(entry, sandbox)
-            .await
-            .and_then(|claimed| {
-                plan.check_result(&claimed, None)?;
-                Ok(claimed)
-            });
+        let claimed = self.claimed_result(entry, sandbox).await.and_then(|claimed| {
+            plan.check_result(&claimed, None)?;
+            Ok(claimed)
+        });
         let outcome = match judge(&result.exit, claimed) {
             Judgement::Believed(claimed) => match self.keep_result(entry, &claimed).await {
                 Some(outcome) => outcome,
@@ -194,11 +191,7 @@ mod tests {
             ),
             (exit(|exit| exit.lost = true), Ok(success()), "by exit"),
             (exit(|exit| exit.timed_out = true), Ok(failure()), "by exit"),
-            (
-                exit(|exit| exit.oom_killed = true),
-                Ok(success()),
-                "by exit",
-            ),
+            (exit(|exit| exit.oom_killed = true), Ok(success()), "by exit"),
         ] {
             assert_eq!(shown(exit, claimed), expected);
         }

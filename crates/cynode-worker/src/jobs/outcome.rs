@@ -185,10 +185,7 @@ mod tests {
             let outcome = JobOutcome::from_verdict(verdict, Reporter::File);
             let error = outcome.error;
             assert_eq!(
-                (
-                    outcome.state,
-                    error.as_ref().map(|error| error.code.as_str())
-                ),
+                (outcome.state, error.as_ref().map(|error| error.code.as_str())),
                 (state, code)
             );
             assert_eq!(outcome.reported_by, Reporter::File);

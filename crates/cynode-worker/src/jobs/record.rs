@@ -228,11 +228,7 @@ impl JobEntry {
         *shown = Some(ShownProgress {
             progress,
             deadline,
-            announced_at: if is_due {
-                Some(Instant::now())
-            } else {
-                earlier
-            },
+            announced_at: if is_due { Some(Instant::now()) } else { earlier },
         });
         is_due
     }

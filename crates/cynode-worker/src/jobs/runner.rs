@@ -289,8 +289,7 @@ impl Conversation<'_> {
 
     async fn store_step(&mut self, number: u64, index: u64, document: Document) -> Talk<()> {
         let mut result = document.parse(StepResult::parse).await?;
-        self.job
-            .plan
+        self.job.plan
             .check_step_result(index, &result)
             .and_then(|()| self.steps.check_end(result.status))
             .map_err(refused)?;
@@ -311,8 +310,7 @@ impl Conversation<'_> {
 
     async fn store_result(&mut self, number: u64, document: Document) -> Talk<()> {
         let result = document.parse(JobResult::parse).await?;
-        self.job
-            .plan
+        self.job.plan
             .check_result(&result, Some(self.steps.succeeded()))
             .map_err(refused)?;
         let json = to_json(&result)?;
@@ -379,12 +377,7 @@ fn shown_progress(progress: JobProgress, steps: Option<u64>) -> JobProgress {
         todo: progress.todo.map(|todo| TodoSummary {
             total: todo.total.min(MAX_CONTEXT_ITEMS as u64),
             done: todo.done.min(MAX_CONTEXT_ITEMS as u64),
-            open: todo
-                .open
-                .into_iter()
-                .take(MAX_OPEN_ITEMS)
-                .map(cut)
-                .collect(),
+            open: todo.open.into_iter().take(MAX_OPEN_ITEMS).map(cut).collect(),
         }),
         tokens: progress.tokens,
     }

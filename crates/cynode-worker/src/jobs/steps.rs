@@ -126,10 +126,7 @@ impl Steps {
     /// that a crash cut off.
     fn read_line(&mut self, reader: &mut BufReader<&File>) -> io::Result<bool> {
         let mut text = Vec::new();
-        reader
-            .by_ref()
-            .take(MAX_LINE_BYTES)
-            .read_until(b'\n', &mut text)?;
+        reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut text)?;
         if !text.ends_with(b"\n") {
             return if text.len() as u64 == MAX_LINE_BYTES {
                 Err(invalid("a line is too long"))

@@ -15,9 +15,8 @@ use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 use tokio::sync::MutexGuard;
 
 use super::{
-    EndRequest, Live, SessionEntry, Sessions, blocking,
-    create::new_record,
-    journal_error, validate,
+    EndRequest, Live, SessionEntry, Sessions, blocking, create::new_record, journal_error,
+    validate,
     workspace::{RequestedDisk, job_directory},
 };
 use crate::{

@@ -6,7 +6,8 @@ use std::{io::Read as _, path::Path, process::ExitCode, time::Duration};
 
 use backon::Retryable as _;
 use cynode_api::{
-    API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, TaskId, WorkspaceRef,
+    API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, TaskId,
+    WorkspaceRef,
 };
 use cynode_client::UserClient;
 use tokio::{

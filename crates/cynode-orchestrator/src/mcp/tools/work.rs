@@ -337,7 +337,8 @@ impl Arguments for JobNew {
         let mut body = to_json(&body);
         if let Some(mut job) = self.job {
             // Models are poor at making ids up.
-            job.entry("task_id").or_insert_with(|| json!(self.task_id));
+            job.entry("task_id")
+                .or_insert_with(|| json!(self.task_id));
             job.entry("job_id")
                 .or_insert_with(|| json!(self.job_id.unwrap_or_else(JobId::generate)));
             // Not parsed here: the route lists everything that is wrong with it.

@@ -49,7 +49,10 @@ impl Worker {
                 None => {}
             }
             let mut buffer = vec![0; MAX_DATA];
-            let read = tokio::time::timeout(Duration::from_secs(10), self.stream.read(&mut buffer));
+            let read = tokio::time::timeout(
+                Duration::from_secs(10),
+                self.stream.read(&mut buffer),
+            );
             let count = read.await.expect("in time").expect("open");
             assert_ne!(count, 0, "closed");
             self.decoder.extend(&buffer[..count]);
@@ -99,10 +102,7 @@ async fn a_job_whose_documents_were_interrupted_is_sent_again() {
         worker.send_document(b"[]").await;
         let assignment = control.assignment().await;
         assert_eq!((assignment.attempt, assignment.in_flight), (2, Some(1)));
-        assert_eq!(
-            (&assignment.job[..], &assignment.finished[..]),
-            (&b"the job"[..], &b"[]"[..])
-        );
+        assert_eq!((&assignment.job[..], &assignment.finished[..]), (&b"the job"[..], &b"[]"[..]));
         worker.attach(0, true).await;
         // A second job is ignored.
         worker.say(&JOB).await;
@@ -122,16 +122,12 @@ async fn events_are_repeated_until_they_are_acknowledged() {
         worker.expect_event(1, Event::Accepted).await;
         worker.attach(0, false).await;
         worker.expect_event(1, Event::Accepted).await;
-        worker
-            .expect_event(2, Event::StepStarted { index: 0 })
-            .await;
+        worker.expect_event(2, Event::StepStarted { index: 0 }).await;
         worker.say(&ToRunner::Acknowledge { number: 1 }).await;
         let waits = tokio::time::timeout(Duration::from_millis(50), control.acknowledged(started));
         assert!(waits.await.is_err());
         worker.attach(1, false).await;
-        worker
-            .expect_event(2, Event::StepStarted { index: 0 })
-            .await;
+        worker.expect_event(2, Event::StepStarted { index: 0 }).await;
         // More than there is counts as all.
         worker.say(&ToRunner::Acknowledge { number: 99 }).await;
         control.acknowledged(started).await;

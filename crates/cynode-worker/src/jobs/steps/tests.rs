@@ -200,7 +200,9 @@ fn no_step_follows_a_failed_one() {
     journal.begin();
     journal.take(Event::Accepted);
     journal.take(started(0));
-    let failed = journal.steps.record_end(3, StepStatus::Failure, b"{}");
+    let failed = journal
+        .steps
+        .record_end(3, StepStatus::Failure, b"{}");
     failed.expect("recorded");
     journal.refuses(started(1));
     assert_eq!(journal.steps.succeeded(), 0);
@@ -281,5 +283,36 @@ fn results_are_kept_whole_up_to_a_limit() {
     let stored = journal.steps.record_end(3, status, &[b'x'; 1_000]);
     stored.expect("recorded");
     let journal = journal.reopened();
-    assert!(journal.steps.has_room_for(most - 1_000) && !journal.steps.has_room_for(most - 999));
+    assert!(
+        journal.steps.has_room_for(most - 1_000) && !journal.steps.has_room_for(most - 999)
+    );
+}
+
+#[test]
+fn steps_that_an_agent_makes_may_follow_a_failed_one_and_are_never_repeated() {
+    let mut journal = Journal::new();
+    let json = serde_json::json!({
+        "protocol_version": "1.0",
+        "job_id": JobId::generate(),
+        "task_id": TaskId::generate(),
+        "constraints": {"max_runtime_seconds": 1, "max_output_bytes": 1},
+        "inference": {"allowed_models": ["m"]},
+        "steps": [],
+    });
+    journal.plan = Plan::of(&JobSpec::from_value(json).expect("valid"));
+    journal.begin();
+    journal.take(Event::Accepted);
+    journal.take(started(0));
+    let number = journal.steps.received() + 1;
+    let recorded = journal
+        .steps
+        .record_end(number, StepStatus::Failure, b"{}");
+    recorded.expect("recorded");
+    journal.refuses(started(0));
+    journal.refuses(started(2));
+    journal.take(started(1));
+    journal.begin();
+    journal.refuses(started(1));
+    journal.take(ended(1));
+    journal.refuses(started(u64::try_from(cynode_api::sba::limits::MAX_STEPS).expect("small")));
 }
