@@ -20,12 +20,6 @@ mod result;
 mod steps;
 mod todo;
 
-#[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use self::agent::{
-    answer::Answer,
-    events::{EventReader, events_of},
-};
-
 use std::{
     cell::RefCell,
     io::{self, Read as _},
@@ -56,6 +50,12 @@ use self::{
 };
 use crate::{
     EXIT_UNSAFE, EXIT_USAGE, exec::Execs, fail, files::workspace::Workspace, harden, processes, sys,
+};
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use self::agent::{
+    answer::Answer,
+    events::{EventReader, events_of},
 };
 
 /// How long the runner waits for a reader of its streams at the end of the job.

@@ -5,6 +5,7 @@
 )]
 
 mod agent;
+mod agent_failures;
 mod limits;
 mod model_server;
 mod modes;

@@ -2,7 +2,7 @@
 //!
 //! Invariants: the system message is in every prompt, whole; what follows it fits into the window,
 //! unless the window is too small for the last turn: then that is cut. The newest turns are kept as
-//! they were; older ones lose the middle of their texts, and the oldest are left out. Tool calls and
+//! they were, in three quarters of the room; older ones lose the middle of their texts, and the oldest are left out. Tool calls and
 //! their results come in pairs, and their arguments are JSON objects, as servers demand.
 
 use serde_json::{Map, Value, json};
@@ -15,6 +15,8 @@ const BYTES_PER_TOKEN: usize = 3;
 const MIN_HISTORY_BYTES: usize = 24 * 1024;
 /// A text of an old turn.
 const OLD_TEXT_BYTES: usize = 400;
+/// Turns that are remembered as they were.
+const MAX_WHOLE_TURNS: usize = 32;
 /// What JSON adds to a text.
 const MESSAGE_OVERHEAD_BYTES: usize = 80;
 
@@ -110,6 +112,10 @@ impl Dialogue {
 
     pub(super) fn add(&mut self, turn: Turn) {
         self.turns.push(turn);
+        // No prompt has room for large turns that are older.
+        if let Some(at) = self.turns.len().checked_sub(MAX_WHOLE_TURNS + 1) {
+            self.turns[at] = self.turns[at].shortened(OLD_TEXT_BYTES);
+        }
     }
 
     /// The messages of the next prompt; `state` is what is true now.
@@ -143,26 +149,28 @@ impl Dialogue {
             .window_bytes
             .saturating_sub(fixed)
             .max(MIN_HISTORY_BYTES);
+        let mut whole_room = room - room / 4;
         let mut kept: Vec<Vec<Value>> = Vec::new();
         let mut is_old = false;
         for turn in self.turns.iter().rev() {
+            let is_last = kept.is_empty();
+            let limit = if is_last { room } else { whole_room };
             let whole = (!is_old).then(|| turn.messages());
-            let messages = match whole.filter(|messages| bytes_of(messages) <= room) {
+            let messages = match whole.filter(|messages| bytes_of(messages) <= limit) {
                 Some(messages) => messages,
-                None if kept.is_empty() => {
-                    // Escapes may double a text.
-                    turn.shortened(room / (2 * turn.texts())).messages()
-                }
+                // Escapes may double a text.
+                None if is_last => turn.shortened(room / (2 * turn.texts())).messages(),
                 None => {
                     is_old = true;
                     turn.shortened(OLD_TEXT_BYTES).messages()
                 }
             };
             let bytes = bytes_of(&messages);
-            if bytes > room && !kept.is_empty() {
+            if bytes > room && !is_last {
                 break;
             }
             room = room.saturating_sub(bytes);
+            whole_room = whole_room.saturating_sub(bytes);
             kept.push(messages);
         }
         let left_out = self.turns.len() - kept.len();
@@ -272,7 +280,7 @@ mod tests {
     fn old_turns_are_shortened_then_left_out_and_the_newest_stays() {
         let turns = vec![
             Turn {
-                calls: vec![call(10, 9_000)],
+                calls: vec![call(10, 8_000)],
                 ..Turn::default()
             };
             40
@@ -284,7 +292,7 @@ mod tests {
             .map(|message| message["content"].as_str().expect("text").len())
             .collect();
         assert!(results.len() > 5 && results.len() < 40);
-        assert_eq!(results[results.len() - 2..], [9_000, 9_000]);
+        assert_eq!(results[results.len() - 2..], [8_000, 8_000]);
         assert!(
             results[..results.len() - 2]
                 .iter()

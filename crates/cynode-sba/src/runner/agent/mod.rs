@@ -281,7 +281,7 @@ impl<'a> AgentLoop<'a> {
             .iter()
             .map(|message| message.to_string().len())
             .sum();
-        let mut request = json!({
+        let request = json!({
             "messages": messages,
             "tools": tools::definitions(),
             "stream": true,
@@ -294,17 +294,17 @@ impl<'a> AgentLoop<'a> {
             request.to_string().into_bytes()
         };
         let (work, turn) = (self.work, self.turn);
-        let mut requests = 1;
+        let mut failures = 0;
         let failed = |model: &str, error: &server::ServerError| {
-            requests += 1;
+            failures += 1;
             let message = &error.message;
             work.note(json!({"type": "error", "turn": turn, "model": model, "message": message}));
         };
         let begun = Instant::now();
         let asked = work.unless_over(self.models.ask(body, failed)).await;
         let took = begun.elapsed();
-        request.take();
-        self.requests += requests;
+        // Whoever gives up has no request in flight.
+        self.requests += failures + u64::from(!matches!(asked, Ok(Err(_))));
         self.asked_for += took;
         if let Ok(Ok(answer)) = &asked {
             let counted = answer.tokens.unwrap_or_else(|| TokenCount {
@@ -326,7 +326,7 @@ impl<'a> AgentLoop<'a> {
         self.work.note(json!({
             "type": "answer",
             "turn": self.turn,
-            "model": self.models.current(),
+            "model": self.models.asked(),
             "text": answer.text,
             "calls": calls
                 .map(|call| json!({"name": call.name, "arguments": call.arguments}))
@@ -342,7 +342,7 @@ impl<'a> AgentLoop<'a> {
         // A result counts to the bound of a signed number.
         let counted = |count: u64| count.min(i64::MAX.unsigned_abs());
         self.work.agent.borrow_mut().usage = Some(InferenceUsage {
-            model: bounded_to(self.models.current(), MAX_MODEL_BYTES),
+            model: bounded_to(self.models.asked(), MAX_MODEL_BYTES),
             requests: self.requests,
             prompt_tokens: counted(self.tokens.prompt),
             completion_tokens: counted(self.tokens.completion),

@@ -23,6 +23,8 @@ pub(super) struct Models {
     server: ModelServer,
     /// The first one is asked.
     usable: VecDeque<String>,
+    /// The model that was asked last.
+    asked: String,
 }
 
 impl Models {
@@ -57,12 +59,16 @@ impl Models {
                 allowed.join(", ")
             ));
         }
-        Ok(Self { server, usable })
+        Ok(Self {
+            server,
+            asked: usable[0].clone(),
+            usable,
+        })
     }
 
-    /// The model that is asked next.
-    pub(super) fn current(&self) -> &str {
-        self.usable.front().map_or("", String::as_str)
+    /// The model that was asked last.
+    pub(super) fn asked(&self) -> &str {
+        &self.asked
     }
 
     /// Asks for an answer. `request` makes the JSON for a model; `failed` hears of each failure.
@@ -74,6 +80,7 @@ impl Models {
         let mut last = "no model is left".to_owned();
         while let Some(model) = self.usable.front() {
             let body = request(model);
+            self.asked.clone_from(model);
             for attempt in 1..=MAX_ATTEMPTS {
                 let error = match self.server.chat(body.clone()).await {
                     Ok(answer) => return Ok(answer),
