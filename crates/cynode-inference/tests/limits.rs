@@ -18,14 +18,18 @@ use cynode_inference::{
 };
 use serde_json::{Value, json};
 
-/// Asserts that a field may reach a bound and not exceed it.
+/// Asserts that a field may reach a bound but not exceed it.
 fn assert_bound<N: TryInto<i64>>(path: &str, field: &str, most: N, value: impl Fn(i64) -> Value) {
     let most = most.try_into().unwrap_or_else(|_| panic!("{field}"));
     let judge = |count| judge(path, with(path, field, value(count)).as_bytes());
     let at_bound = judge(most);
     assert!(at_bound.is_ok(), "{path} {field} at {most}: {at_bound:?}");
     let refusal = judge(most + 1).expect_err("beyond the bound");
-    assert_eq!(refusal.code, RefusalCode::InvalidRequest, "{path} {field}: {refusal}");
+    assert_eq!(
+        refusal.code,
+        RefusalCode::InvalidRequest,
+        "{path} {field}: {refusal}"
+    );
     assert!(refusal.message.starts_with(field), "{refusal}");
 }
 
@@ -40,53 +44,97 @@ fn long(count: i64) -> Value {
 #[test]
 fn lists_are_bounded() {
     let message = json!({"role": "user", "content": "x"});
-    assert_bound(CHAT, "messages", MAX_MESSAGES, |count| repeated(&message, count));
-    assert_bound(CHAT_COMPLETIONS, "messages", MAX_MESSAGES, |count| repeated(&message, count));
+    assert_bound(CHAT, "messages", MAX_MESSAGES, |count| {
+        repeated(&message, count)
+    });
+    assert_bound(CHAT_COMPLETIONS, "messages", MAX_MESSAGES, |count| {
+        repeated(&message, count)
+    });
     let part = json!({"type": "text", "text": "x"});
-    assert_bound(CHAT_COMPLETIONS, "messages", MAX_PARTS, |count| {
-        json!([{"role": "user", "content": repeated(&part, count)}])
-    });
+    assert_bound(
+        CHAT_COMPLETIONS,
+        "messages",
+        MAX_PARTS,
+        |count| json!([{"role": "user", "content": repeated(&part, count)}]),
+    );
     let image = json!("AAAA");
-    assert_bound(GENERATE, "images", MAX_IMAGES, |count| repeated(&image, count));
-    assert_bound(CHAT, "messages", MAX_IMAGES, |count| {
-        json!([{"role": "user", "images": repeated(&image, count)}])
+    assert_bound(GENERATE, "images", MAX_IMAGES, |count| {
+        repeated(&image, count)
     });
+    assert_bound(
+        CHAT,
+        "messages",
+        MAX_IMAGES,
+        |count| json!([{"role": "user", "images": repeated(&image, count)}]),
+    );
     let tool = json!({"type": "function", "function": {"name": "f"}});
     assert_bound(CHAT, "tools", MAX_TOOLS, |count| repeated(&tool, count));
-    assert_bound(CHAT_COMPLETIONS, "tools", MAX_TOOLS, |count| repeated(&tool, count));
+    assert_bound(CHAT_COMPLETIONS, "tools", MAX_TOOLS, |count| {
+        repeated(&tool, count)
+    });
     let call = json!({"function": {"name": "f", "arguments": {}}});
-    assert_bound(CHAT, "messages", MAX_TOOL_CALLS, |count| {
-        json!([{"role": "assistant", "tool_calls": repeated(&call, count)}])
-    });
+    assert_bound(
+        CHAT,
+        "messages",
+        MAX_TOOL_CALLS,
+        |count| json!([{"role": "assistant", "tool_calls": repeated(&call, count)}]),
+    );
     let call = json!({"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}});
-    assert_bound(CHAT_COMPLETIONS, "messages", MAX_TOOL_CALLS, |count| {
-        json!([{"role": "assistant", "tool_calls": repeated(&call, count)}])
-    });
+    assert_bound(
+        CHAT_COMPLETIONS,
+        "messages",
+        MAX_TOOL_CALLS,
+        |count| json!([{"role": "assistant", "tool_calls": repeated(&call, count)}]),
+    );
     let stop = json!("x");
-    assert_bound(CHAT_COMPLETIONS, "stop", MAX_STOPS, |count| repeated(&stop, count));
-    assert_bound(CHAT, "options", MAX_STOPS, |count| json!({"stop": repeated(&stop, count)}));
-    assert_bound(COMPLETIONS, "prompt", MAX_PROMPTS, |count| repeated(&stop, count));
+    assert_bound(CHAT_COMPLETIONS, "stop", MAX_STOPS, |count| {
+        repeated(&stop, count)
+    });
+    assert_bound(
+        CHAT,
+        "options",
+        MAX_STOPS,
+        |count| json!({"stop": repeated(&stop, count)}),
+    );
+    assert_bound(COMPLETIONS, "prompt", MAX_PROMPTS, |count| {
+        repeated(&stop, count)
+    });
     assert_bound(EMBED, "input", MAX_INPUTS, |count| repeated(&stop, count));
-    assert_bound(TEXT_EMBEDDINGS, "input", MAX_INPUTS, |count| repeated(&stop, count));
+    assert_bound(TEXT_EMBEDDINGS, "input", MAX_INPUTS, |count| {
+        repeated(&stop, count)
+    });
 }
 
 #[test]
 fn texts_are_bounded() {
     assert_bound(CHAT_COMPLETIONS, "stop", MAX_STOP_BYTES, long);
-    assert_bound(CHAT_COMPLETIONS, "stop", MAX_STOP_BYTES, |count| json!([long(count)]));
-    assert_bound(CHAT_COMPLETIONS, "tools", MAX_NAME_BYTES, |count| {
-        json!([{"type": "function", "function": {"name": long(count)}}])
+    assert_bound(CHAT_COMPLETIONS, "stop", MAX_STOP_BYTES, |count| {
+        json!([long(count)])
     });
-    assert_bound(CHAT, "messages", MAX_NAME_BYTES, |count| {
-        json!([{"role": "tool", "tool_name": long(count)}])
-    });
+    assert_bound(
+        CHAT_COMPLETIONS,
+        "tools",
+        MAX_NAME_BYTES,
+        |count| json!([{"type": "function", "function": {"name": long(count)}}]),
+    );
+    assert_bound(
+        CHAT,
+        "messages",
+        MAX_NAME_BYTES,
+        |count| json!([{"role": "tool", "tool_name": long(count)}]),
+    );
 }
 
 #[test]
 fn numbers_are_bounded() {
     assert_bound(CHAT_COMPLETIONS, "n", MAX_CHOICES, Value::from);
     assert_bound(COMPLETIONS, "n", MAX_CHOICES, Value::from);
-    assert_bound(CHAT_COMPLETIONS, "top_logprobs", MAX_TOP_LOGPROBS, Value::from);
+    assert_bound(
+        CHAT_COMPLETIONS,
+        "top_logprobs",
+        MAX_TOP_LOGPROBS,
+        Value::from,
+    );
     assert_bound(CHAT, "top_logprobs", MAX_TOP_LOGPROBS, Value::from);
     assert_bound(COMPLETIONS, "logprobs", MAX_TOP_LOGPROBS, Value::from);
     assert_bound(EMBED, "dimensions", MAX_DIMENSIONS, Value::from);
@@ -101,14 +149,32 @@ fn numbers_are_bounded() {
 fn tokens_and_durations_are_bounded_by_the_limits_of_the_sandbox() {
     let tokens = LIMITS.completion_tokens;
     assert_bound(CHAT_COMPLETIONS, "max_tokens", tokens, Value::from);
-    assert_bound(CHAT_COMPLETIONS, "max_completion_tokens", tokens, Value::from);
+    assert_bound(
+        CHAT_COMPLETIONS,
+        "max_completion_tokens",
+        tokens,
+        Value::from,
+    );
     assert_bound(COMPLETIONS, "max_tokens", tokens, Value::from);
-    assert_bound(CHAT, "options", tokens, |count| json!({"num_predict": count}));
-    assert_bound(GENERATE, "options", LIMITS.context_tokens, |count| json!({"num_ctx": count}));
+    assert_bound(
+        CHAT,
+        "options",
+        tokens,
+        |count| json!({"num_predict": count}),
+    );
+    assert_bound(
+        GENERATE,
+        "options",
+        LIMITS.context_tokens,
+        |count| json!({"num_ctx": count}),
+    );
     assert_bound(EMBED, "keep_alive", LIMITS.keep_alive_seconds, Value::from);
-    assert_bound(EMBED, "keep_alive", LIMITS.keep_alive_seconds * 1_000, |time| {
-        json!(format!("{time}ms"))
-    });
+    assert_bound(
+        EMBED,
+        "keep_alive",
+        LIMITS.keep_alive_seconds * 1_000,
+        |time| json!(format!("{time}ms")),
+    );
     for (path, field) in [
         (CHAT_COMPLETIONS, "max_tokens"),
         (COMPLETIONS, "max_tokens"),
@@ -125,7 +191,13 @@ fn tokens_and_durations_are_bounded_by_the_limits_of_the_sandbox() {
 fn without_other_limits_the_constants_are_the_limits() {
     let accepts = |path: &str, field: &str, value: Value| {
         let body = with(path, field, value);
-        judge_by(TokenLimits::default(), Upstream::Local, path, body.as_bytes()).is_ok()
+        judge_by(
+            TokenLimits::default(),
+            Upstream::Local,
+            path,
+            body.as_bytes(),
+        )
+        .is_ok()
     };
     for (more, is_valid) in [(0, true), (1, false)] {
         let tokens = MAX_COMPLETION_TOKENS + more;
@@ -133,7 +205,10 @@ fn without_other_limits_the_constants_are_the_limits() {
         let options = json!({"num_ctx": MAX_CONTEXT_TOKENS + more});
         assert_eq!(accepts(CHAT, "options", options), is_valid);
         let seconds = MAX_KEEP_ALIVE_SECONDS + more;
-        assert_eq!(accepts(CHAT, "keep_alive", json!(format!("{seconds}s"))), is_valid);
+        assert_eq!(
+            accepts(CHAT, "keep_alive", json!(format!("{seconds}s"))),
+            is_valid
+        );
     }
     // Ollama's own default is to keep a model for five minutes.
     assert_eq!(MAX_KEEP_ALIVE_SECONDS, 300);
@@ -151,7 +226,10 @@ fn a_body_is_bounded_in_bytes() {
     let refusal = judge(MAX_BODY_BYTES + 1).expect_err("too large");
     assert_eq!(refusal.code, RefusalCode::TooLarge);
     assert_eq!(refusal.status(), 413);
-    assert_eq!(refusal.message, format!("$: has more than {MAX_BODY_BYTES} bytes"));
+    assert_eq!(
+        refusal.message,
+        format!("$: has more than {MAX_BODY_BYTES} bytes")
+    );
 }
 
 #[test]
@@ -164,7 +242,10 @@ fn a_body_is_bounded_in_values() {
     assert!(judge(MAX_BODY_NODES).is_ok());
     let refusal = judge(MAX_BODY_NODES + 1).expect_err("too large");
     assert_eq!(refusal.code, RefusalCode::TooLarge, "{refusal}");
-    assert!(refusal.message.contains("100000 values and names"), "{refusal}");
+    assert!(
+        refusal.message.contains("100000 values and names"),
+        "{refusal}"
+    );
 }
 
 #[test]
@@ -178,8 +259,11 @@ fn a_body_is_bounded_in_depth() {
     assert!(judge(MAX_BODY_DEPTH).is_ok());
     let refusal = judge(MAX_BODY_DEPTH + 1).expect_err("too deep");
     assert_eq!(refusal.code, RefusalCode::InvalidRequest);
-    assert!(refusal.message.contains("deeper than 64 levels"), "{refusal}");
-    // A text that is only depth is refused as soon as the bound is reached.
+    assert!(
+        refusal.message.contains("deeper than 64 levels"),
+        "{refusal}"
+    );
+    // Deep nesting is refused as soon as the bound is exceeded.
     assert!(judge(1_000_000).is_err());
 }
 
@@ -203,7 +287,9 @@ fn names_of_models_are_bounded() {
 
 #[test]
 fn a_hostile_body_takes_linear_time() {
-    let unknown: String = (0..40_000).map(|index| format!("\"f{index}\":0,")).collect();
+    let unknown: String = (0..40_000)
+        .map(|index| format!("\"f{index}\":0,"))
+        .collect();
     let twice = "\"model\":\"m\",".repeat(40_000);
     for fields in [unknown, twice] {
         let started = std::time::Instant::now();

@@ -1,4 +1,4 @@
-//! Lists and descriptions of models, as servers give them and as sandboxes see them.
+//! Lists and descriptions of models: the server's answers and the filtered ones.
 
 use cynode_inference::{
     AllowedModels, Locality, ModelList, Refusal, RefusalCode, ServedModel, ShownModel,
@@ -64,7 +64,11 @@ fn a_list_of_ollama_shows_allowed_models_without_hosts_and_paths() {
         ]})
     );
     list.remove_external();
-    let names: Vec<&str> = list.models.iter().map(|model| model.name.as_str()).collect();
+    let names: Vec<&str> = list
+        .models
+        .iter()
+        .map(|model| model.name.as_str())
+        .collect();
     assert_eq!(names, ["llama3.2:latest"]);
     list.retain_allowed(&AllowedModels::default());
     assert_eq!(parsed(&list.to_json()), json!({"models": []}));
@@ -88,7 +92,11 @@ fn a_list_of_openai_shows_allowed_models_without_paths() {
         ]})
     );
     list.remove_external();
-    assert_eq!(list.models.len(), 2, "the list does not say where a model runs");
+    assert_eq!(
+        list.models.len(),
+        2,
+        "the list does not say where a model runs"
+    );
 }
 
 #[test]
@@ -99,18 +107,31 @@ fn where_a_model_runs_is_what_the_server_says() {
         ("gpt-oss:120b-cloud", Locality::External),
         ("borrowed:latest", Locality::External),
     ] {
-        assert_eq!(list.find(name).expect("listed").locality, locality, "{name}");
+        assert_eq!(
+            list.find(name).expect("listed").locality,
+            locality,
+            "{name}"
+        );
     }
     assert_eq!(list.find("other"), None);
     let list = ModelList::read_models(MODELS.as_bytes()).expect("read");
-    assert_eq!(list.find("llama3.2").expect("listed").locality, Locality::Unknown);
+    assert_eq!(
+        list.find("llama3.2").expect("listed").locality,
+        Locality::Unknown
+    );
 
     for (fields, locality) in [
         (r#""remote_host":"","remote_model":"""#, Locality::Local),
         (r#""remote_host":null"#, Locality::Local),
         (r#""remote_host":"http://x""#, Locality::External),
-        (r#""remote_host":"","remote_host":"http://x""#, Locality::External),
-        (r#""remote_host":"http://x","remote_host":"""#, Locality::External),
+        (
+            r#""remote_host":"","remote_host":"http://x""#,
+            Locality::External,
+        ),
+        (
+            r#""remote_host":"http://x","remote_host":"""#,
+            Locality::External,
+        ),
         (r#""remote_model":"x""#, Locality::External),
         (r#""remote_model":{}"#, Locality::External),
     ] {
@@ -136,7 +157,11 @@ fn entries_without_a_clear_name_are_left_out() {
     ] {
         let tags = json!({"models": [entry, {"name": "y"}, {"model": "z"}]}).to_string();
         let list = ModelList::read_tags(tags.as_bytes()).expect("read");
-        let names: Vec<&str> = list.models.iter().map(|model| model.name.as_str()).collect();
+        let names: Vec<&str> = list
+            .models
+            .iter()
+            .map(|model| model.name.as_str())
+            .collect();
         assert_eq!(names, ["y", "z"], "{entry}");
     }
 }
@@ -153,7 +178,9 @@ fn fields_beyond_their_bounds_are_left_out() {
     let capabilities = |count: usize| {
         let tags = json!({"models": [{"name": "x", "capabilities": vec!["c"; count]}]});
         let list = ModelList::read_tags(tags.to_string().as_bytes()).expect("read");
-        parsed(&list.to_json())["models"][0].get("capabilities").is_some()
+        parsed(&list.to_json())["models"][0]
+            .get("capabilities")
+            .is_some()
     };
     assert!(capabilities(MAX_LISTED_ITEMS));
     assert!(!capabilities(MAX_LISTED_ITEMS + 1));
@@ -189,7 +216,10 @@ fn lists_are_bounded() {
         let tags = json!({"models": vec![json!({"name": "x"}); count]}).to_string();
         ModelList::read_tags(tags.as_bytes())
     };
-    assert_eq!(models(MAX_LISTED_MODELS).expect("read").models.len(), MAX_LISTED_MODELS);
+    assert_eq!(
+        models(MAX_LISTED_MODELS).expect("read").models.len(),
+        MAX_LISTED_MODELS
+    );
     assert_unreadable(models(MAX_LISTED_MODELS + 1), "models");
 
     let bytes = |length: usize| {
