@@ -8,11 +8,11 @@ use cynode_api::{
     exec_limits::{
         MAX_ARGUMENT_BYTES, MAX_ARGUMENT_LENGTH, MAX_ARGV, MAX_ARGV_BYTES, POINTER_BYTES,
     },
+    sba::is_node_variable,
     session_limits::{
         MAX_LABEL_BYTES, MAX_LABELS, MAX_LIFETIME_SECONDS, MAX_REASON_BYTES, MIN_DISK_BYTES,
         MIN_MEMORY_BYTES, MIN_NOFILE, MIN_PIDS,
     },
-    sba::is_node_variable,
 };
 
 use crate::ApiError;
