@@ -36,11 +36,7 @@ pub(crate) struct Artifact {
 }
 
 /// Sends the list of regular files below a directory.
-pub(crate) fn serve_artifacts(
-    directory: &Path,
-    time: Duration,
-    peer: &mut Peer,
-) -> io::Result<()> {
+pub(crate) fn serve_artifacts(directory: &Path, time: Duration, peer: &mut Peer) -> io::Result<()> {
     let artifacts = list(directory, Instant::now() + time);
     peer.reply(&Reply::Body)?;
     peer.data(&serde_json::to_vec(&artifacts)?)?;
@@ -152,9 +148,15 @@ mod tests {
         symlink("../secret", workspace.path("top/link")).expect("link");
         symlink("..", workspace.path("top/up")).expect("link");
         let found = list(&workspace.path("top"), soon());
-        let paths: Vec<&str> = found.iter().map(|artifact| artifact.path.as_str()).collect();
+        let paths: Vec<&str> = found
+            .iter()
+            .map(|artifact| artifact.path.as_str())
+            .collect();
         assert_eq!(paths, ["a/x", "b"]);
-        assert_eq!((found[1].size, found[1].sha256.as_deref()), (5, Some(HELLO)));
+        assert_eq!(
+            (found[1].size, found[1].sha256.as_deref()),
+            (5, Some(HELLO))
+        );
         symlink("top", workspace.path("artifacts")).expect("link");
         assert_eq!(list(&workspace.path("artifacts"), soon()), []);
         assert_eq!(list(&workspace.path("none"), soon()), []);
@@ -168,7 +170,10 @@ mod tests {
         }
         let found = list(&workspace.path("top"), soon());
         assert_eq!(found.len(), MAX_ARTIFACTS);
-        assert_eq!(found[MAX_ARTIFACTS - 1].path, format!("{:05}", MAX_ARTIFACTS - 1));
+        assert_eq!(
+            found[MAX_ARTIFACTS - 1].path,
+            format!("{:05}", MAX_ARTIFACTS - 1)
+        );
         std::fs::remove_file(workspace.path("top/00000")).expect("removed");
         assert_eq!(list(&workspace.path("top"), soon()).len(), MAX_ARTIFACTS);
     }
@@ -184,9 +189,15 @@ mod tests {
             .and_then(|file| file.set_len(MAX_HASHED_BYTES + 1))
             .expect("sparse");
         let found = list(&workspace.path("top"), soon());
-        assert_eq!((found[0].size, &found[0].sha256), (MAX_HASHED_BYTES + 1, &None));
+        assert_eq!(
+            (found[0].size, &found[0].sha256),
+            (MAX_HASHED_BYTES + 1, &None)
+        );
         assert_eq!(found[1].sha256.as_deref(), Some(HELLO));
         let late = list(&workspace.path("top"), Instant::now());
-        assert!(late.iter().all(|artifact| artifact.sha256.is_none()), "{late:?}");
+        assert!(
+            late.iter().all(|artifact| artifact.sha256.is_none()),
+            "{late:?}"
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! Runs the command of a step, on the code that runs the commands of a session.
+//! Runs the command of a step with the same code that runs a session's commands.
 
 use std::rc::Rc;
 
@@ -12,15 +12,12 @@ use super::{
 };
 use crate::exec::Exec;
 
-/// From SIGTERM to SIGKILL when the job is stopped. The node waits a second for the whole job.
+/// Time between SIGTERM and SIGKILL when the job is stopped. The node waits one second for the
+/// whole job.
 const STOP_GRACE: std::time::Duration = std::time::Duration::from_millis(400);
 
 impl Work {
-    pub(super) async fn run_command(
-        &self,
-        command: &RunCommand,
-        deadline: Instant,
-    ) -> StepOutcome {
+    pub(super) async fn run_command(&self, command: &RunCommand, deadline: Instant) -> StepOutcome {
         match self.execs.start(self.exec_start(command, deadline)).await {
             Ok(exec) => {
                 let outcome = Running::new(self, &exec).follow().await;
@@ -53,7 +50,12 @@ impl Work {
         ExecStart {
             exec_id: ExecId::generate(),
             argv,
-            cwd: self.workspace.path().join(cwd).to_string_lossy().into_owned(),
+            cwd: self
+                .workspace
+                .path()
+                .join(cwd)
+                .to_string_lossy()
+                .into_owned(),
             env,
             // 0 means no timeout.
             timeout_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
@@ -75,7 +77,7 @@ struct Running<'a> {
     exec: &'a Rc<Exec>,
     stdout: Vec<u8>,
     stderr: Vec<u8>,
-    /// It returned more than the job may, and was killed.
+    /// The command exceeded the job's output limit and was killed.
     has_exceeded: bool,
     stopped: Option<StopReason>,
 }
@@ -139,7 +141,7 @@ impl<'a> Running<'a> {
     }
 
     fn signal(&self, signal: i32, scope: SignalScope) {
-        // It may have ended.
+        // Fails if the command has already ended.
         drop(self.work.execs.signal(self.exec.id, signal, scope));
     }
 

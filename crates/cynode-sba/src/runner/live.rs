@@ -1,6 +1,6 @@
-//! Copies the output of steps to the runner's own streams as it arrives.
+//! Copies the output of steps to the runner's own standard output and error as it arrives.
 //!
-//! Invariants: a reader that is slow or gone delays no step and no deadline. What waits for it is
+//! Invariants: a slow or missing reader delays no step and no deadline. The queue for it is
 //! bounded, because the output of a job is.
 
 use std::{
@@ -44,8 +44,8 @@ impl LiveOutput {
         }
     }
 
-    /// Where the result goes. If standard output and standard error are one pipe, the result comes
-    /// after the output that still waits, and not in the midst of it.
+    /// The sink for the result. If standard output and standard error are the same pipe, the result
+    /// is queued behind the remaining output, so that they don't mix.
     pub(super) fn stdout(&self) -> Rc<Sink> {
         match &self.stdout {
             Some(stdout) => Rc::clone(stdout),
@@ -54,10 +54,13 @@ impl LiveOutput {
         }
     }
 
-    /// Waits until everything is written, for a limited time.
+    /// Waits up to `limit` until everything is written.
     pub(super) async fn flush(&self, limit: Duration) {
         let flushed = async {
-            for sink in [Some(&self.stderr), self.stdout.as_ref()].into_iter().flatten() {
+            for sink in [Some(&self.stderr), self.stdout.as_ref()]
+                .into_iter()
+                .flatten()
+            {
                 drop(sink.flush().await);
             }
         };
@@ -71,20 +74,20 @@ fn is_same_file(one: &impl AsFd, other: &impl AsFd) -> bool {
         .is_ok_and(|(one, other)| (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino))
 }
 
-/// A descriptor and what waits to be written to it.
+/// A descriptor with a queue of output to write.
 #[derive(Debug, Default)]
 pub(super) struct Sink {
     queue: RefCell<VecDeque<Vec<u8>>>,
-    /// A write is under way.
+    /// A write is in progress.
     is_writing: Cell<bool>,
-    /// Its reader is gone.
+    /// The reader is gone.
     is_closed: Cell<bool>,
     pushed: Notify,
     written: Notify,
 }
 
 impl Sink {
-    /// `number` is that of the descriptor.
+    /// Starts a task that writes to the stream with this descriptor number.
     pub(super) fn start(stream: &impl AsFd, number: i32) -> Rc<Self> {
         let sink = Rc::new(Self::default());
         match SinkWriter::open(stream, number) {
@@ -103,7 +106,7 @@ impl Sink {
         }
     }
 
-    /// Waits until everything is written, or nobody can read it any more.
+    /// Waits until everything is written. Fails if the reader is gone.
     pub(super) async fn flush(&self) -> io::Result<()> {
         loop {
             let written = self.written.notified();
@@ -139,9 +142,9 @@ impl Sink {
 }
 
 enum SinkWriter {
-    /// Writes wait for the reader.
+    /// A pipe, socket or terminal, whose writes can block.
     Waiting(AsyncFd<OwnedFd>),
-    /// A file or device that always takes what is written.
+    /// A file or device, whose writes don't block.
     Direct(OwnedFd),
 }
 
@@ -157,7 +160,7 @@ impl SinkWriter {
         };
         rustix::io::ioctl_fionbio(&fd, true)?;
         let direct = fd.try_clone()?;
-        // Devices such as /dev/null can't be watched.
+        // epoll does not support devices such as /dev/null.
         Ok(sys::watch(fd, Interest::WRITABLE).map_or(Self::Direct(direct), Self::Waiting))
     }
 
@@ -179,8 +182,8 @@ impl SinkWriter {
     }
 }
 
-/// Opens a pipe or terminal once more: other processes share the descriptor that was inherited, and
-/// must not find it in another mode.
+/// Opens a pipe or terminal again, in non-blocking mode. Other processes share the inherited
+/// descriptor, so its mode must not change.
 fn reopened(number: i32) -> Option<OwnedFd> {
     let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     rustix::fs::open(format!("/proc/self/fd/{number}"), flags, Mode::empty()).ok()
@@ -199,8 +202,7 @@ mod tests {
     async fn a_reader_that_does_not_read_blocks_nobody_and_gets_everything_later() {
         LocalSet::new()
             .run_until(async {
-                let (reader, writer) =
-                    rustix::pipe::pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
+                let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
                 let sink = Sink::start(&writer, -1);
                 for byte in 0..100 {
                     sink.push(&[byte; 10_000]);
@@ -210,11 +212,17 @@ mod tests {
                 drop(writer);
                 let read = std::thread::spawn(move || {
                     let mut read = vec![0; 1_000_000];
-                    std::fs::File::from(reader).read_exact(&mut read).map(|()| read)
+                    std::fs::File::from(reader)
+                        .read_exact(&mut read)
+                        .map(|()| read)
                 });
                 sink.flush().await.expect("read");
                 let read = read.join().expect("the reader").expect("everything");
-                assert!(read.chunks(10_000).zip(0..).all(|(piece, byte)| piece == [byte; 10_000]));
+                assert!(
+                    read.chunks(10_000)
+                        .zip(0..)
+                        .all(|(piece, byte)| piece == [byte; 10_000])
+                );
             })
             .await;
     }
@@ -223,8 +231,7 @@ mod tests {
     async fn a_reader_that_is_gone_ends_the_copying() {
         LocalSet::new()
             .run_until(async {
-                let (reader, writer) =
-                    rustix::pipe::pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
+                let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
                 drop(reader);
                 let sink = Sink::start(&writer, -1);
                 sink.push(b"lost");

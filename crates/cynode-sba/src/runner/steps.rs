@@ -1,8 +1,7 @@
-//! Runs the steps of a job, in order, until one fails.
+//! Runs the steps of a job in order until one fails.
 //!
-//! Invariants: in a job with a worker, a step starts only when the worker has its start in the
-//! journal; a step that was in flight when an earlier runner was killed runs again only if the job
-//! says that it may.
+//! Invariants: with a worker, a step starts only after the worker has its start in the journal. A
+//! step that was in flight when an earlier runner was killed runs again only if it is idempotent.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -22,7 +21,7 @@ use super::{
 };
 use crate::{exec::Execs, files::workspace::Workspace};
 
-/// Why a job ends before its time.
+/// Why a job is stopped early.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StopReason {
     Canceled,
@@ -46,7 +45,7 @@ impl StopReason {
     }
 }
 
-/// How a job ended.
+/// The end of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Ending {
     Success,
@@ -62,23 +61,23 @@ impl Ending {
     }
 }
 
-/// How a step ended.
+/// The end of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum StepEnd {
     Success,
     Failure(String),
-    /// It returned more than the job may.
+    /// The steps exceeded the job's output limit.
     TooMuchOutput,
     TimedOut,
     Stopped(StopReason),
 }
 
-/// What a step did.
+/// The outcome of a step.
 #[derive(Debug)]
 pub(super) struct StepOutcome {
     pub(super) end: StepEnd,
     pub(super) exit_code: Option<i32>,
-    /// Of a command: standard output and standard error.
+    /// Standard output and standard error of a command.
     pub(super) streams: Option<Encoded<2>>,
     pub(super) output: Option<Value>,
     pub(super) truncated: bool,
@@ -96,10 +95,10 @@ impl StepOutcome {
     }
 }
 
-/// Everything that the steps of a job need.
+/// The job, with the state and services that its steps need.
 pub(super) struct Work {
     pub(super) job: JobSpec,
-    /// The step that an earlier runner had started and not ended.
+    /// The step that an earlier runner started but did not end.
     pub(super) in_flight: Option<u64>,
     pub(super) deadline: Instant,
     pub(super) workspace: Workspace,
@@ -109,7 +108,7 @@ pub(super) struct Work {
     pub(super) control: Option<Rc<Control>>,
     pub(super) progress: Rc<Progress>,
     pub(super) budget: Budget,
-    /// Of the steps that ended, those of an earlier runner included.
+    /// The results of the ended steps, including those of an earlier runner.
     pub(super) results: RefCell<Vec<StepResult>>,
     pub(super) stop: watch::Receiver<Option<StopReason>>,
 }
@@ -156,7 +155,7 @@ impl Work {
         Ending::Success
     }
 
-    /// Waits until a step may start.
+    /// Reports the start of a step and waits for the acknowledgement.
     async fn begin(&self, index: usize, step: &Step) -> Result<(), Ending> {
         self.progress.begin(index, step.action.name());
         let started = Event::StepStarted {
@@ -188,11 +187,11 @@ impl Work {
         }
     }
 
-    /// Completes when the job has to end.
+    /// Completes when the job must stop.
     pub(super) async fn stopped(&self) -> StopReason {
         match self.stop.clone().wait_for(Option::is_some).await.as_deref() {
             Ok(Some(reason)) => *reason,
-            // Nobody can stop the job any more.
+            // The sender is gone, so no stop can come.
             _ => std::future::pending().await,
         }
     }
@@ -209,7 +208,8 @@ impl Work {
         self.results.borrow_mut().push(result);
     }
 
-    /// A step that an earlier runner started, which nobody saw the end of.
+    /// Ends the job because a step was interrupted: an earlier runner started it, its end is
+    /// unknown, and it may not be repeated.
     fn interrupted(&self, index: usize, step: &Step) -> Ending {
         let error = "the runner was killed while the step ran; it is not idempotent, so it was \
                      not run again";
@@ -225,7 +225,7 @@ impl Work {
         Ending::failure(FailureCode::RunnerInterrupted, named(index, step, error))
     }
 
-    /// The ending that a step of an earlier runner brought about.
+    /// The end of the job if a step of an earlier runner failed.
     fn earlier_ending(&self) -> Option<Ending> {
         let results = self.results.borrow();
         let last = results.last()?;
@@ -233,7 +233,7 @@ impl Work {
             StepStatus::Success => return None,
             StepStatus::Timeout => FailureCode::Timeout,
             StepStatus::Interrupted => FailureCode::RunnerInterrupted,
-            // Only the limit of output truncates what a failed step returned.
+            // The result of a failed step is truncated only by the output limit.
             StepStatus::Failure if last.truncated => FailureCode::ConstraintViolation,
             StepStatus::Failure => FailureCode::StepFailed,
         };
@@ -261,7 +261,7 @@ impl Work {
         )
     }
 
-    /// What a step's result says about its failure.
+    /// The error in the result of a failed step.
     fn error_of(&self, step: &Step, end: &StepEnd, own_deadline: bool) -> Option<String> {
         Some(match end {
             StepEnd::Success => return None,
@@ -298,7 +298,7 @@ impl Work {
     }
 }
 
-/// An error that names its step as people count and call it.
+/// Prefixes an error with the index, type and id of its step.
 fn named(index: usize, step: &Step, error: &str) -> String {
     let kind = step.action.name();
     let id = step.id.as_ref().map(|id| format!(", {id:?}"));
@@ -342,7 +342,7 @@ fn step_result(
     }
 }
 
-/// The result of a step that succeeded in an earlier run whose results are gone.
+/// The result of a step that succeeded in an earlier attempt, whose results are lost.
 pub(super) fn forgotten(index: usize, step: &Step) -> StepResult {
     let outcome = StepOutcome {
         truncated: true,

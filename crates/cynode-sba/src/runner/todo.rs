@@ -1,23 +1,23 @@
 //! The todo list of a job.
 //!
-//! It begins with the job's requirements, acceptance criteria and steps. Steps check themselves
-//! off; a requirement or criterion stays open until whoever verifies it says so, so that the list
-//! of a job whose steps all succeeded still shows what nobody has verified.
+//! Initially it has the job's requirements, acceptance criteria and steps. A step is checked off
+//! when it succeeds. A requirement or criterion stays open until it is verified explicitly, so the
+//! list of a successful job still shows what is unverified.
 //!
-//! Invariants: ids are never reused; the parts of an item follow it, and it is done exactly when
-//! all of them are; the list stays within its bounds.
+//! Invariants: ids are never reused. The parts of an item directly follow it, and it is done if and
+//! only if all of them are. The list stays within its bounds.
 
 use cynode_api::sba::{Action, JobSpec, Step, TodoSummary};
 use serde::{Deserialize, Serialize};
 
-/// Items of a list. Those of the largest job leave room for as many more.
+/// Items per list: twice as many as the largest job starts with.
 const MAX_ITEMS: usize = 12_288;
 /// Longer titles are cut.
 const MAX_TITLE_BYTES: usize = 256;
-/// Titles in a summary.
+/// Open titles in a summary.
 const MAX_OPEN_TITLES: usize = 100;
 
-/// Where an item comes from.
+/// The origin of an item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Source {
@@ -34,7 +34,7 @@ pub(super) struct Item {
     pub(super) title: String,
     pub(super) source: Source,
     pub(super) done: bool,
-    /// The item that this is a part of.
+    /// The item of which this one is a part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) parent: Option<u64>,
 }
@@ -46,21 +46,21 @@ pub(super) struct TodoList {
     next_id: u64,
 }
 
-/// Why a change is refused. The list stays as it was.
+/// Why a change was refused. The list is unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TodoError {
     /// No item has this id.
     Unknown(u64),
-    /// The list has no room.
+    /// The list is full.
     Full,
-    /// The parts of the item decide whether it is done.
+    /// The item has parts, which determine whether it is done.
     HasParts(u64),
-    /// The new order does not name each item once, or puts parts elsewhere than after their item.
+    /// The new order does not contain each id once, or separates parts from their item.
     NotAnOrder,
 }
 
 impl TodoList {
-    /// The list that a job begins with. The ids of its items follow from the job.
+    /// The initial list of a job. The ids depend on the job only.
     pub(super) fn of(job: &JobSpec) -> Self {
         let mut list = Self::default();
         if let Some(context) = &job.context {
@@ -77,7 +77,8 @@ impl TodoList {
         list
     }
 
-    /// Reads a stored list, which must be that of the job, changed by the operations here.
+    /// Parses a stored list. Refuses one that the operations below can't have produced for this
+    /// job.
     pub(super) fn resumed(json: &[u8], job: &JobSpec) -> Option<Self> {
         let list: Self = serde_json::from_slice(json).ok()?;
         let fresh = Self::of(job);
@@ -117,9 +118,9 @@ impl TodoList {
         position.ok_or(TodoError::Unknown(id))
     }
 
-    /// Checks a step of the job off with its parts, or opens it again.
+    /// Marks a step and its parts as done or open.
     pub(super) fn set_step(&mut self, index: usize, done: bool) {
-        // Steps have consecutive ids, wherever they are moved to.
+        // Ids of steps are consecutive, even if the items were reordered.
         let steps = self.items.iter().filter(|item| item.source == Source::Step);
         let Some(first) = steps.map(|item| item.id).min() else {
             return;
@@ -143,7 +144,7 @@ impl TodoList {
         Ok(self.next_id - 1)
     }
 
-    /// Marks an item as done, and the items that consist of nothing else any more.
+    /// Marks an item as done, and each parent whose parts are now all done.
     pub(super) fn complete(&mut self, id: u64) -> Result<(), TodoError> {
         let position = self.position(id)?;
         if self.items.iter().any(|item| item.parent == Some(id)) {
@@ -163,7 +164,7 @@ impl TodoList {
         Ok(())
     }
 
-    /// Splits an item into parts, which follow it; returns their ids.
+    /// Splits an item into parts, which follow it. Returns their ids.
     pub(super) fn split(&mut self, id: u64, parts: &[&str]) -> Result<Vec<u64>, TodoError> {
         let position = self.position(id)?;
         if self.items.iter().any(|item| item.parent == Some(id)) {
@@ -195,7 +196,7 @@ impl TodoList {
         }
     }
 
-    /// Puts the items into another order, by their ids.
+    /// Reorders the items by a list of their ids.
     pub(super) fn reorder(&mut self, ids: &[u64]) -> Result<(), TodoError> {
         if ids.len() != self.items.len() {
             return Err(TodoError::NotAnOrder);
@@ -217,8 +218,7 @@ impl TodoList {
         Ok(())
     }
 
-    /// Whether ids are unique, and every part comes after its item and before what is no part of
-    /// it.
+    /// Returns whether ids are unique and the parts of each item directly follow it.
     fn is_ordered(&self) -> bool {
         let mut seen = std::collections::BTreeSet::new();
         let mut above: Vec<u64> = Vec::new();
@@ -254,7 +254,7 @@ impl TodoList {
     }
 }
 
-/// One line of bounded length.
+/// Cuts a title to one line of bounded length.
 fn title(text: &str) -> String {
     let mut title = String::new();
     for word in text.split(|character: char| character.is_whitespace() || character.is_control()) {
@@ -316,7 +316,10 @@ mod tests {
     }
 
     fn titles(list: &TodoList) -> Vec<&str> {
-        list.items().iter().map(|item| item.title.as_str()).collect()
+        list.items()
+            .iter()
+            .map(|item| item.title.as_str())
+            .collect()
     }
 
     #[test]
@@ -334,7 +337,10 @@ mod tests {
         list.set_step(7, true);
         let summary = list.summary();
         assert_eq!((summary.total, summary.done), (5, 1));
-        assert_eq!(summary.open, ["It works", "Tests pass", "Builds", "list_tree ."]);
+        assert_eq!(
+            summary.open,
+            ["It works", "Tests pass", "Builds", "list_tree ."]
+        );
         assert_eq!(list.short_summary(1).open, ["It works"]);
         list.set_step(0, false);
         assert_eq!(list, TodoList::of(&job()));
@@ -346,7 +352,10 @@ mod tests {
         let parts = list.split(3, &["x", "y"]).expect("split");
         list.split(parts[1], &["z"]).expect("split");
         list.set_step(0, true);
-        assert_eq!(list.summary().open, ["It works", "Tests pass", "Builds", "list_tree ."]);
+        assert_eq!(
+            list.summary().open,
+            ["It works", "Tests pass", "Builds", "list_tree ."]
+        );
     }
 
     #[test]
@@ -359,8 +368,15 @@ mod tests {
         list.complete(parts[1]).expect("done");
         assert!(!list.get(0).expect("an item").done);
         list.complete(inner[0]).expect("done");
-        assert!([0, parts[0]].iter().all(|id| list.get(*id).expect("an item").done));
-        assert_eq!(list.split(parts[0], &["x"]), Err(TodoError::HasParts(parts[0])));
+        assert!(
+            [0, parts[0]]
+                .iter()
+                .all(|id| list.get(*id).expect("an item").done)
+        );
+        assert_eq!(
+            list.split(parts[0], &["x"]),
+            Err(TodoError::HasParts(parts[0]))
+        );
         list.split(parts[1], &["more"]).expect("split");
         assert!(!list.get(0).expect("an item").done);
         assert_eq!(list.split(0, &[]), Err(TodoError::HasParts(0)));
@@ -371,7 +387,9 @@ mod tests {
     fn a_new_order_names_every_item_once_and_keeps_parts_together() {
         let mut list = TodoList::of(&job());
         let parts = list.split(4, &["x", "y"]).expect("split");
-        let [x, y] = parts[..] else { panic!("two parts") };
+        let [x, y] = parts[..] else {
+            panic!("two parts")
+        };
         for bad in [
             &[0, 1, 2, 3, 4, x][..],
             &[0, 0, 1, 2, 3, 4, x],

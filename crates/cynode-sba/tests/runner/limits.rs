@@ -83,7 +83,10 @@ fn nobody_who_reads_delays_a_deadline_when_nobody_reads() {
     let mut child = sandbox.command(&[]).spawn().expect("started");
     let status = child.wait().expect("ended");
     assert!(begun.elapsed() < Duration::from_secs(20));
-    assert!(status.code() == Some(124) || status.code() == Some(1), "{status}");
+    assert!(
+        status.code() == Some(124) || status.code() == Some(1),
+        "{status}"
+    );
     assert!(sandbox.get("job/result.json").contains("max_output_bytes"));
 }
 
@@ -105,12 +108,18 @@ fn output_up_to_the_limit_is_kept_and_one_byte_more_ends_the_job() {
     assert_eq!(output.status.code(), Some(1));
     assert_eq!(result.failure_code, Some(FailureCode::ConstraintViolation));
     let last = &result.steps[2];
-    assert_eq!((last.status, last.truncated, stdout(last)), (StepStatus::Failure, true, ""));
+    assert_eq!(
+        (last.status, last.truncated, stdout(last)),
+        (StepStatus::Failure, true, "")
+    );
 
     let (result, _) = limited(steps(), 9);
     assert_eq!(result.failure_code, Some(FailureCode::ConstraintViolation));
     let output = result.steps[1].output.as_ref().expect("an output");
-    assert_eq!((&output["content"], &output["truncated"]), (&json!("1234"), &json!(true)));
+    assert_eq!(
+        (&output["content"], &output["truncated"]),
+        (&json!("1234"), &json!(true))
+    );
 
     let (result, _) = limited(json!([sh("yes; touch never")]), 1_001);
     assert_eq!(result.failure_code, Some(FailureCode::ConstraintViolation));
@@ -126,13 +135,19 @@ fn output_up_to_the_limit_is_kept_and_one_byte_more_ends_the_job() {
 #[test]
 fn a_command_that_exceeds_the_limit_is_killed_with_its_tree() {
     let sandbox = Sandbox::new();
-    let mut job = job(json!([sh("sleep 1000 & echo $! >pid; trap '' TERM PIPE; yes; sleep 1000")]));
+    let mut job = job(json!([sh(
+        "sleep 1000 & echo $! >pid; trap '' TERM PIPE; yes; sleep 1000"
+    )]));
     job["constraints"]["max_output_bytes"] = json!(10);
     let begun = Instant::now();
     let (result, _) = sandbox.run(&job);
     assert!(begun.elapsed() < Duration::from_secs(10));
     assert_eq!(result.failure_code, Some(FailureCode::ConstraintViolation));
-    let pid = sandbox.get("workspace/pid").trim().parse().expect("a process");
+    let pid = sandbox
+        .get("workspace/pid")
+        .trim()
+        .parse()
+        .expect("a process");
     assert!(!is_running(pid));
 }
 
@@ -142,13 +157,21 @@ fn sigterm_cancels_the_job_with_a_complete_result() {
         let sandbox = Sandbox::new();
         let trap = if stubborn { "trap '' TERM; " } else { "" };
         let script = format!("{trap}echo started; touch started; sleep 1000; sleep 1000");
-        let child = sandbox.start(&job(json!([sh("echo one"), sh(&script), sh("touch never")])));
+        let child = sandbox.start(&job(json!([
+            sh("echo one"),
+            sh(&script),
+            sh("touch never")
+        ])));
         eventually("the step runs", || sandbox.workspace("started").exists());
         let begun = Instant::now();
         signal(child.id(), Signal::TERM);
         let (result, output) = sandbox.finish(child);
         // The node gives a second.
-        assert!(begun.elapsed() < Duration::from_millis(900), "{:?}", begun.elapsed());
+        assert!(
+            begun.elapsed() < Duration::from_millis(900),
+            "{:?}",
+            begun.elapsed()
+        );
         assert_eq!(output.status.code(), Some(1));
         assert_eq!(result.status, ResultStatus::Failure);
         assert_eq!(result.failure_code, Some(FailureCode::Canceled));
@@ -230,6 +253,9 @@ fn a_result_that_does_not_fit_on_the_disk_comes_without_output() {
     assert_eq!(code, Some(1));
     assert_eq!(result.failure_code, Some(FailureCode::StepFailed));
     assert_eq!(result.steps.len(), 2);
-    assert_eq!((&result.steps[0].stdout, result.steps[0].truncated), (&None, true));
+    assert_eq!(
+        (&result.steps[0].stdout, result.steps[0].truncated),
+        (&None, true)
+    );
     assert_eq!(result.steps[1].exit_code, Some(4));
 }

@@ -5,7 +5,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::support::{
-    JOB_ID, Sandbox, as_user, eventually, is_root, job, sh, signal, step, stdout, with,
+    JOB_ID, Sandbox, as_user, eventually, is_root, job, sh, signal, stdout, step, with,
 };
 
 #[test]
@@ -15,7 +15,10 @@ fn a_job_on_standard_input_has_its_result_on_standard_output_and_nothing_else() 
     let (result, output) = sandbox.run_stdio(job.to_string().as_bytes());
     assert_eq!(output.status.code(), Some(0));
     assert_eq!(stdout(&result.steps[0]), "out\n");
-    let mut lines: Vec<&str> = std::str::from_utf8(&output.stderr).expect("text").lines().collect();
+    let mut lines: Vec<&str> = std::str::from_utf8(&output.stderr)
+        .expect("text")
+        .lines()
+        .collect();
     lines.sort_unstable();
     assert_eq!(lines, ["err", "out"]);
     assert!(sandbox.workspace("made").exists());
@@ -27,11 +30,17 @@ fn a_job_on_standard_input_has_its_result_on_standard_output_and_nothing_else() 
 // part of: CYNAI.SBAGNT.SchemaValidation
 fn an_invalid_job_is_refused_before_any_step_with_the_path_to_the_error() {
     let sandbox = Sandbox::new();
-    let mut broken = job(json!([sh("touch made"), step("run_command", json!({"argv": 1}))]));
+    let mut broken = job(json!([
+        sh("touch made"),
+        step("run_command", json!({"argv": 1}))
+    ]));
     let (result, output) = sandbox.run(&broken);
     assert_eq!(output.status.code(), Some(1));
     assert_eq!(result.failure_code, Some(FailureCode::SchemaValidation));
-    assert_eq!(result.job_id.map(|id| id.to_string()).as_deref(), Some(JOB_ID));
+    assert_eq!(
+        result.job_id.map(|id| id.to_string()).as_deref(),
+        Some(JOB_ID)
+    );
     assert_eq!(result.steps, []);
     let message = result.failure_message.expect("a message");
     assert!(message.contains("steps[1].args.argv"), "{message}");
@@ -118,21 +127,35 @@ fn progress(sandbox: &Sandbox) -> Value {
 // part of: CYNAI.SBAGNT.TodoList
 fn status_and_todo_list_are_in_files_while_the_job_runs_and_after_it() {
     let sandbox = Sandbox::new();
-    let mut job = job(json!([sh("true"), sh("while [ ! -e go ]; do sleep 0.01; done")]));
+    let mut job = job(json!([
+        sh("true"),
+        sh("while [ ! -e go ]; do sleep 0.01; done")
+    ]));
     job["context"] = json!({"requirements": ["It works"]});
     let child = sandbox.start(&job);
     eventually("the second step runs", || {
         sandbox.path("job/status.json").exists() && progress(&sandbox)["step"] == 1
     });
     let status = progress(&sandbox);
-    assert_eq!((&status["status"], &status["steps"]), (&json!("in_progress"), &json!(2)));
-    assert_eq!((&status["job_id"], &status["activity"]), (&json!(JOB_ID), &json!("run_command")));
+    assert_eq!(
+        (&status["status"], &status["steps"]),
+        (&json!("in_progress"), &json!(2))
+    );
+    assert_eq!(
+        (&status["job_id"], &status["activity"]),
+        (&json!(JOB_ID), &json!("run_command"))
+    );
     assert!(!sandbox.path("job/result.json").exists());
     sandbox.put("workspace/go", "");
     let (result, _) = sandbox.finish(child);
     assert_eq!(progress(&sandbox)["status"], "success");
     let todo: Value = serde_json::from_str(&sandbox.get("job/todo.json")).expect("JSON");
-    let done: Vec<_> = todo["items"].as_array().expect("items").iter().map(|item| &item["done"]).collect();
+    let done: Vec<_> = todo["items"]
+        .as_array()
+        .expect("items")
+        .iter()
+        .map(|item| &item["done"])
+        .collect();
     assert_eq!(done, [&json!(false), &json!(true), &json!(true)]);
     assert_eq!(result.todo.expect("a summary").open, ["It works"]);
 }
@@ -147,7 +170,9 @@ fn restarted(idempotent: bool, change: impl FnOnce(&Sandbox, &mut Value)) -> (Sa
         sh("echo ran >>third"),
     ]));
     let mut child = sandbox.start(&job);
-    eventually("the second step runs", || sandbox.workspace("second").exists());
+    eventually("the second step runs", || {
+        sandbox.workspace("second").exists()
+    });
     child.kill().expect("killed");
     child.wait().expect("ended");
     sandbox.put("workspace/go", "");
@@ -163,7 +188,10 @@ fn a_runner_that_is_started_again_continues_where_the_last_one_was_killed() {
     let runs = |name: &str| sandbox.get(&format!("workspace/{name}")).lines().count();
     assert_eq!((runs("first"), runs("second"), runs("third")), (1, 2, 1));
     assert_eq!(result.steps.len(), 3);
-    assert_eq!((&result.steps[0].stdout, result.steps[0].truncated), (&None, true));
+    assert_eq!(
+        (&result.steps[0].stdout, result.steps[0].truncated),
+        (&None, true)
+    );
     assert_eq!(result.todo.expect("a summary").done, 3);
     assert_eq!(progress(&sandbox)["attempt"], 2);
 }
@@ -200,13 +228,19 @@ fn a_reader_of_the_result_may_share_its_pipe_with_the_output() {
     let flood = "head -c 300000 /dev/zero | tr '\\0' x; echo";
     let job = job(json!([sh(flood)])).to_string();
     let output = as_user("sh")
-        .args(["-c", "printf %s \"$1\" | \"$2\" run --stdio --workspace \"$3\" 2>&1 | (sleep 0.3; cat)"])
+        .args([
+            "-c",
+            "printf %s \"$1\" | \"$2\" run --stdio --workspace \"$3\" 2>&1 | (sleep 0.3; cat)",
+        ])
         .args(["sh", &job, env!("CARGO_BIN_EXE_cynode-sba")])
         .arg(sandbox.path("workspace"))
         .output()
         .expect("ended");
     let text = String::from_utf8(output.stdout).expect("text");
-    let json = text.lines().find(|line| line.starts_with('{')).expect("a result");
+    let json = text
+        .lines()
+        .find(|line| line.starts_with('{'))
+        .expect("a result");
     let result = JobResult::parse(json.as_bytes()).expect("a valid result");
     assert_eq!(result.status, ResultStatus::Success);
 }
@@ -214,7 +248,9 @@ fn a_reader_of_the_result_may_share_its_pipe_with_the_output() {
 #[test]
 fn a_runner_whose_streams_are_closed_still_works_its_job() {
     let sandbox = Sandbox::new();
-    let mut child = sandbox.start(&job(json!([sh("sleep 0.2; echo out; echo err >&2; echo more")])));
+    let mut child = sandbox.start(&job(json!([sh(
+        "sleep 0.2; echo out; echo err >&2; echo more"
+    )])));
     drop((child.stdout.take(), child.stderr.take()));
     child.wait().expect("ended");
     assert!(sandbox.get("job/result.json").contains("out\\nmore\\n"));

@@ -127,7 +127,10 @@ impl Sandbox {
         let output = child.wait_with_output().expect("ended");
         writer.join().expect("written");
         let result = JobResult::parse(&output.stdout);
-        (result.unwrap_or_else(|error| panic!("{error}: {output:?}")), output)
+        (
+            result.unwrap_or_else(|error| panic!("{error}: {output:?}")),
+            output,
+        )
     }
 
     /// A file that a step can run.

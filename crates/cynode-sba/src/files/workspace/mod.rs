@@ -206,7 +206,9 @@ impl Workspace {
             .into_iter()
             .find_map(|root| match path.strip_prefix(root)? {
                 b"" => Some(&b"."[..]),
-                rest => rest.starts_with(b"/").then(|| without_leading_slashes(rest)),
+                rest => rest
+                    .starts_with(b"/")
+                    .then(|| without_leading_slashes(rest)),
             })
             .unwrap_or(path);
         if relative
@@ -236,7 +238,10 @@ fn as_path(name: &[u8]) -> &Path {
 /// A system error; one of the confined lookup names its reason.
 fn failure(errno: Errno, doing: &str, path: &[u8]) -> Failure {
     if errno == Errno::XDEV {
-        let message = format!("{doing} {}: the path leads out of the workspace", shown(path));
+        let message = format!(
+            "{doing} {}: the path leads out of the workspace",
+            shown(path)
+        );
         return Failure::new(ErrorCode::PermissionDenied, message);
     }
     Failure::system(errno, doing, path)

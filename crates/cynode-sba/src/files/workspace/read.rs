@@ -126,7 +126,8 @@ impl Selection {
             }
             if self.line >= self.lines.start {
                 let room = self.max_bytes - self.content.len() as u64;
-                let fits = usize::try_from(room).map_or(segment.len(), |room| room.min(segment.len()));
+                let fits =
+                    usize::try_from(room).map_or(segment.len(), |room| room.min(segment.len()));
                 self.content.extend_from_slice(&segment[..fits]);
                 self.is_truncated = fits < segment.len();
             }

@@ -83,7 +83,11 @@ fn with_links() -> Job {
         symlink(target, job.files.path(name)).expect("link");
     }
     symlink(job.files.outside("secret"), job.files.path("absolute")).expect("link");
-    symlink(job.files.path("dir/file"), job.files.path("absolute-inside")).expect("link");
+    symlink(
+        job.files.path("dir/file"),
+        job.files.path("absolute-inside"),
+    )
+    .expect("link");
     job
 }
 
@@ -116,7 +120,11 @@ fn paths_that_lead_out_of_the_workspace_are_refused_by_every_step() {
         }
     }
     for path in ["..", "updir", "/", "/etc", "dir/../.."] {
-        assert_eq!(code(job.list(path, 1)), ErrorCode::PermissionDenied, "{path}");
+        assert_eq!(
+            code(job.list(path, 1)),
+            ErrorCode::PermissionDenied,
+            "{path}"
+        );
     }
     let diff = "--- a/updir/new\n+++ b/updir/new\n@@ -0,0 +1 @@\n+x\n";
     let diff = Operation::Patch {
@@ -131,7 +139,13 @@ fn paths_that_lead_out_of_the_workspace_are_refused_by_every_step() {
 #[test]
 fn links_that_stay_inside_are_followed() {
     let job = with_links();
-    for path in ["dir/file", "inside/file", "dir/link", "dir/roundabout", "inside/roundabout"] {
+    for path in [
+        "dir/file",
+        "inside/file",
+        "dir/link",
+        "dir/roundabout",
+        "inside/roundabout",
+    ] {
         assert_eq!(job.read(path).expect("read"), b"hello", "{path}");
         job.write(path, "hello").expect("written");
     }
@@ -149,16 +163,26 @@ fn links_that_stay_inside_are_followed() {
 fn the_workspace_may_be_named_by_its_absolute_path() {
     let job = with_links();
     let own = job.files.path("dir/file");
-    for path in ["/workspace/dir/file", "/workspace//dir/./file", own.to_str().expect("text")] {
+    for path in [
+        "/workspace/dir/file",
+        "/workspace//dir/./file",
+        own.to_str().expect("text"),
+    ] {
         assert_eq!(job.read(path).expect("read"), b"hello", "{path}");
     }
     for path in ["/workspace", "/workspace/", ".", "./"] {
         let listed = job.list(path, 1).expect("listed");
         assert_eq!(listed[0], "absolute", "{path}");
     }
-    assert_eq!(job.list("/workspace/dir", 1).expect("listed")[0], "dir/file");
+    assert_eq!(
+        job.list("/workspace/dir", 1).expect("listed")[0],
+        "dir/file"
+    );
     // No prefix of a name.
-    assert_eq!(code(job.read("/workspaces/file")), ErrorCode::PermissionDenied);
+    assert_eq!(
+        code(job.read("/workspaces/file")),
+        ErrorCode::PermissionDenied
+    );
 }
 
 #[test]
@@ -178,7 +202,10 @@ fn a_write_creates_parents_keeps_the_mode_and_replaces_only_files() {
     };
     job.run(script).expect("written");
     job.write("a/b/file", "newer").expect("written");
-    assert_eq!((mode("a/b/file"), job.files.get("a/b/file")), (0o755, b"newer".to_vec()));
+    assert_eq!(
+        (mode("a/b/file"), job.files.get("a/b/file")),
+        (0o755, b"newer".to_vec())
+    );
     assert_eq!(job.files.names("a/b"), ["file"]);
     job.files.fifo("fifo");
     for path in ["a", "a/", "a/b/file/", ".", "/workspace", "fifo"] {
@@ -201,7 +228,10 @@ fn lines_are_read_and_the_hash_is_that_of_the_whole_file() {
         let content = String::from_utf8(content.expect("content")).expect("text");
         (content, value["truncated"] == true, value["size"].clone())
     };
-    assert_eq!(read(2, Some(3), 100), ("two\nthree\n".to_owned(), false, json!(18)));
+    assert_eq!(
+        read(2, Some(3), 100),
+        ("two\nthree\n".to_owned(), false, json!(18))
+    );
     assert_eq!(read(4, None, 100).0, "four");
     assert_eq!(read(9, None, 100), (String::new(), false, json!(18)));
     assert_eq!(read(2, None, 5), ("two\nt".to_owned(), true, json!(18)));
@@ -251,7 +281,10 @@ fn a_huge_file_is_read_only_as_far_as_asked() {
     };
     let (value, content) = job.run(operation).expect("read");
     assert_eq!(content.expect("content"), b"start\n");
-    assert_eq!((&value["sha256"], &value["size"]), (&Value::Null, &json!(1_u64 << 40)));
+    assert_eq!(
+        (&value["sha256"], &value["size"]),
+        (&Value::Null, &json!(1_u64 << 40))
+    );
 }
 
 #[test]
@@ -261,9 +294,14 @@ fn a_tree_is_listed_in_order_with_hidden_names_and_links_but_not_inside_git() {
         job.files.put(path, "");
     }
     symlink("a", job.files.path("link")).expect("link");
-    let all = [".git", ".hidden", "a", "a/x", "b", "link", "sub", "sub/.git"];
+    let all = [
+        ".git", ".hidden", "a", "a/x", "b", "link", "sub", "sub/.git",
+    ];
     assert_eq!(job.list(".", 64).expect("listed"), all);
-    assert_eq!(job.list(".git", 64).expect("listed"), [".git/objects", ".git/objects/1"]);
+    assert_eq!(
+        job.list(".git", 64).expect("listed"),
+        [".git/objects", ".git/objects/1"]
+    );
     assert_eq!(job.list("a/x", 1).expect("listed"), ["a/x"]);
     assert_eq!(code(job.list("none", 1)), ErrorCode::NotFound);
     let (value, _) = job
@@ -295,8 +333,15 @@ fn what_is_returned_fits_into_the_room_that_is_left() {
         let count = output.value["entries"].as_array().expect("entries").len();
         assert!((least..100).contains(&count), "{room:?}: {count}");
         let text = output.value["entries"].to_string();
-        assert!(count == 0 || text.len() <= bytes, "{room:?}: {}", text.len());
-        assert!(count_nodes(&output.value["entries"]) <= nodes + 1, "{room:?}");
+        assert!(
+            count == 0 || text.len() <= bytes,
+            "{room:?}: {}",
+            text.len()
+        );
+        assert!(
+            count_nodes(&output.value["entries"]) <= nodes + 1,
+            "{room:?}"
+        );
     }
     let diff: String = (0..50)
         .map(|number| format!("--- /dev/null\n+++ b/new{number}\n@@ -0,0 +1 @@\n+x\n"))
@@ -325,7 +370,10 @@ fn a_diff_is_applied_whole_or_not_at_all_and_names_what_it_changed() {
     };
     let bad = "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-one\n+1\n--- a/none\n+++ b/none\n@@ -1 +1 @@\n-x\n+y\n";
     let error: AgentError = refused(apply(bad));
-    assert_eq!((error.code, error.rejects.len()), (ErrorCode::PatchRejected, 1));
+    assert_eq!(
+        (error.code, error.rejects.len()),
+        (ErrorCode::PatchRejected, 1)
+    );
     assert_eq!(job.files.get("file"), b"one\ntwo\n");
     let (value, _) =
         apply("--- a/file\n+++ b/file\n@@ -1,2 +1,2 @@\n-one\n+1\n two\n").expect("applied");
@@ -380,8 +428,14 @@ fn a_write_that_races_with_links_never_leaves_the_workspace() {
         }
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
     });
-    assert!(written > 100 && refused > 100, "{written} written, {refused} refused");
-    assert_eq!(std::fs::read(job.files.outside("secret")).expect("read"), b"secret");
+    assert!(
+        written > 100 && refused > 100,
+        "{written} written, {refused} refused"
+    );
+    assert_eq!(
+        std::fs::read(job.files.outside("secret")).expect("read"),
+        b"secret"
+    );
     let other = std::fs::read_dir(job.files.outside("other")).expect("listed");
     assert_eq!(other.count(), 0);
 }

@@ -39,12 +39,7 @@ struct WriteTarget {
 }
 
 impl Workspace {
-    pub(super) fn write(
-        &self,
-        path: &[u8],
-        content: &[u8],
-        mode: Option<u32>,
-    ) -> Outcome<Output> {
+    pub(super) fn write(&self, path: &[u8], content: &[u8], mode: Option<u32>) -> Outcome<Output> {
         let parts = self.parts(path)?;
         let is_directory = parts.is_empty() || path.ends_with(b"/") || path.ends_with(b"/.");
         if is_directory {
@@ -56,7 +51,12 @@ impl Workspace {
         staged.file().write_all(content).doing("writing", path)?;
         let mode = mode.or(target.mode).unwrap_or(DEFAULT_MODE) & 0o1777;
         staged
-            .publish(&target.directory, OsStr::from_bytes(&target.name), mode, true)
+            .publish(
+                &target.directory,
+                OsStr::from_bytes(&target.name),
+                mode,
+                true,
+            )
             .doing("writing", path)?;
         Ok(Output {
             value: json!({ "sha256": digest::of_bytes(content), "size": content.len() }),
@@ -91,8 +91,13 @@ fn find(root: &ConfinedRoot, parts: &[&[u8]], path: &[u8]) -> Outcome<WriteTarge
             FileType::File => {
                 // Replacing a file needs no write permission on it. A read-only file is meant to
                 // stay, so require the permission anyway.
-                accessat(&directory, name.as_slice(), Access::WRITE_OK, AtFlags::empty())
-                    .map_err(failed)?;
+                accessat(
+                    &directory,
+                    name.as_slice(),
+                    Access::WRITE_OK,
+                    AtFlags::empty(),
+                )
+                .map_err(failed)?;
                 return Ok(WriteTarget {
                     directory,
                     name,

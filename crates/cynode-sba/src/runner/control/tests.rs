@@ -2,13 +2,13 @@ use tokio::task::LocalSet;
 
 use super::*;
 
-/// A worker's end of the conversation, without process 1.
+/// A worker that is connected directly, without process 1.
 struct Worker {
     stream: UnixStream,
     decoder: Decoder,
 }
 
-/// A message with its document, as far as it came.
+/// A message, with as much of its document as was received.
 #[derive(Debug, PartialEq)]
 enum Said {
     Message(FromRunner),
@@ -49,10 +49,7 @@ impl Worker {
                 None => {}
             }
             let mut buffer = vec![0; MAX_DATA];
-            let read = tokio::time::timeout(
-                Duration::from_secs(10),
-                self.stream.read(&mut buffer),
-            );
+            let read = tokio::time::timeout(Duration::from_secs(10), self.stream.read(&mut buffer));
             let count = read.await.expect("in time").expect("open");
             assert_ne!(count, 0, "closed");
             self.decoder.extend(&buffer[..count]);
@@ -95,14 +92,17 @@ async fn a_job_whose_documents_were_interrupted_is_sent_again() {
         worker.send_document(b"an earlier").await;
         worker.send(&Frame::Data(b"[half".to_vec())).await;
         worker.attach(0, false).await;
-        // Nothing of the earlier connection counts, also when it comes late.
+        // Late frames of the earlier connection are ignored.
         worker.send_document(b"late").await;
         worker.say(&JOB).await;
         worker.send_document(b"the job").await;
         worker.send_document(b"[]").await;
         let assignment = control.assignment().await;
         assert_eq!((assignment.attempt, assignment.in_flight), (2, Some(1)));
-        assert_eq!((&assignment.job[..], &assignment.finished[..]), (&b"the job"[..], &b"[]"[..]));
+        assert_eq!(
+            (&assignment.job[..], &assignment.finished[..]),
+            (&b"the job"[..], &b"[]"[..])
+        );
         worker.attach(0, true).await;
         // A second job is ignored.
         worker.say(&JOB).await;
@@ -122,13 +122,17 @@ async fn events_are_repeated_until_they_are_acknowledged() {
         worker.expect_event(1, Event::Accepted).await;
         worker.attach(0, false).await;
         worker.expect_event(1, Event::Accepted).await;
-        worker.expect_event(2, Event::StepStarted { index: 0 }).await;
+        worker
+            .expect_event(2, Event::StepStarted { index: 0 })
+            .await;
         worker.say(&ToRunner::Acknowledge { number: 1 }).await;
         let waits = tokio::time::timeout(Duration::from_millis(50), control.acknowledged(started));
         assert!(waits.await.is_err());
         worker.attach(1, false).await;
-        worker.expect_event(2, Event::StepStarted { index: 0 }).await;
-        // More than there is counts as all.
+        worker
+            .expect_event(2, Event::StepStarted { index: 0 })
+            .await;
+        // A number beyond the last event acknowledges all events.
         worker.say(&ToRunner::Acknowledge { number: 99 }).await;
         control.acknowledged(started).await;
         control.report(Event::StepEnded { index: 0 }, Some(b"{}".to_vec()));
@@ -144,7 +148,7 @@ async fn events_are_repeated_until_they_are_acknowledged() {
 #[tokio::test]
 async fn a_document_that_an_attach_interrupts_begins_again() {
     with_worker(|control, mut worker| async move {
-        // Far more than the socket holds.
+        // Far more than the socket's buffer holds.
         let size = 5 << 20;
         worker.attach(0, false).await;
         control.report(Event::Result, Some(vec![b'x'; size]));
