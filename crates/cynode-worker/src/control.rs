@@ -375,7 +375,8 @@ impl ControlClient {
             largest: Some(self.sessions.capacity.largest),
             promised_memory_bytes: Some(self.sessions.capacity.promised_memory_bytes),
             encoded_patches: Some(cynode_patch::WIRE_VERSION),
-            runner: (config.exec_via == ExecVia::Agent).then_some(cynode_sba_proto::runner::VERSION),
+            runner: (config.exec_via == ExecVia::Agent)
+                .then_some(cynode_sba_proto::runner::VERSION),
             unenforced: config.allow_unenforced.clone(),
             labels: config.labels.clone(),
             images,

@@ -127,7 +127,7 @@ impl Exec {
         self.inner.lock().ended.as_ref().map(|ended| ended.ended_at)
     }
 
-    pub(crate) fn object(&self) -> ExecObject {
+    pub(crate) fn to_api(&self) -> ExecObject {
         let inner = self.inner.lock();
         let state = match &inner.ended {
             None => ExecState::Running,
@@ -169,7 +169,11 @@ impl Exec {
 
     /// How the exec ended, if it has.
     pub(crate) fn exit(&self) -> Option<ExecExit> {
-        self.inner.lock().ended.as_ref().map(|ended| ended.exit.clone())
+        self.inner
+            .lock()
+            .ended
+            .as_ref()
+            .map(|ended| ended.exit.clone())
     }
 
     /// Waits for the end, or for the failure of the start.

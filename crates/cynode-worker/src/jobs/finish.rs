@@ -1,7 +1,7 @@
-//! What is kept of a job when its command or runner has ended: its artifacts, and a complete result.
+//! Collects the artifacts and the result of a job after its command or runner has ended.
 //!
-//! Each step can be repeated: a worker that is killed meanwhile starts over with what is left of the
-//! sandbox.
+//! Each step is idempotent: if the worker is killed, the next one starts over with what is left of
+//! the sandbox.
 
 use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
@@ -27,9 +27,9 @@ use super::{
 };
 use crate::journal::blocking;
 
-/// How long all artifacts of a job may take. Then they are read from the disk.
+/// Time to copy all artifacts through the agent. After it, they are read from the disk.
 const ARTIFACTS_TIMEOUT: Duration = Duration::from_secs(900);
-/// Attempts to take artifacts while the node's disk is full or the runtime does not answer.
+/// Attempts to copy artifacts while the node's disk is full or the runtime does not respond.
 const TAKE_ATTEMPTS: u32 = 10;
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
@@ -38,7 +38,7 @@ impl Jobs {
         JobFiles::new(self.journal.job_directory(id))
     }
 
-    /// Takes the artifacts of a job that has run.
+    /// Copies the artifacts of a job whose command was started.
     pub(super) async fn take_artifacts(self: &Arc<Self>, entry: &Arc<JobEntry>) -> ArtifactList {
         let record = entry.record();
         let files = self.files(record.job.job_id);
@@ -106,7 +106,7 @@ impl Jobs {
             .map_err(|error| crate::sessions::journal_error(&error))
     }
 
-    /// Reads the result file of a job whose sandbox is gone; `None` if its disk is gone, too.
+    /// Reads the result file of a job whose sandbox is gone; `None` if its job directory is gone too.
     pub(super) async fn read_result_on_disk(
         self: &Arc<Self>,
         entry: &JobEntry,
@@ -127,7 +127,7 @@ impl Jobs {
             .ok()
     }
 
-    /// Stores a result that a file claims, and returns the outcome that it decides.
+    /// Stores the result from a result file, and returns its outcome.
     pub(super) async fn keep_result(
         &self,
         entry: &JobEntry,
@@ -140,7 +140,7 @@ impl Jobs {
         Some(JobOutcome::from_verdict(verdict, Reporter::File))
     }
 
-    /// Makes a result for a job with a specification that has none.
+    /// Makes and stores a result for a job that has a specification but no result.
     pub(super) async fn complete_result(&self, entry: &JobEntry, outcome: &JobOutcome) {
         let record = entry.record();
         if !record.has_specification || outcome.has_result {
@@ -173,7 +173,7 @@ impl Jobs {
     }
 }
 
-/// The JSON of a result that the worker makes, with the steps that the runner has reported.
+/// Builds the JSON of a result from the outcome and from the steps in the journal.
 fn made_result(files: &JobFiles, id: JobId, state: JobState, outcome: &JobOutcome) -> Vec<u8> {
     let (code, default) = match state {
         JobState::Canceled => (FailureCode::Canceled, "the job was stopped"),
@@ -215,7 +215,7 @@ fn failure_code(code: &str) -> FailureCode {
         .unwrap_or_else(|| FailureCode::Other(code.to_owned()))
 }
 
-/// The results of steps in the journal, and the one that was interrupted, as members of a list.
+/// The step results in the journal, and one for the interrupted step, as comma-separated JSON.
 fn reported_steps(files: &JobFiles) -> std::io::Result<Vec<u8>> {
     let steps = Steps::open(&files.steps())?;
     let mut json = Vec::new();
@@ -228,8 +228,8 @@ fn reported_steps(files: &JobFiles) -> std::io::Result<Vec<u8>> {
     let Some(index) = steps.in_flight() else {
         return Ok(json);
     };
-    let job = cynode_api::sba::JobSpec::parse(&files.specification()?)
-        .map_err(std::io::Error::other)?;
+    let job =
+        cynode_api::sba::JobSpec::parse(&files.specification()?).map_err(std::io::Error::other)?;
     let plan = Plan::of(&job);
     let Some(step) = plan.step(index) else {
         return Ok(json);
@@ -256,10 +256,10 @@ fn reported_steps(files: &JobFiles) -> std::io::Result<Vec<u8>> {
     Ok(json)
 }
 
-/// Puts steps into the JSON of a result without any.
+/// Inserts steps into the JSON of a result that has none.
 fn with_steps(result: &[u8], steps: &[u8]) -> Vec<u8> {
     const EMPTY: &[u8] = b"\"steps\":[]";
-    // What precedes it are a version, an id and a status.
+    // The first match is the field itself: only a version, an id and a status precede it.
     let Some(at) = memchr::memmem::find(result, EMPTY) else {
         return result.to_vec();
     };

@@ -1,8 +1,9 @@
-//! Runs a specification with the runner that the caller names: a command in an image of its own.
+//! Runs a specification with a custom runner: a command of the caller, usually in the caller's own
+//! image.
 //!
-//! Invariant: such a runner tells the worker nothing but how it exited. What it did is in a file
-//! that every process of the job can write, so the job says that a file reported it, and it is
-//! completed only if the worker saw the runner exit with 0.
+//! Invariant: the worker observes only the exit of such a runner. Its result is a file that every
+//! process of the job can write, so the job names a file as its reporter, and it is completed only if
+//! the worker saw the runner exit with 0.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,14 +22,14 @@ use super::{
 };
 use crate::sessions::SessionEntry as Sandbox;
 
-/// Added to the time of the job, so that a runner that enforces it can report that.
+/// Time beyond the job's limit, in which a runner that enforces the limit can report the timeout.
 const DEADLINE_SLACK_SECONDS: u64 = 10;
 /// Attempts to read the result file while the agent does not answer.
 const READ_ATTEMPTS: u32 = 3;
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 impl Jobs {
-    pub(super) async fn run_own_runner(
+    pub(super) async fn run_custom_runner(
         self: &Arc<Self>,
         entry: &Arc<JobEntry>,
         run: &JobRun,
@@ -51,10 +52,13 @@ impl Jobs {
             Ok(result) => result,
             Err(error) => return JobOutcome::from_exec(Err(error)),
         };
-        let claimed = self.claimed_result(entry, sandbox).await.and_then(|claimed| {
-            plan.check_result(&claimed, None)?;
-            Ok(claimed)
-        });
+        let claimed = self
+            .claimed_result(entry, sandbox)
+            .await
+            .and_then(|claimed| {
+                plan.check_result(&claimed, None)?;
+                Ok(claimed)
+            });
         let outcome = match judge(&result.exit, claimed) {
             Judgement::Believed(claimed) => match self.keep_result(entry, &claimed).await {
                 Some(outcome) => outcome,
@@ -66,7 +70,7 @@ impl Jobs {
         outcome.with_exec(result)
     }
 
-    /// The result file, through the agent or, if that is gone, from the disk.
+    /// Reads the result file through the agent or, if that is gone, from the disk.
     async fn claimed_result(
         self: &Arc<Self>,
         entry: &JobEntry,
@@ -79,7 +83,7 @@ impl Jobs {
             if live.is_gone() {
                 break;
             }
-            // Processes that the runner left behind must not change it while it is read.
+            // Processes that the runner left behind could change the file while it is read.
             let read = async {
                 directory::kill_everything(&live).await?;
                 directory::read_result(&live).await
@@ -97,14 +101,14 @@ impl Jobs {
     }
 }
 
-/// What counts of a runner that the worker does not know.
+/// What decides the outcome of a custom runner.
 #[derive(Debug)]
 enum Judgement {
     /// The result file decides.
     Believed(JobResult),
     /// The result file is missing, or contradicts the exit.
     Broken(String),
-    /// The runner did not exit by itself.
+    /// The exit decides: the runner was lost, or was ended by a limit.
     ByExit,
 }
 
@@ -191,7 +195,11 @@ mod tests {
             ),
             (exit(|exit| exit.lost = true), Ok(success()), "by exit"),
             (exit(|exit| exit.timed_out = true), Ok(failure()), "by exit"),
-            (exit(|exit| exit.oom_killed = true), Ok(success()), "by exit"),
+            (
+                exit(|exit| exit.oom_killed = true),
+                Ok(success()),
+                "by exit",
+            ),
         ] {
             assert_eq!(shown(exit, claimed), expected);
         }

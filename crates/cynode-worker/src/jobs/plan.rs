@@ -1,4 +1,4 @@
-//! What the worker knows of a specification: enough to judge what the runner reports.
+//! The parts of a specification that the worker needs to check the reports of a runner.
 
 use cynode_api::{
     JobId,
@@ -34,7 +34,7 @@ impl Plan {
         }
     }
 
-    /// The step at a position, if the job has one there.
+    /// The step at an index, if the job has so many.
     pub(super) fn step(&self, index: u64) -> Option<&PlannedStep> {
         self.steps.get(usize::try_from(index).ok()?)
     }
@@ -45,13 +45,15 @@ impl Plan {
             return Err(format!("the job has no step {index}"));
         };
         if result.index != index || result.kind != step.kind || result.id != step.id {
-            return Err(format!("the result of step {index} is that of another step"));
+            return Err(format!(
+                "the result of step {index} is that of another step"
+            ));
         }
         Ok(())
     }
 
-    /// Rejects a result of another job, and a success without the success of every step.
-    /// `succeeded` is the number of steps that the journal has as successful.
+    /// Rejects a result of another job, and a success unless every step succeeded. `succeeded` is the
+    /// number of successful steps in the journal, if that is to be checked.
     pub(super) fn check_result(
         &self,
         result: &JobResult,

@@ -335,10 +335,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_an_agent_does_not_announce_it_does_not_have() {
-        for (announced, expected) in [
-            (None, (OLDEST_WORKER_FRAME, 0, 0)),
-            (Some(3), (3, 3, 3)),
-        ] {
+        for (announced, expected) in [(None, (OLDEST_WORKER_FRAME, 0, 0)), (Some(3), (3, 3, 3))] {
             let (worker, mut agent) = UnixStream::pair().expect("a pair");
             let (park, parked) = mpsc::channel(1);
             let shared = Shared {

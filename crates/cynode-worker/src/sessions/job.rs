@@ -15,8 +15,9 @@ use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 use tokio::sync::MutexGuard;
 
 use super::{
-    EndRequest, Live, SessionEntry, Sessions, blocking, create::new_record, journal_error,
-    validate,
+    EndRequest, Live, SessionEntry, Sessions, blocking,
+    create::new_record,
+    journal_error, validate,
     workspace::{RequestedDisk, job_directory},
 };
 use crate::{
@@ -54,7 +55,7 @@ impl Reservation<'_> {
             .request
             .workspace_ref
             .as_ref()
-            .is_none_or(WorkspaceRef::is_made)
+            .is_none_or(WorkspaceRef::is_new_workspace)
         {
             return;
         }
@@ -222,13 +223,13 @@ impl Sessions {
             return Ok(());
         };
         // A workspace that existed before the job outlives it.
-        let is_made = entry
+        let is_new_workspace = entry
             .record()
             .request
             .workspace_ref
             .as_ref()
-            .is_none_or(WorkspaceRef::is_made);
-        let workspace = if is_made {
+            .is_none_or(WorkspaceRef::is_new_workspace);
+        let workspace = if is_new_workspace {
             Disposal::Delete
         } else {
             Disposal::Keep

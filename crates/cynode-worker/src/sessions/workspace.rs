@@ -175,11 +175,7 @@ impl Sessions {
         if !exists(&directories.job)? {
             make_job_directory(&directories.job, owner)?;
         }
-        for directory in [
-            &directories.workspace,
-            &directories.home,
-            &directories.job,
-        ] {
+        for directory in [&directories.workspace, &directories.home, &directories.job] {
             hand_over(directory, owner)?;
         }
         Ok(directories)

@@ -50,7 +50,11 @@ fn artifacts_are_regular_files_and_no_link_leads_out() {
     .expect("a pipe");
 
     let list = taken(&artifacts, &files);
-    let paths: Vec<&str> = list.artifacts.iter().map(|kept| kept.path.as_str()).collect();
+    let paths: Vec<&str> = list
+        .artifacts
+        .iter()
+        .map(|kept| kept.path.as_str())
+        .collect();
     assert_eq!((paths, list.omitted), (vec!["a/deep", "b"], 1));
     let (kept, mut file) = open(&files, "b").expect("readable").expect("kept");
     let mut content = String::new();
