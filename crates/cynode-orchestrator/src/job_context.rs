@@ -307,7 +307,10 @@ mod tests {
             ..task
         };
         let text = task_context(&many);
-        assert!(text.contains("- and 5 more\n") && text.len() < 6_000, "{text}");
+        assert!(
+            text.contains("- and 5 more\n") && text.len() < 6_000,
+            "{text}"
+        );
     }
 
     #[test]
@@ -319,7 +322,10 @@ mod tests {
             (ADDITIONAL_CONTEXT, json!("be brief")),
             ("agents.other", json!("x")),
         ]);
-        assert_eq!(found.by_key, Map::from_iter([("style.indent".to_owned(), json!(4))]));
+        assert_eq!(
+            found.by_key,
+            Map::from_iter([("style.indent".to_owned(), json!(4))])
+        );
         assert_eq!(found.additional_context.as_deref(), Some("be brief"));
     }
 
@@ -348,7 +354,10 @@ mod tests {
         let known = Known {
             project: None,
             task: &task,
-            preferences: preferences(&[("a", json!("theirs")), (ADDITIONAL_CONTEXT, json!("more"))]),
+            preferences: preferences(&[
+                ("a", json!("theirs")),
+                (ADDITIONAL_CONTEXT, json!("more")),
+            ]),
         };
         let added = known.fill(&mut context);
         assert_eq!(context.task_context.as_deref(), Some("mine"));

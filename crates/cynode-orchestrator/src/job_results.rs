@@ -359,7 +359,10 @@ mod tests {
         assert!(json_size(&shortened) <= 8_200, "{}", json_size(&shortened));
         let steps = shortened["steps"].as_array().expect("steps");
         assert_eq!((steps.len(), &shortened["truncated"]), (3, &json!(true)));
-        assert_eq!((&steps[0]["stdout"], &steps[0]["truncated"]), (&json!("short"), &json!(false)));
+        assert_eq!(
+            (&steps[0]["stdout"], &steps[0]["truncated"]),
+            (&json!("short"), &json!(false))
+        );
         for step in &steps[1..] {
             let text = step["stdout"].as_str().expect("a text");
             assert!(text.starts_with("begin") && text.ends_with("end") && text.len() > 3_000);
@@ -369,7 +372,9 @@ mod tests {
 
     #[test]
     fn of_many_steps_those_that_failed_and_the_last_one_stay() {
-        let mut steps: Vec<Value> = (0..4_000).map(|index| step(index, "success", "x")).collect();
+        let mut steps: Vec<Value> = (0..4_000)
+            .map(|index| step(index, "success", "x"))
+            .collect();
         steps[1_234]["status"] = json!("failure");
         let mut shortened = result(steps);
         shorten(&mut shortened, 16_000);
@@ -386,13 +391,29 @@ mod tests {
 
     #[test]
     fn a_result_of_many_failures_and_long_lists_is_bounded_too() {
-        let mut long = result((0..4_000).map(|index| step(index, "failure", "x")).collect());
+        let mut long = result(
+            (0..4_000)
+                .map(|index| step(index, "failure", "x"))
+                .collect(),
+        );
         long["artifacts"] = json!(vec![json!({"path": "a".repeat(100)}); 1_000]);
-        long["criteria"] = json!(vec![json!({"index": 0, "detail": "a".repeat(1_000)}); 1_000]);
+        long["criteria"] = json!(vec![
+            json!({"index": 0, "detail": "a".repeat(1_000)});
+            1_000
+        ]);
         long["failure_message"] = json!("\u{1}".repeat(60_000));
         shorten(&mut long, 20_000);
-        assert!(json_size(&long) <= 20_000 + SHORT_MESSAGE_BYTES, "{}", json_size(&long));
-        for odd in [json!(null), json!([]), json!({"steps": {}}), json!({"steps": [1, "x"]})] {
+        assert!(
+            json_size(&long) <= 20_000 + SHORT_MESSAGE_BYTES,
+            "{}",
+            json_size(&long)
+        );
+        for odd in [
+            json!(null),
+            json!([]),
+            json!({"steps": {}}),
+            json!({"steps": [1, "x"]}),
+        ] {
             let mut odd = odd;
             shorten(&mut odd, 0);
         }

@@ -6,7 +6,7 @@ use cynode_api::{
     Artifact, ArtifactId, DEFAULT_IMAGE_KEY, Excess, ImageVersionId, LABEL_AGENT_COMPATIBLE,
     LimitsRequest, NodeId, NodeState, Problem, Task, TaskId, TokenKind, WorkspaceId, WorkspaceRef,
 };
-use cynode_policy::{Action, Call, Resource};
+use cynode_policy::{Action, CallContext, Resource};
 use time::OffsetDateTime;
 
 use crate::{
@@ -141,7 +141,7 @@ impl Orchestrator {
                 agent_compatible,
                 pinned,
             };
-            self.check(caller, Action::ImageUse, &resource, &Call::default())
+            self.check(caller, Action::ImageUse, &resource, &CallContext::default())
                 .map_err(|denial| Error::Denied(denial.into_problem()))
         };
         match chosen.agent_compatible {

@@ -65,8 +65,7 @@ fn in_request(path: &str) -> String {
 
 fn listed(errors: Vec<Violation>, omitted: usize) -> ApiError {
     let shown = Violations { errors, omitted };
-    let mut error =
-        ApiError::invalid(shown.to_string()).with("violations", json!(shown.errors));
+    let mut error = ApiError::invalid(shown.to_string()).with("violations", json!(shown.errors));
     if omitted > 0 {
         error = error.with("violations_omitted", omitted);
     }
@@ -122,7 +121,9 @@ fn check(body: &JobCreate, spec: &JobSpec) -> Result<(), ApiError> {
     if errors.is_empty() {
         return Ok(());
     }
-    let omitted = errors.len().saturating_sub(cynode_api::document::MAX_VIOLATIONS);
+    let omitted = errors
+        .len()
+        .saturating_sub(cynode_api::document::MAX_VIOLATIONS);
     errors.truncate(cynode_api::document::MAX_VIOLATIONS);
     let error = listed(errors, omitted);
     Err(if has_no_steps {
@@ -178,8 +179,14 @@ mod tests {
             let mut body = outer;
             body["job"] = spec();
             let read = read(&Bytes::from(body.to_string())).expect("valid");
-            assert_eq!(read.job_id.map(|id| id.to_string()).as_deref(), Some(JOB_ID));
-            assert_eq!(read.task_id.map(|id| id.to_string()).as_deref(), Some(TASK_ID));
+            assert_eq!(
+                read.job_id.map(|id| id.to_string()).as_deref(),
+                Some(JOB_ID)
+            );
+            assert_eq!(
+                read.task_id.map(|id| id.to_string()).as_deref(),
+                Some(TASK_ID)
+            );
         }
         assert_eq!(
             places(&json!({"job": spec(), "job_id": TASK_ID, "task_id": JOB_ID})),
@@ -204,10 +211,14 @@ mod tests {
         );
         assert_eq!(places(&json!({"job": []})), ["wrong_type job"]);
         // What was written twice is lost in a parsed value.
-        let twice = json!({"job": spec()})
-            .to_string()
-            .replacen("\"steps\":", "\"task_id\":\"x\",\"steps\":", 1);
-        let problem = read(&Bytes::from(twice)).expect_err("refused").into_problem();
+        let twice = json!({"job": spec()}).to_string().replacen(
+            "\"steps\":",
+            "\"task_id\":\"x\",\"steps\":",
+            1,
+        );
+        let problem = read(&Bytes::from(twice))
+            .expect_err("refused")
+            .into_problem();
         assert!(problem.detail.contains("job.task_id"), "{problem:?}");
     }
 
@@ -216,8 +227,14 @@ mod tests {
         let mut agent = spec();
         agent["steps"] = json!([]);
         agent["inference"] = json!({"allowed_models": ["m"]});
-        assert_eq!(places(&json!({"job": agent})), ["invalid_value job.inference"]);
-        assert_eq!(refusal(&json!({"job": agent})).remedy, "Give the job steps.");
+        assert_eq!(
+            places(&json!({"job": agent})),
+            ["invalid_value job.inference"]
+        );
+        assert_eq!(
+            refusal(&json!({"job": agent})).remedy,
+            "Give the job steps."
+        );
         let mut skilled = spec();
         skilled["context"] = json!({"skill_ids": ["a"]});
         let problem = refusal(&json!({"job": skilled}));
@@ -235,7 +252,10 @@ mod tests {
         ]);
         assert_eq!(
             places(&body),
-            ["invalid_value job.steps[1].args.diff", "invalid_value timeout_seconds"]
+            [
+                "invalid_value job.steps[1].args.diff",
+                "invalid_value timeout_seconds"
+            ]
         );
     }
 

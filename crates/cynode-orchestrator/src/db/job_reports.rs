@@ -303,7 +303,11 @@ async fn discard_unplaced(
     let (Some(all), Some(kept)) = (all, kept) else {
         return;
     };
-    let kept = if is_stored { kept } else { kept.without_blobs() };
+    let kept = if is_stored {
+        kept
+    } else {
+        kept.without_blobs()
+    };
     all.discard_except(&kept).await;
 }
 

@@ -209,7 +209,9 @@ pub(super) fn scan_file(
     }
     // Flags and refusals repeat the path.
     if let Some(hit) = scanner.find(path.as_bytes()) {
-        let place = field.rsplit_once('.').map(|(parent, _)| format!("{parent}.path"));
+        let place = field
+            .rsplit_once('.')
+            .map(|(parent, _)| format!("{parent}.path"));
         let place = place.as_deref().unwrap_or("path");
         return Err(Leak::shape(place, None, hit.what));
     }

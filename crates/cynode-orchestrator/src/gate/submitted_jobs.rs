@@ -471,7 +471,11 @@ mod tests {
         let described = job(&body).describe();
         assert_eq!(
             (&described["kind"], &described["steps"], &described["types"]),
-            (&json!("steps"), &json!(3), &json!({"run_command": 2, "other": 1}))
+            (
+                &json!("steps"),
+                &json!(3),
+                &json!({"run_command": 2, "other": 1})
+            )
         );
         let text = body["job"].to_string();
         assert_eq!(described["sha256"], hex::encode(Sha256::digest(&text)));
@@ -484,7 +488,9 @@ mod tests {
         let run = |args: Value| [step("run_command", &args)];
         let all = json!(true);
         let refused = |steps: &[Value], context: Value, setting: &Value| {
-            scanned(steps, &context, setting.clone()).expect_err("refused").field
+            scanned(steps, &context, setting.clone())
+                .expect_err("refused")
+                .field
         };
         let argv = run(json!({"argv": ["echo", token()]}));
         assert_eq!(refused(&argv, json!({}), &all), "job.steps[0].args.argv[1]");
@@ -526,7 +532,12 @@ mod tests {
     #[test]
     fn written_content_is_judged_by_its_path() {
         let all = json!(true);
-        let write = |path: &str| [step("write_file", &json!({"path": path, "content": token()}))];
+        let write = |path: &str| {
+            [step(
+                "write_file",
+                &json!({"path": path, "content": token()}),
+            )]
+        };
         assert_eq!(
             scanned(&write("src/a.rs"), &json!({}), all.clone()).expect("flagged"),
             ["src/a.rs"]

@@ -75,7 +75,9 @@ fn steps(result: &Value) -> String {
         let text = |member: &str| step[member].as_str().map(name);
         let id = text("id").map(|id| format!(" {id:?}")).unwrap_or_default();
         let exit = step["exit_code"].as_i64();
-        let exit = exit.map(|code| format!(", exit code {code}")).unwrap_or_default();
+        let exit = exit
+            .map(|code| format!(", exit code {code}"))
+            .unwrap_or_default();
         let error = match &step["error"] {
             Value::Null => String::new(),
             error => format!(": {}", cut(error, MESSAGE_CHARACTERS)),
@@ -91,7 +93,10 @@ fn steps(result: &Value) -> String {
         );
     }
     if failed.len() > SHOWN_STEPS {
-        add(&mut shown, format!("\n  and {} more", failed.len() - SHOWN_STEPS));
+        add(
+            &mut shown,
+            format!("\n  and {} more", failed.len() - SHOWN_STEPS),
+        );
     }
     shown
 }
@@ -169,10 +174,16 @@ mod tests {
         let job = json!({
             "progress": {"step": 2, "steps": 5, "activity": "run_command", "remaining_seconds": 9},
         });
-        assert_eq!(describe(&job), "\nprogress: step 3 of 5, run_command, 9 s left");
+        assert_eq!(
+            describe(&job),
+            "\nprogress: step 3 of 5, run_command, 9 s left"
+        );
         assert_eq!(describe(&json!({"artifacts": [], "exit_code": 0})), "");
         let other = json!({"sba_result": {"failure_code": "odd", "failure_message": "why"}});
-        assert_eq!(describe(&other), "\nfailure: odd: why\nsteps: 0, all successful");
+        assert_eq!(
+            describe(&other),
+            "\nfailure: odd: why\nsteps: 0, all successful"
+        );
     }
 
     #[test]
@@ -184,7 +195,11 @@ mod tests {
             "artifacts": vec![json!({"path": "p".repeat(5_000)}); 500],
         });
         assert!(describe(&job).len() < 40_000);
-        for odd in [json!(null), json!({"sba_result": [], "artifacts": {}}), json!({"progress": {}})] {
+        for odd in [
+            json!(null),
+            json!({"sba_result": [], "artifacts": {}}),
+            json!({"progress": {}}),
+        ] {
             describe(&odd);
         }
     }
