@@ -146,8 +146,7 @@ mod tests {
             );
         prop_oneof![
             any::<bool>().prop_map(|has_job| FromRunner::Attached { has_job }),
-            (any::<u64>(), event())
-                .prop_map(|(number, event)| FromRunner::Event { number, event }),
+            (any::<u64>(), event()).prop_map(|(number, event)| FromRunner::Event { number, event }),
             progress.prop_map(|progress| FromRunner::Progress { progress }),
             Just(FromRunner::Unknown),
         ]
@@ -179,10 +178,7 @@ mod tests {
     #[test]
     fn messages_of_a_newer_peer_are_unknown_and_their_new_fields_ignored() {
         let read = |json| serde_json::from_str::<ToRunner>(json).expect("a message");
-        assert_eq!(
-            read(r#"{"message":"pause","until":3}"#),
-            ToRunner::Unknown
-        );
+        assert_eq!(read(r#"{"message":"pause","until":3}"#), ToRunner::Unknown);
         assert_eq!(
             read(r#"{"message":"acknowledge","number":3,"at":4}"#),
             ToRunner::Acknowledge { number: 3 }

@@ -25,7 +25,10 @@ pub type Row = [String; 7];
 
 /// A row for each step.
 pub fn rows(job: &Job) -> Vec<Row> {
-    let steps = job.sba_result.as_ref().and_then(|result| result["steps"].as_array());
+    let steps = job
+        .sba_result
+        .as_ref()
+        .and_then(|result| result["steps"].as_array());
     let steps: &[Value] = steps.map_or(&[], Vec::as_slice);
     if steps.len() <= MAX_LINES {
         return steps.iter().map(row).collect();
@@ -60,12 +63,18 @@ fn row(step: &Value) -> Row {
     let text = |name: &str| name_of(&step[name]);
     let index = step["index"].as_u64();
     [
-        index.map_or_else(|| "?".to_owned(), |index| index.saturating_add(1).to_string()),
+        index.map_or_else(
+            || "?".to_owned(),
+            |index| index.saturating_add(1).to_string(),
+        ),
         text("id"),
         text("type"),
         text("status"),
         duration(step).unwrap_or_default(),
-        step["exit_code"].as_i64().map(|code| code.to_string()).unwrap_or_default(),
+        step["exit_code"]
+            .as_i64()
+            .map(|code| code.to_string())
+            .unwrap_or_default(),
         returned(step),
     ]
 }
@@ -95,7 +104,11 @@ fn returned(step: &Value) -> String {
         value => value.to_string().len(),
     };
     let bytes = stream("stdout") + stream("stderr") + other;
-    let cut = if step["truncated"] == true { ", cut" } else { "" };
+    let cut = if step["truncated"] == true {
+        ", cut"
+    } else {
+        ""
+    };
     if bytes == 0 && cut.is_empty() {
         return String::new();
     }
@@ -111,7 +124,10 @@ pub fn fields(job: &Job) -> Vec<(&'static str, String)> {
         let activity = progress.activity.as_deref().map(|name| format!(", {name}"));
         fields.push((
             "step",
-            [step, steps, activity].into_iter().flatten().collect::<String>(),
+            [step, steps, activity]
+                .into_iter()
+                .flatten()
+                .collect::<String>(),
         ));
         let left = i64::try_from(progress.remaining_seconds).unwrap_or(i64::MAX);
         fields.push(("left", output::span(left)));
@@ -213,7 +229,16 @@ mod tests {
         let job = with_result(json!({"steps": [step(0, "failure")]}));
         assert_eq!(
             rows(&job),
-            [["1", "build", "run_command", "failure", "1.2s", "2", "1.4 KiB"].map(str::to_owned)]
+            [[
+                "1",
+                "build",
+                "run_command",
+                "failure",
+                "1.2s",
+                "2",
+                "1.4 KiB"
+            ]
+            .map(str::to_owned)]
         );
     }
 
@@ -225,7 +250,9 @@ mod tests {
         let first: Vec<&str> = rows.iter().map(|row| row[0].as_str()).collect();
         assert_eq!(first.len(), 2 * ENDS + 3);
         assert_eq!(&first[9..14], ["10", "…", "501", "…", "991"]);
-        let all = (0..4_000).map(|index| step(index, "failure")).collect::<Vec<_>>();
+        let all = (0..4_000)
+            .map(|index| step(index, "failure"))
+            .collect::<Vec<_>>();
         assert!(super::rows(&with_result(json!({ "steps": all }))).len() < 120);
     }
 
@@ -247,9 +274,15 @@ mod tests {
         };
         assert!(text("failure")[0].starts_with("step_failed: mmm"));
         assert!(text("failure")[0].chars().count() < MESSAGE_CHARACTERS + 20);
-        assert_eq!(text("artifact"), ["jobs/j/a (2 KiB)", "jobs/j/b was not kept: too large"]);
+        assert_eq!(
+            text("artifact"),
+            ["jobs/j/a (2 KiB)", "jobs/j/b was not kept: too large"]
+        );
         assert_eq!(text("artifacts"), ["3 more"]);
-        assert_eq!((text("todo"), text("open")), (vec!["1 of 2 done".to_owned()], vec!["rest".to_owned()]));
+        assert_eq!(
+            (text("todo"), text("open")),
+            (vec!["1 of 2 done".to_owned()], vec!["rest".to_owned()])
+        );
     }
 
     #[test]
