@@ -27,8 +27,18 @@ async fn an_invalid_job_is_refused_with_the_field_named_and_leaves_nothing() -> 
     };
     for (pointer, value, status, named) in [
         ("/version", json!(2), 422, "version 2"),
-        ("/job", json!({"protocol_version": "1.0"}), 400, "job: job_id"),
-        ("/job", json!({"protocol_version": "2.0"}), 400, "protocol_version"),
+        (
+            "/job",
+            json!({"protocol_version": "1.0"}),
+            400,
+            "job: job_id",
+        ),
+        (
+            "/job",
+            json!({"protocol_version": "2.0"}),
+            400,
+            "protocol_version",
+        ),
         ("/odd", json!(1), 400, "odd"),
         ("/sandbox/odd", json!(1), 400, "odd"),
         ("/job_id", json!("nonsense"), 400, "job_id"),

@@ -102,10 +102,7 @@ fn largest(route: &str) -> Option<Payload> {
         )
         | (
             "DELETE",
-            "/v1/images/{id}"
-            | "/v1/policies/{id}"
-            | "/v1/tokens/{id}"
-            | "/v1/sessions/{id}/files",
+            "/v1/images/{id}" | "/v1/policies/{id}" | "/v1/tokens/{id}" | "/v1/sessions/{id}/files",
         )
         | ("HEAD", "/v1/sessions/{id}/files")
         | ("POST", "/v1/jobs/{id}/stop" | "/v1/calls/{id}/bar") => Payload::Call,
