@@ -108,8 +108,7 @@ pub struct UserSessionCreate {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
     /// 3 to 63 characters of a-z, 0-9 and '-', with a hyphen that is neither first nor last, and at
-    /// least one character that is no hex digit. Unique among the owner's live sessions. Generated
-    /// if absent.
+    /// least one letter from g to z. Unique among the owner's live sessions. Generated if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "brave-otter")]
     pub name: Option<String>,

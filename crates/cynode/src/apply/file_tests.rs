@@ -253,7 +253,7 @@ fn what_is_received_is_bounded() {
     };
     let receive = |archive: Tar| {
         let root = tempfile::tempdir().expect("a directory");
-        let result = receive_within(root.path(), b"", &archive.bytes()[..], bounds, |_| {});
+        let result = receive_within(root.path(), b"", &archive.bytes()[..], limits, |_| {});
         if result.is_err() {
             assert_eq!(names(root.path()), Vec::<String>::new());
         }

@@ -111,14 +111,14 @@ impl Upstream {
             resolve::task(&user, task).await
         })
         .await?;
-        let place = AgentKey {
+        let key = AgentKey {
             server: user.base().to_owned(),
             directory: self.options.directory.clone(),
             uploads_directory: self.options.uploads_directory,
             task,
             purpose: "bridge".to_owned(),
         };
-        let file = AgentFile::new(&self.state, place, Lifetime::BRIDGE);
+        let file = AgentFile::new(&self.state, key, Lifetime::BRIDGE);
         self.connections.lock().file = Some(file.clone());
         Ok(file)
     }

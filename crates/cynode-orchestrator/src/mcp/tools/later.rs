@@ -45,7 +45,7 @@ pub(super) fn tools() -> Vec<Tool> {
             "Publish a sandbox as an image.",
         ),
     ];
-    for (name, audience, kind) in [
+    for (name, audience, effect) in [
         ("skills.list", ALL, ToolEffect::ReadOnly),
         ("skills.get", ALL, ToolEffect::ReadOnly),
         ("skills.create", MANAGERS, ToolEffect::Additive),
@@ -55,7 +55,7 @@ pub(super) fn tools() -> Vec<Tool> {
         tools.push(Tool::new::<Skills, Empty>(
             name,
             audience,
-            kind,
+            effect,
             "Skills: guidance that agents share.",
         ));
     }

@@ -71,7 +71,7 @@ pub(crate) trait CodingArguments: DeserializeOwned + ToSchema {
 
 /// The effect of a tool, as it is declared to clients in the tool list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum ToolEffect {
     /// Changes nothing.
     ReadOnly,
     /// Only adds something.
