@@ -25,7 +25,7 @@ use self::{
 };
 use crate::{
     bring,
-    cli::{ConfigFormat, Connect, Globals},
+    cli::{Connect, Globals, OutputFormat},
     commands::CommandResult,
     connect,
     failure::{Failure, USAGE},
@@ -265,8 +265,8 @@ async fn forget_token(globals: &Globals, client: &Client, directory: &std::path:
 
 fn print(globals: &Globals, args: &Connect, reports: &[ClientReport]) -> CommandResult {
     match globals.output {
-        ConfigFormat::Json => output::json(&json!({ "clients": reports }))?,
-        ConfigFormat::Table => {
+        OutputFormat::Json => output::json(&json!({ "clients": reports }))?,
+        OutputFormat::Table => {
             for report in reports {
                 print_report(report)?;
             }
