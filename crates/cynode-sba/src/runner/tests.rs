@@ -3,10 +3,10 @@ use serde_json::json;
 
 use super::*;
 
-/// A step that lists this path panics.
+/// A step that lists this path panics, to test the handling of panics.
 const PANIC: &str = "a path that panics";
 
-/// Called by each step.
+/// Called before each step.
 pub(super) fn panic_on_request(action: &Action) {
     if let Action::ListTree(tree) = action
         && tree.path.as_deref() == Some(PANIC)
