@@ -659,7 +659,8 @@ async fn a_client_that_hangs_up_ends_the_computation() {
     // Before the answer begins.
     setup.server.reply(ModelReply::Silence);
     let client = setup.client(&[MODEL]);
-    let waiting = setup.begin(client, "/v1/chat/completions", &stream(MODEL));
+    let asked = stream(MODEL);
+    let waiting = setup.begin(client, "/v1/chat/completions", &asked);
     assert!(
         tokio::time::timeout(Duration::from_millis(300), waiting)
             .await
