@@ -22,7 +22,7 @@ use tokio::{
         TcpListener, TcpStream,
         tcp::{OwnedReadHalf, OwnedWriteHalf},
     },
-    task::JoinHandle,
+    task::{JoinHandle, JoinSet},
 };
 
 /// Which API the server has. Ollama has both.
@@ -152,9 +152,11 @@ impl ModelServer {
         });
         let serving = Arc::clone(&shared);
         let task = tokio::spawn(async move {
+            // They end with this task.
+            let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 let shared = Arc::clone(&serving);
-                tokio::spawn(async move { drop(serve(stream, &shared).await) });
+                connections.spawn(async move { drop(serve(stream, &shared).await) });
             }
         });
         Ok(Self {
