@@ -37,6 +37,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "cynode-archive",
             "cynode-audit",
             "cynode-client",
+            "cynode-inference",
             "cynode-patch",
             "cynode-policy",
             "cynode-service",

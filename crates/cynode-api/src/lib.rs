@@ -64,8 +64,9 @@ pub use job::{
     JobStop, Reporter, Retry, job_limits,
 };
 pub use node::{
-    Capability, Excess, Heartbeat, HeartbeatAnswer, LargestLimits, LocalImage, NewTokens, Node,
-    NodeConfig, NodeDrain, NodeKeyCreate, NodeKeyCreated, NodeRegister, NodeRegistered, NodeState,
+    Capability, Excess, Heartbeat, HeartbeatAnswer, LargestLimits, LocalImage, ModelServerKind,
+    NewTokens, Node, NodeConfig, NodeDrain, NodeInference, NodeKeyCreate, NodeKeyCreated,
+    NodeRegister, NodeRegistered, NodeState,
 };
 pub use node_audit::{
     NODE_ACTIONS, NODE_REFUSED_ACTION, NODE_STREAM_ACTION, NodeAuditAnswer, NodeAuditBatch,
@@ -79,10 +80,10 @@ pub use session::{
     session_limits,
 };
 pub use setting::{
-    ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope,
+    ALLOW_PM_IMAGES, ALLOWED_MODELS, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope,
     QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOX_CPUS, QUOTA_SANDBOX_DISK_BYTES,
     QUOTA_SANDBOX_MEMORY_BYTES, QUOTA_SANDBOX_NOFILE, QUOTA_SANDBOX_PIDS, QUOTA_SANDBOXES,
-    SECRET_SHAPES, Setting, ValueKind, ValuePut,
+    SECRET_SHAPES, Setting, ValueKind, ValuePut, is_model_name,
 };
 pub use work::{
     Project, ProjectCreate, ProjectPatch, Task, TaskCreate, TaskPatch, TaskStatus, text_limits,

@@ -32,6 +32,9 @@ pub struct Capability {
     /// run plain commands only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub runner: Option<u32>,
+    /// The model server of the node. Absent if none is configured, and for workers that know none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub inference: Option<NodeInference>,
     #[serde(default)]
     pub unenforced: BTreeSet<Unenforced>,
     #[serde(default)]
@@ -39,6 +42,38 @@ pub struct Capability {
     /// The images in the node's store.
     #[serde(default)]
     pub images: Vec<LocalImage>,
+}
+
+/// The model server of a node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct NodeInference {
+    /// Absent until the server has answered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<ModelServerKind>,
+    /// The models that the server itself runs. Those that it has run elsewhere are not among them.
+    #[serde(default)]
+    pub models: Vec<String>,
+    /// Why the server can't be used now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
+}
+
+/// The API of a model server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ModelServerKind {
+    Ollama,
+    Openai,
+}
+
+impl ModelServerKind {
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Ollama => "ollama",
+            Self::Openai => "openai",
+        }
+    }
 }
 
 /// The largest limits that a node grants one sandbox.

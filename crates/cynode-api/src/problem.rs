@@ -58,6 +58,9 @@ codes! {
         "The image is not allowed",
         "Choose one that 'cynode image list' shows as allowed, or ask an administrator to allow \
          it.";
+    ModelNotAllowed = "model_not_allowed", 403,
+        "No model that the job names is allowed",
+        "Name a model of the preference inference.allowed_models, or ask a person to allow it there.";
     ToolDisabled = "tool_disabled", 403,
         "The tool is disabled",
         "Ask an administrator to enable it.";
@@ -240,6 +243,10 @@ codes! {
     Unavailable = "unavailable", 503,
         "A dependency is unavailable",
         "See the remedy of each failure.";
+    InferenceUnavailable = "inference_unavailable", 503,
+        "No allowed model is served",
+        "Start a model server with one of the models, or name others; 'cynode node show' lists what a \
+         node serves.";
     ImagePending = "image_pending", 503,
         "No node has reported the image yet",
         "Load the image on a node; nodes report what they have every few seconds. 'cynode image \

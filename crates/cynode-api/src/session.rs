@@ -77,6 +77,10 @@ pub struct SessionCreate {
     pub pty_allowed: Option<bool>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
+    /// The models that the sandbox may use. Orchestrators set it from the preference
+    /// `inference.allowed_models`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allowed_models: Vec<String>,
 }
 
 impl SessionCreate {
@@ -97,6 +101,7 @@ impl SessionCreate {
             idle_timeout_seconds: None,
             pty_allowed: None,
             labels: BTreeMap::new(),
+            allowed_models: Vec::new(),
         }
     }
 }

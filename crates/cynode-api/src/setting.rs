@@ -6,6 +6,8 @@ use time::OffsetDateTime;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
+use crate::sba::limits::{MAX_MODEL_BYTES, MAX_MODELS};
+
 /// A known key: the type of its value, and whether it is a system setting or a preference.
 #[derive(Clone, Copy, Debug)]
 pub struct Key {
@@ -20,6 +22,8 @@ pub enum ValueKind {
     Text,
     /// A list of objects.
     Objects,
+    /// A list of names of models.
+    Models,
     /// A non-negative integer.
     Count,
     /// Validated by the consumer of the setting.
@@ -34,13 +38,32 @@ impl ValueKind {
             | (Self::Boolean, Value::Bool(_))
             | (Self::Text, Value::String(_)) => Ok(()),
             (Self::Objects, Value::Array(items)) if items.iter().all(Value::is_object) => Ok(()),
+            (Self::Models, Value::Array(items))
+                if items.len() <= MAX_MODELS && items.iter().all(is_model) =>
+            {
+                Ok(())
+            }
             (Self::Count, value) if value.as_i64().is_some_and(|number| number >= 0) => Ok(()),
             (Self::Count, _) => Err("must be a whole number that is not negative"),
             (Self::Boolean, _) => Err("must be true or false"),
             (Self::Text, _) => Err("must be a string"),
             (Self::Objects, _) => Err("must be a list of objects"),
+            (Self::Models, _) => {
+                Err("must be a list of at most 64 names of models of at most 256 bytes")
+            }
         }
     }
+}
+
+/// Whether a value can be the name of a model.
+fn is_model(value: &Value) -> bool {
+    value.as_str().is_some_and(is_model_name)
+}
+
+/// Whether a text can be the name of a model.
+#[must_use]
+pub fn is_model_name(name: &str) -> bool {
+    (1..=MAX_MODEL_BYTES).contains(&name.len()) && !name.contains(char::is_control)
 }
 
 pub const ALLOW_PM_IMAGES: &str = "agents.project_manager.sandbox.allow_add_to_allowed_images";
@@ -64,6 +87,9 @@ pub const QUOTA_ARTIFACT_BYTES: &str = "quota.artifact_bytes";
 /// Handling of credential shapes in a project. It can be stricter than
 /// `orchestrator.secret_shapes`, never laxer.
 pub const SECRET_SHAPES: &str = "secrets.shapes";
+
+/// The models that sandboxes may use, by name.
+pub const ALLOWED_MODELS: &str = "inference.allowed_models";
 
 /// Keys with a known type. Other keys are allowed and take any value.
 pub const KEYS: &[Key] = &[
@@ -105,6 +131,11 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "agents.sandbox_agent.additional_context",
         kind: ValueKind::Text,
+        is_setting: false,
+    },
+    Key {
+        name: ALLOWED_MODELS,
+        kind: ValueKind::Models,
         is_setting: false,
     },
     Key {

@@ -16,6 +16,12 @@ pub enum RefusalCode {
     InferenceUnavailable,
     InvalidRequest,
     TooLarge,
+    /// The sandbox, or the node, has as many requests in flight as it may.
+    TooManyRequests,
+    /// The node can't record the request, so it must not leave.
+    AuditUnavailable,
+    /// The sandbox has used its share of the node's records.
+    AuditBacklogFull,
     /// The path is not one of the endpoints.
     NotFound,
     MethodNotAllowed,
@@ -27,6 +33,9 @@ impl RefusalCode {
         Self::InferenceUnavailable,
         Self::InvalidRequest,
         Self::TooLarge,
+        Self::TooManyRequests,
+        Self::AuditUnavailable,
+        Self::AuditBacklogFull,
         Self::NotFound,
         Self::MethodNotAllowed,
     ];
@@ -38,6 +47,9 @@ impl RefusalCode {
             Self::InferenceUnavailable => "inference_unavailable",
             Self::InvalidRequest => "invalid_request",
             Self::TooLarge => "too_large",
+            Self::TooManyRequests => "too_many_requests",
+            Self::AuditUnavailable => "audit_unavailable",
+            Self::AuditBacklogFull => "audit_backlog_full",
             Self::NotFound => "not_found",
             Self::MethodNotAllowed => "method_not_allowed",
         }
@@ -48,9 +60,10 @@ impl RefusalCode {
     pub const fn status(self) -> u16 {
         match self {
             Self::ModelNotAllowed => 403,
-            Self::InferenceUnavailable => 503,
+            Self::InferenceUnavailable | Self::AuditUnavailable | Self::AuditBacklogFull => 503,
             Self::InvalidRequest => 400,
             Self::TooLarge => 413,
+            Self::TooManyRequests => 429,
             Self::NotFound => 404,
             Self::MethodNotAllowed => 405,
         }
@@ -68,6 +81,11 @@ impl RefusalCode {
             }
             Self::InvalidRequest => "Correct the request as the message says.",
             Self::TooLarge => "Send less; the message names the limit.",
+            Self::TooManyRequests => "Wait for the answers to earlier requests.",
+            Self::AuditUnavailable => {
+                "Try again later; the operator of the node finds the cause in the worker's log."
+            }
+            Self::AuditBacklogFull => "Try again once the node has reached its orchestrator.",
             Self::NotFound | Self::MethodNotAllowed => {
                 "Use GET /api/tags, /api/version, /v1/models, or POST /api/show, /api/chat, \
                  /api/generate, /api/embed, /api/embeddings, /v1/chat/completions, \

@@ -32,6 +32,8 @@ pub(crate) enum Error {
     Invalid(#[from] Violations),
     #[error("{0}")]
     TooLarge(String),
+    #[error("job.inference.allowed_models: none of {asked} is allowed for this project; {allowed}")]
+    ModelNotAllowed { asked: String, allowed: String },
     /// The gate's refusal of what the context would bring into the sandbox.
     #[error("the context of the job is refused")]
     Refused(Box<Problem>),
@@ -45,7 +47,7 @@ impl Orchestrator {
         caller: &Caller,
         mut body: JobCreate,
     ) -> Result<(JobRow, bool), Error> {
-        let spec = body.job.take();
+        let mut spec = body.job.take();
         let stored_body = stored_body(&body, spec.as_deref());
         let job_id = body.job_id.unwrap_or_else(JobId::generate);
         if body.job_id.is_some()
@@ -76,10 +78,18 @@ impl Orchestrator {
             .placement
             .workspace_node(task_id, body.workspace_ref.as_ref())
             .await?;
+        let models = match spec.as_mut().and_then(|spec| spec.inference.as_mut()) {
+            Some(inference) => {
+                self.cut_models(caller, &task, inference).await?;
+                inference.allowed_models.clone()
+            }
+            None => Vec::new(),
+        };
         let wanted = NodeRequirements {
             labels: &body.node_labels,
             limits: body.limits.unwrap_or_default(),
             needs_runner: spec.is_some(),
+            models: &models,
         };
         match node_id {
             // Labels are not checked for a job that is bound to a node.
@@ -151,6 +161,7 @@ impl Orchestrator {
             spec: resolved.as_ref().map(|resolved| resolved.json.as_str()),
             object: &object,
             retry: body.retry.unwrap_or_default(),
+            allowed_models: &models,
             node_id,
             image_version_id: image.version_id,
             created_by: &caller.user_name,

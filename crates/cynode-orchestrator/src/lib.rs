@@ -26,6 +26,7 @@ mod job_results;
 mod jobs;
 mod keys;
 mod mcp;
+mod models;
 mod names;
 mod output;
 mod placement;

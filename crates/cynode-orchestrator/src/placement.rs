@@ -1,11 +1,13 @@
 //! Chooses the image and the node of a request.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, fmt::Write as _, sync::Arc, time::Duration};
 
 use cynode_api::{
     Artifact, ArtifactId, DEFAULT_IMAGE_KEY, Excess, ImageVersionId, LABEL_AGENT_COMPATIBLE,
     LimitsRequest, NodeId, NodeState, Problem, Task, TaskId, TokenKind, WorkspaceId, WorkspaceRef,
+    document::quoted,
 };
+use cynode_inference::same_model;
 use cynode_policy::{Action, Call, Resource};
 use time::OffsetDateTime;
 
@@ -46,6 +48,8 @@ pub(crate) enum Error {
     WorkspaceNodeLabel { node: String, reason: String },
     #[error("{node}, which has the workspace, runs plain commands only")]
     WorkspaceNodeOutdated { node: String },
+    #[error("{node}, which has the workspace, {reason}")]
+    WorkspaceNodeModels { node: String, reason: String },
     #[error("{}", .0.join("; "))]
     LimitUnenforceable(Vec<String>),
     /// No node fits, each with its reason.
@@ -278,6 +282,18 @@ impl Placement {
         refuse_beyond(&self.db.nodes().await?, wanted)
     }
 
+    /// Why no node serves one of the models, if none does. Without a node that has the labels, one
+    /// may still register.
+    pub(crate) async fn unserved(
+        &self,
+        wanted: &NodeRequirements<'_>,
+    ) -> Result<Option<String>, Error> {
+        if wanted.models.is_empty() {
+            return Ok(None);
+        }
+        Ok(unserved(&self.db.nodes().await?, wanted))
+    }
+
     /// The node that has the requested workspace.
     pub(crate) async fn workspace_node(
         &self,
@@ -300,12 +316,19 @@ impl Placement {
         if wanted.labels.is_empty()
             && wanted.limits == LimitsRequest::default()
             && !wanted.needs_runner
+            && wanted.models.is_empty()
         {
             return Ok(id);
         }
         let node = self.db.node(id).await?;
         if wanted.needs_runner && !has_runner(&node) {
             return Err(Error::WorkspaceNodeOutdated { node: node.name });
+        }
+        if let Some(reason) = missing_models(&node, wanted.models) {
+            return Err(Error::WorkspaceNodeModels {
+                node: node.name,
+                reason,
+            });
         }
         if let Some(excess) = beyond(&node, wanted.limits) {
             return Err(Error::WorkspaceNodeLimit {
@@ -332,6 +355,8 @@ pub(crate) enum Unfit {
     NoImage,
     /// The worker is too old for SBA jobs.
     NoRunner,
+    /// The node serves none of the allowed models.
+    NoModel(String),
     /// A requested limit exceeds the node's maximum.
     Limit(String),
     Full(i64),
@@ -343,7 +368,9 @@ impl std::fmt::Display for Unfit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::HadItBefore => f.write_str("had it before"),
-            Self::NotReady(reason) | Self::Label(reason) => f.write_str(reason),
+            Self::NotReady(reason) | Self::Label(reason) | Self::NoModel(reason) => {
+                f.write_str(reason)
+            }
             Self::NoImage => f.write_str("does not have the image"),
             Self::NoRunner => f.write_str("runs plain commands only"),
             Self::Limit(most) => write!(f, "gives a sandbox at most {most}"),
@@ -366,6 +393,9 @@ impl Unfit {
                 "Load the image on a node; after loading another under its reference, pin it with 'cynode image add'. 'cynode image show' says what is awaited."
             }
             Self::NoRunner => "Upgrade the workers: these are too old for jobs of cynode-sba.",
+            Self::NoModel(_) => {
+                "Start a model server with one of the models on a node (worker.inference.url), or name others: 'cynode node show' lists what a node serves."
+            }
             Self::Limit(_) => "Ask for less: 'cynode node show' has the largest limits.",
             Self::Promised(..) => {
                 "End sessions, ask for less memory, or raise worker.memory_overcommit."
@@ -405,6 +435,8 @@ pub(crate) struct NodeRequirements<'a> {
     pub(crate) limits: LimitsRequest,
     /// The work is an SBA job.
     pub(crate) needs_runner: bool,
+    /// The node must serve one of these; any node will do if there are none.
+    pub(crate) models: &'a [String],
 }
 
 fn refuse_beyond(nodes: &[NodeRow], wanted: &NodeRequirements<'_>) -> Result<(), Error> {
@@ -426,6 +458,23 @@ fn refuse_beyond(nodes: &[NodeRow], wanted: &NodeRequirements<'_>) -> Result<(),
     }
 }
 
+fn unserved(nodes: &[NodeRow], wanted: &NodeRequirements<'_>) -> Option<String> {
+    let candidates = nodes
+        .iter()
+        .filter(|node| !node.is_lost && missing_label(node, wanted.labels).is_none());
+    let reason = |node: &NodeRow| {
+        missing_models(node, wanted.models).map(|reason| format!("{}: {reason}", node.name))
+    };
+    // `None` as soon as one node serves one of them.
+    let reasons: Vec<String> = candidates.map(reason).collect::<Option<_>>()?;
+    let others = reasons.len().saturating_sub(SHOWN_NODES);
+    let mut text = reasons[..reasons.len() - others].join("; ");
+    if others > 0 {
+        let _written = write!(text, "; and {others} more nodes");
+    }
+    (!text.is_empty()).then_some(text)
+}
+
 /// The first limit that exceeds the node's maximum.
 pub(crate) fn beyond(node: &NodeRow, limits: LimitsRequest) -> Option<Excess> {
     node.capability.largest?.requested_excess(limits)
@@ -437,6 +486,49 @@ pub(crate) fn missing_label(node: &NodeRow, labels: &NodeLabels) -> Option<Strin
         .iter()
         .find(|(name, value)| node.capability.labels.get(*name) != Some(value));
     missing.map(|(name, value)| format!("does not have the label {name}={value}"))
+}
+
+/// Models that a reason names; the others are counted.
+const SHOWN_MODELS: usize = 8;
+/// Nodes that a reason names; the others are counted.
+const SHOWN_NODES: usize = 8;
+
+/// Why the node serves none of the models, if it serves none.
+fn missing_models(node: &NodeRow, models: &[String]) -> Option<String> {
+    if models.is_empty() {
+        return None;
+    }
+    let Some(inference) = &node.capability.inference else {
+        return Some("has no model server".to_owned());
+    };
+    let served = &inference.models;
+    let serves_one = served
+        .iter()
+        .any(|served| models.iter().any(|model| same_model(model, served)));
+    if serves_one {
+        return None;
+    }
+    Some(match &inference.problem {
+        Some(problem) if served.is_empty() => format!("can't use its model server: {problem}"),
+        _ => format!(
+            "serves none of {}, only {}",
+            listed(models, SHOWN_MODELS),
+            listed(served, SHOWN_MODELS)
+        ),
+    })
+}
+
+/// A few of the names; the others are counted.
+fn listed(names: &[String], most: usize) -> String {
+    if names.is_empty() {
+        return "none".to_owned();
+    }
+    let shown: Vec<String> = names.iter().take(most).map(|name| quoted(name)).collect();
+    let shown = shown.join(", ");
+    match names.len().saturating_sub(most) {
+        0 => shown,
+        others => format!("{shown} and {others} more"),
+    }
 }
 
 /// Whether the node runs SBA jobs.
@@ -467,6 +559,9 @@ fn unfit(
     if wanted.needs_runner && !has_runner(node) {
         return Some(Unfit::NoRunner);
     }
+    if let Some(reason) = missing_models(node, wanted.models) {
+        return Some(Unfit::NoModel(reason));
+    }
     if !has_image {
         return Some(Unfit::NoImage);
     }
@@ -490,7 +585,92 @@ fn load(node: &NodeRow, given: i64) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use cynode_api::{Capability, NodeInference};
+
     use super::*;
+
+    fn node(name: &str, inference: Option<NodeInference>) -> NodeRow {
+        NodeRow {
+            id: NodeId::generate(),
+            name: name.to_owned(),
+            api_url: "http://127.0.0.1:1".to_owned(),
+            capability: Capability {
+                runner: Some(1),
+                max_sandboxes: 1,
+                labels: NodeLabels::from([("zone".to_owned(), name.to_owned())]),
+                inference,
+                ..Capability::default()
+            },
+            draining: false,
+            not_ready: None,
+            is_lost: false,
+            running_sandboxes: 0,
+            token_epoch: 0,
+            rotating: false,
+            tokens_rotated_at: OffsetDateTime::UNIX_EPOCH,
+            config_revision: 0,
+            registered_at: OffsetDateTime::UNIX_EPOCH,
+            last_heartbeat_at: OffsetDateTime::UNIX_EPOCH,
+            silent_for: Duration::ZERO,
+        }
+    }
+
+    fn serving(models: &[&str]) -> Option<NodeInference> {
+        Some(NodeInference {
+            models: models.iter().map(|name| (*name).to_owned()).collect(),
+            ..NodeInference::default()
+        })
+    }
+
+    #[test]
+    fn a_job_needs_a_node_that_serves_one_of_its_models() {
+        let models = ["x", "llama3.2"].map(str::to_owned);
+        let labels = NodeLabels::new();
+        let wanted = NodeRequirements {
+            labels: &labels,
+            limits: LimitsRequest::default(),
+            needs_runner: true,
+            models: &models,
+        };
+        let fits = |node: &NodeRow, wanted| {
+            unfit(node, Duration::from_secs(1), true, Load::default(), wanted).is_none()
+        };
+        let serves = node("a", serving(&["y", "llama3.2:latest"]));
+        let other = node("b", serving(&["y"]));
+        let none = node("c", None);
+        assert!(fits(&serves, &wanted));
+        assert!(!fits(&other, &wanted) && !fits(&none, &wanted));
+        let any = NodeRequirements {
+            models: &[],
+            ..wanted
+        };
+        assert!(fits(&other, &any) && fits(&none, &any));
+
+        // It waits for a node that serves one, however busy, and for the first node of all.
+        let busy = NodeRow {
+            draining: true,
+            ..serves.clone()
+        };
+        assert_eq!(unserved(&[none.clone(), busy.clone()], &wanted), None);
+        assert_eq!(unserved(&[], &wanted), None);
+        assert_eq!(
+            unserved(&[other.clone(), none.clone()], &wanted).as_deref(),
+            Some("b: serves none of \"x\", \"llama3.2\", only \"y\"; c: has no model server")
+        );
+        // A lost node, or one without the labels, does not count.
+        let lost = NodeRow {
+            is_lost: true,
+            ..serves.clone()
+        };
+        assert!(unserved(&[lost, none.clone()], &wanted).is_some());
+        let zone = NodeLabels::from([("zone".to_owned(), "c".to_owned())]);
+        let elsewhere = NodeRequirements {
+            labels: &zone,
+            ..wanted
+        };
+        assert!(unserved(&[serves, none], &elsewhere).is_some());
+        assert_eq!(unserved(&[other], &elsewhere), None);
+    }
 
     #[test]
     fn a_remedy_fits_the_reasons_of_the_nodes() {

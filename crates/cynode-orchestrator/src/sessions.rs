@@ -100,7 +100,7 @@ impl Orchestrator {
             .await?;
         self.check_artifact(caller, task_id, body.workspace_ref.as_ref())
             .await?;
-        let request = SessionCreate {
+        let mut request = SessionCreate {
             version: Some(cynode_api::API_VERSION),
             task_id,
             session_id,
@@ -114,6 +114,7 @@ impl Orchestrator {
             idle_timeout_seconds: body.idle_timeout_seconds,
             pty_allowed: body.pty_allowed,
             labels: body.labels.clone(),
+            allowed_models: Vec::new(),
         };
         let kept = self
             .placement
@@ -123,25 +124,32 @@ impl Orchestrator {
             labels: &body.node_labels,
             limits: body.limits.unwrap_or_default(),
             needs_runner: false,
+            models: &[],
         };
-        let node_id = match kept {
+        let node = match kept {
             Some(node_id) => {
                 self.placement
                     .check_workspace_node(node_id, &wanted)
-                    .await?
+                    .await?;
+                self.db.node(node_id).await?
             }
             None => match self
                 .placement
                 .choose_node(image.version_id, &wanted, &[])
                 .await
             {
-                Ok(node) => node.id,
+                Ok(node) => node,
                 Err(error) => {
                     self.placement.check_grantable(&wanted).await?;
                     return Err(error.into());
                 }
             },
         };
+        // A worker without a model server may be too old to know the field.
+        if node.capability.inference.is_some() {
+            request.allowed_models = self.session_models(caller.preferences(&task)).await?;
+        }
+        let node_id = node.id;
         let new = NewSession {
             body: &body,
             name: None,

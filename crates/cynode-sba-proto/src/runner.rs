@@ -24,7 +24,7 @@ pub const RUNNER_FD: i32 = 3;
 pub const RUNNER_ARGUMENTS: [&str; 2] = ["run", "--supervised"];
 /// Largest frame in either direction. Documents are sent in pieces of
 /// [`MAX_DATA`](crate::MAX_DATA).
-pub const MAX_FRAME: usize = crate::MAX_AGENT_FRAME;
+pub use crate::MAX_AGENT_FRAME as MAX_FRAME;
 
 /// A worker's message, as a JSON frame.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

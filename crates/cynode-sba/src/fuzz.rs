@@ -12,9 +12,11 @@
     reason = "a panic is how a fuzz target reports a failure"
 )]
 
+mod answers;
 mod codec;
 mod jobs;
 
+pub use self::answers::answers;
 pub use self::codec::{replies, requests};
 pub use self::jobs::{jobs, results};
 pub use crate::files::fuzz::{archives, diffs, forms, patches, paths, searches};
@@ -24,6 +26,7 @@ pub type Target = fn(&[u8]);
 
 /// All targets by name, which is also the name of the corpus.
 pub const TARGETS: &[(&str, Target)] = &[
+    ("answers", answers),
     ("archives", archives),
     ("diffs", diffs),
     ("forms", forms),
@@ -104,6 +107,11 @@ mod tests {
         for directory in ["fuzz_targets", "corpus"] {
             assert_eq!(&names(fuzz().join(directory)) - &others, targets);
         }
+    }
+
+    #[test]
+    fn answers_of_models_that_fuzzing_found_stay_within_bounds() {
+        replay("answers");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use cynode_service::{
 };
 use serde::Deserialize;
 
-use crate::{capacity, control, rootless, runtime::IdSpace};
+use crate::{InferenceConfig, capacity, control, rootless, runtime::IdSpace};
 
 /// The image that `make up` builds and loads.
 pub const DEFAULT_IMAGE: &str = "localhost/cynode/sba-runner:latest";
@@ -81,6 +81,7 @@ pub struct Config {
     pub pty_timeout_seconds: u64,
     /// Maximum number of concurrent connections to the Worker API.
     pub max_connections: usize,
+    pub inference: InferenceConfig,
 }
 
 /// The container engine.
@@ -128,6 +129,7 @@ impl Default for Config {
             metrics_token_file: None,
             pty_timeout_seconds: 120,
             max_connections: listen::CONNECTIONS,
+            inference: InferenceConfig::default(),
         }
     }
 }
@@ -191,6 +193,7 @@ impl Config {
         }
         capacity::check_config(&read)?;
         read.check_orchestrator()?;
+        read.inference.check()?;
         Ok(read)
     }
 

@@ -377,6 +377,7 @@ impl ControlClient {
             encoded_patches: Some(cynode_patch::WIRE_VERSION),
             runner: (config.exec_via == ExecVia::Agent)
                 .then_some(cynode_sba_proto::runner::VERSION),
+            inference: self.sessions.inference.report().await,
             unenforced: config.allow_unenforced.clone(),
             labels: config.labels.clone(),
             images,

@@ -17,6 +17,7 @@ pub mod edit;
 mod execs;
 pub mod host;
 mod idrange;
+mod inference;
 mod jobs;
 mod journal;
 mod limits;
@@ -46,6 +47,8 @@ use sha2::{Digest as _, Sha256};
 
 pub use api::openapi;
 pub use config::{Config, DEFAULT_IMAGE, Engine};
+use inference::Inference;
+pub use inference::InferenceConfig;
 use jobs::Jobs;
 use journal::Journal;
 pub use rootless::enter_user_namespace;
@@ -250,10 +253,13 @@ pub async fn run(config: Config) -> Result<(), Error> {
         None => audit::NodeTrail::open_local(config.directory().join("audit"), node_id),
     };
     let audit = audit.map_err(state("opening the audit trail"))?;
+    let inference = Inference::new(config.inference.clone(), Arc::new(audit.clone()))
+        .map_err(|error| state("preparing the way to models")(std::io::Error::other(error)))?;
     let options = SessionsConfig {
         runtime: Arc::clone(&runtime),
         journal: locked.journal.clone(),
         audit,
+        inference: Arc::clone(&inference),
         node_id,
         ids,
         agent_binary,
@@ -268,9 +274,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
         .map_err(state("reading the journal of jobs"))?;
     sessions.proxies.set_jobs(&jobs);
     sessions.proxies.set_trail(sessions.audit.clone());
-    sessions
-        .proxies
-        .set_inference(Arc::new(proxies::NoInference));
+    let handler = Arc::clone(&sessions.inference);
+    sessions.proxies.set_inference(Arc::new(handler));
     let api = api::Api {
         sessions: Arc::clone(&sessions),
         jobs: Arc::clone(&jobs),
@@ -304,6 +309,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     });
     let pool = tokio::spawn(Arc::clone(&sessions).run_pool(stop.clone()));
     let control = tokio::spawn(control::run(control, changed_jobs, stop.clone()));
+    let inference = tokio::spawn(inference.run(stop.clone()));
     let audit_shipper = tokio::spawn(audit::ship(Arc::clone(&sessions), stop.clone()));
     let disk_watcher = tokio::spawn(Arc::clone(&sessions).watch_disk(stop.clone()));
     let session_timers = tokio::spawn(Arc::clone(&sessions).run_timers(stop.clone()));
@@ -317,6 +323,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     drop(disk_watcher.await);
     drop(pool.await);
     drop(control.await);
+    drop(inference.await);
     drop(audit_shipper.await);
     if end_sandboxes.load(Ordering::SeqCst) {
         jobs.stop_all().await;

@@ -21,8 +21,8 @@ pub use audit::{
 };
 pub use identity::{Group, Project, Token, User};
 pub use orchestrator::{
-    Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageName, Job, JobList,
-    JobRun, Node, NodeKey, Preference, PreferenceScopeArg, Run, Setting, Task,
+    Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageCheck, ImageName,
+    Job, JobList, JobRun, Node, NodeKey, Preference, PreferenceScopeArg, Run, Setting, Task,
 };
 pub use results::{Diff, Pull, Watch};
 

@@ -11,11 +11,13 @@
 
 mod audit;
 mod dockerd;
+pub mod models;
 mod orchestrator;
 mod random;
 mod relay;
 mod requests;
 mod simulated;
+mod specifications;
 mod user;
 mod world;
 
@@ -28,6 +30,7 @@ pub use random::Random;
 pub use relay::Relay;
 pub use requests::{Answer, Http};
 pub use simulated::{Fault, LARGEST_LIMITS, PROMISED_MEMORY_BYTES, ReceivedPatch, SimulatedWorker};
+pub use specifications::{run_step, sba_job, specification, step, with};
 pub use world::{
     Engine, Options, RunningWorker, World, eventually, memory, repository, reset_memory_peak,
 };

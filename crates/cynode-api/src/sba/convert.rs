@@ -108,7 +108,7 @@ fn criterion(value: JsonValue) -> Conversion<Criterion> {
     }))
 }
 
-fn step(value: JsonValue) -> Conversion<Step> {
+pub(super) fn step(value: JsonValue) -> Conversion<Step> {
     let mut step = object(value)?;
     let kind = step.required("type", text)?;
     Ok(Step {

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::{
     document::{Bounds, JsonValue},
-    job_shape::JOB,
+    job_shape::{JOB, STEP},
     validate::validate,
     version::ProtocolVersion,
     violation::Violations,
@@ -185,6 +185,15 @@ pub struct Step {
     /// The step may run again if it was interrupted.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub idempotent: bool,
+}
+
+impl Step {
+    /// Reads the JSON of one step, such as the tool call of an agent, with the checks of a job.
+    pub fn parse(json: &[u8]) -> Result<Self, Violations> {
+        let document = JsonValue::read(json, Bounds::JOB)?;
+        validate(&document, &STEP, ProtocolVersion::CURRENT)?;
+        Ok(super::convert::step(document)?)
+    }
 }
 
 /// What a step does.

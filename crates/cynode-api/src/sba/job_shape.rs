@@ -248,7 +248,7 @@ static SKILL: ObjectShape = closed(
     None,
 );
 
-static STEP: ObjectShape = closed(
+pub(super) static STEP: ObjectShape = closed(
     "a step",
     &[
         required(

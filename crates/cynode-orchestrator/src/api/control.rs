@@ -48,8 +48,9 @@ pub(super) fn routes(orchestrator: Orchestrator) -> Router {
         .route("/v1/nodes/artifacts/{id}", get(artifact))
         .route(
             "/v1/nodes/audit:batch",
-            post(super::node_audit::merge)
-                .layer(Extension(edge::BodyLimit(node_audit_limits::MAX_BATCH_BYTES))),
+            post(super::node_audit::merge).layer(Extension(edge::BodyLimit(
+                node_audit_limits::MAX_BATCH_BYTES,
+            ))),
         )
         .layer(middleware::from_fn_with_state(
             orchestrator.clone(),

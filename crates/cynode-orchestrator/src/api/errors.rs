@@ -141,6 +141,7 @@ impl From<placement::Error> for ApiError {
             }
             Error::WorkspaceNodeLabel { .. } | Error::NoNode(_) => ErrorCode::NoCapacity,
             Error::WorkspaceNodeOutdated { .. } => ErrorCode::AgentOutdated,
+            Error::WorkspaceNodeModels { .. } => ErrorCode::InferenceUnavailable,
         };
         let problem = Problem::new(code, error.to_string());
         match error.remedy() {
@@ -182,6 +183,7 @@ impl From<jobs::Error> for ApiError {
             Error::Invalid(violations) => return super::job_body::problem(&violations),
             Error::Refused(problem) => return (*problem).into(),
             Error::TooLarge(_) => ErrorCode::TooLarge,
+            Error::ModelNotAllowed { .. } => ErrorCode::ModelNotAllowed,
             Error::IdInUse(_) => ErrorCode::JobIdInUse,
             Error::TokenInvalid => ErrorCode::Unauthorized,
         };

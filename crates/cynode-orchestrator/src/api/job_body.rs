@@ -8,7 +8,7 @@ use axum::extract::{FromRequest, Request};
 use bytes::Bytes;
 use cynode_api::{
     ErrorCode, JobCreate,
-    sba::{Action, JobSpec, Violation, ViolationCode, Violations},
+    sba::{Action, InferenceSource, JobSpec, Violation, ViolationCode, Violations},
 };
 use cynode_service::{ApiError, compute, edge};
 use serde_json::json;
@@ -113,10 +113,13 @@ fn check(body: &JobCreate, spec: &JobSpec) -> Result<(), ApiError> {
             refuse(format!("{JOB}.steps[{index}].args.diff"), message);
         }
     }
-    let has_no_steps = spec.steps.is_empty();
-    if has_no_steps {
-        let message = "this version runs jobs with steps; without steps, an agent would work it";
-        refuse(format!("{JOB}.inference"), message.to_owned());
+    let source = spec
+        .inference
+        .as_ref()
+        .and_then(|inference| inference.source);
+    if source == Some(InferenceSource::ApiEgress) {
+        let message = "models of providers can't be reached yet; leave it out, or use \"worker\"";
+        refuse(format!("{JOB}.inference.source"), message.to_owned());
     }
     if errors.is_empty() {
         return Ok(());
@@ -125,12 +128,7 @@ fn check(body: &JobCreate, spec: &JobSpec) -> Result<(), ApiError> {
         .len()
         .saturating_sub(cynode_api::document::MAX_VIOLATIONS);
     errors.truncate(cynode_api::document::MAX_VIOLATIONS);
-    let error = listed(errors, omitted);
-    Err(if has_no_steps {
-        error.with_remedy("Give the job steps.")
-    } else {
-        error
-    })
+    Err(listed(errors, omitted))
 }
 
 #[cfg(test)]
@@ -223,18 +221,11 @@ mod tests {
     }
 
     #[test]
-    fn what_this_version_does_not_run_is_refused_with_a_remedy() {
+    fn a_job_for_an_agent_is_taken_and_what_this_version_lacks_is_refused() {
         let mut agent = spec();
         agent["steps"] = json!([]);
         agent["inference"] = json!({"allowed_models": ["m"]});
-        assert_eq!(
-            places(&json!({"job": agent})),
-            ["invalid_value job.inference"]
-        );
-        assert_eq!(
-            refusal(&json!({"job": agent})).remedy,
-            "Give the job steps."
-        );
+        assert!(read(&Bytes::from(json!({"job": agent}).to_string())).is_ok());
         let mut skilled = spec();
         skilled["context"] = json!({"skill_ids": ["a"]});
         let problem = refusal(&json!({"job": skilled}));

@@ -205,6 +205,8 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
         "POST /v1/jobs",
         &[
             ErrorCode::ImageNotAllowed,
+            ErrorCode::ModelNotAllowed,
+            ErrorCode::InferenceUnavailable,
             ErrorCode::ImagePending,
             ErrorCode::NotFound,
             ErrorCode::WorkspaceNotFound,

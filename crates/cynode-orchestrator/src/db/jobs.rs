@@ -36,6 +36,8 @@ pub(crate) struct JobRow {
     pub(crate) result_sha256: Option<String>,
     pub(crate) late_result_sha256: Option<String>,
     pub(crate) image_version_id: Option<ImageVersionId>,
+    /// The models that its specification allows.
+    pub(crate) allowed_models: Vec<String>,
     pub(crate) created_by: String,
     pub(crate) lease: Lease,
 }
@@ -59,6 +61,8 @@ pub(crate) struct NewJob<'a> {
     pub(crate) spec: Option<&'a str>,
     pub(crate) object: &'a Job,
     pub(crate) retry: Retry,
+    /// The models that the specification allows.
+    pub(crate) allowed_models: &'a [String],
     /// The only node that can run the job.
     pub(crate) node_id: Option<NodeId>,
     pub(crate) image_version_id: ImageVersionId,
@@ -85,6 +89,11 @@ fn job(row: &PgRow) -> Result<JobRow, Error> {
         result_sha256: row.try_get("result_sha256")?,
         late_result_sha256: row.try_get("late_result_sha256")?,
         image_version_id: id("image_version_id")?.map(ImageVersionId::from_uuid),
+        allowed_models: row
+            .try_get::<Option<Value>, _>("allowed_models")?
+            .map(decode)
+            .transpose()?
+            .unwrap_or_default(),
         created_by: text("created_by")?,
         lease: Lease(row.try_get("lease_until")?),
     })
@@ -129,8 +138,8 @@ impl Db {
     ) -> Result<Option<JobRow>, Error> {
         let insert = sqlx::query(
             "with new as (
-                 insert into jobs (job_id, task_id, state, body, request, retry, object, image_version_id, owner_id, created_by, node_id)
-                 values ($1, $2, 'accepted', $3, $4, $5, $6, $7, $8, $9, $10) on conflict do nothing returning *),
+                 insert into jobs (job_id, task_id, state, body, request, retry, object, image_version_id, owner_id, created_by, node_id, allowed_models)
+                 values ($1, $2, 'accepted', $3, $4, $5, $6, $7, $8, $9, $10, $12) on conflict do nothing returning *),
              spec as (insert into job_specs (job_id, spec) select job_id, $11 from new where $11::text is not null)
              select * from new",
         )
@@ -144,7 +153,8 @@ impl Db {
         .bind(scope.user_id.as_uuid())
         .bind(new.created_by)
         .bind(new.node_id.map(|id| *id.as_uuid()))
-        .bind(new.spec);
+        .bind(new.spec)
+        .bind((!new.allowed_models.is_empty()).then(|| to_json(&new.allowed_models)));
         let new = NewSandbox {
             insert,
             task,

@@ -197,6 +197,30 @@ impl Db {
         .map_err(Error::from)
     }
 
+    /// The value of a key in the narrowest scope that has it.
+    pub(crate) async fn effective_preference(
+        &self,
+        context: PreferenceContext,
+        key: &str,
+    ) -> Result<Option<Value>, Error> {
+        sqlx::query_scalar(
+            "select p.value from preferences p
+             left join groups g on p.scope = 'group' and g.id = p.scope_id
+             where p.key = $4
+               and ((p.scope = 'task' and p.scope_id = $1) or (p.scope = 'project' and p.scope_id = $2) or (p.scope = 'user' and p.scope_id = $3)
+                    or (p.scope = 'group' and exists (select from group_members m where m.group_id = p.scope_id and m.user_id = $3))
+                    or p.scope = 'system')
+             order by array_position(array['task', 'project', 'user', 'group', 'system'], p.scope), g.name limit 1",
+        )
+        .bind(context.task.map(|id| *id.as_uuid()))
+        .bind(context.project.map(|id| *id.as_uuid()))
+        .bind(context.user.map(|id| *id.as_uuid()))
+        .bind(key)
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(Error::from)
+    }
+
     /// For each key the value of the narrowest scope. Of several groups the first by name wins.
     pub(crate) async fn effective_preferences(
         &self,

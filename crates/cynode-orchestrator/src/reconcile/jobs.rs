@@ -119,7 +119,11 @@ impl JobReconciler {
             labels: &labels,
             limits: row.request.sandbox.limits.unwrap_or_default(),
             needs_runner: row.has_spec(),
+            models: &row.allowed_models,
         };
+        if let Some(reason) = self.placement.unserved(&wanted).await? {
+            return self.fail_unserved(row, reason).await;
+        }
         let node = match self
             .placement
             .choose_node(version, &wanted, &excluded)
@@ -145,6 +149,20 @@ impl JobReconciler {
             return Ok(Some(Duration::ZERO));
         }
         self.send(row, node.id, &client, true).await
+    }
+
+    /// Fails a job whose models no node serves.
+    async fn fail_unserved(&self, row: &JobRow, reason: String) -> Result<Option<Duration>, Error> {
+        let error = JobError {
+            code: ErrorCode::InferenceUnavailable.as_str().to_owned(),
+            detail: reason,
+        };
+        let object = decided(row, JobState::Failed, Some(error));
+        self.db
+            .advance_job(row.job_id, None, &object, None, true)
+            .await?;
+        self.readers.notify();
+        Ok(None)
     }
 
     /// Sends the job to its node, repeatedly if necessary: the node runs it once. Only on the first

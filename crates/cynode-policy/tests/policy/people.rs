@@ -203,6 +203,14 @@ pub(crate) fn everything() -> Vec<(&'static str, Resource)> {
             preference("task", "sandbox_images.registries", in_the_task()),
         ),
         (
+            "Preference: task, models",
+            preference("task", "inference.allowed_models", in_the_task()),
+        ),
+        (
+            "Preference: task, egress",
+            preference("task", "egress.hosts", in_the_task()),
+        ),
+        (
             "Preference: task, quota",
             preference("task", "quota.sessions", in_the_task()),
         ),

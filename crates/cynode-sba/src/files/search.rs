@@ -8,6 +8,7 @@ use std::{
     collections::VecDeque,
     fs::File,
     io::{self, Read},
+    os::fd::OwnedFd,
     time::{Duration, Instant},
 };
 
@@ -38,14 +39,12 @@ const MATCH_OVERHEAD_BYTES: usize = 250;
 
 impl Files {
     pub(super) fn search(&self, request: &SearchRequest) -> Outcome<SearchResult> {
-        let mut search = Search::new(request)?;
         let requested = request.path.as_deref().unwrap_or(".").as_bytes();
         let full_path = self.locate(requested)?;
         let prefix = path::printed_prefix(requested);
         if path::kind(&path::stat(&full_path)?) != FileType::Dir {
             let (file, _) = path::open_file(&full_path)?;
-            search.file(file, &prefix);
-            return Ok(search.finish());
+            return in_file(file, &prefix, request);
         }
         let top = openat(
             CWD,
@@ -54,36 +53,53 @@ impl Files {
             Mode::empty(),
         )
         .doing("searching", path::bytes(&full_path))?;
-        let complete = walk(top, Some(search.deadline), AtLimit::Skip, |entry| {
-            if search.has_reached_limit() {
-                return Ok(Step::Stop);
-            }
-            match entry.kind {
-                Kind::Directory if entry.name != b".git" => match entry.open_directory() {
-                    Ok(directory) => return Ok(Step::Into(directory)),
-                    // Directories that the sandbox's user can't read are skipped.
-                    Err(_) => return Ok(Step::Over),
-                },
-                Kind::RegularFile => {}
-                _ => return Ok(Step::Over),
-            }
-            let mut printed = prefix.clone();
-            path::join(&mut printed, entry.path);
-            if search.wants(entry.path, &printed, entry.name) {
-                let flags = OFlags::RDONLY
-                    | OFlags::NONBLOCK
-                    | OFlags::NOCTTY
-                    | OFlags::NOFOLLOW
-                    | OFlags::CLOEXEC;
-                if let Ok(fd) = openat(entry.directory, entry.name, flags, Mode::empty()) {
-                    search.file(fd.into(), &printed);
-                }
-            }
-            Ok(Step::Over)
-        })?;
-        search.result.truncated |= !complete;
-        Ok(search.finish())
+        in_directory(top, &prefix, request)
     }
+}
+
+/// Searches an open file, which is called `name` in the result.
+pub(super) fn in_file(file: File, name: &[u8], request: &SearchRequest) -> Outcome<SearchResult> {
+    let mut search = Search::new(request)?;
+    search.file(file, name);
+    Ok(search.finish())
+}
+
+/// Searches below an open directory; `prefix` is its name in the result.
+pub(super) fn in_directory(
+    top: OwnedFd,
+    prefix: &[u8],
+    request: &SearchRequest,
+) -> Outcome<SearchResult> {
+    let mut search = Search::new(request)?;
+    let complete = walk(top, Some(search.deadline), AtLimit::Skip, |entry| {
+        if search.has_reached_limit() {
+            return Ok(Step::Stop);
+        }
+        match entry.kind {
+            Kind::Directory if entry.name != b".git" => match entry.open_directory() {
+                Ok(directory) => return Ok(Step::Into(directory)),
+                // Directories that the sandbox's user can't read are skipped.
+                Err(_) => return Ok(Step::Over),
+            },
+            Kind::RegularFile => {}
+            _ => return Ok(Step::Over),
+        }
+        let mut printed = prefix.to_vec();
+        path::join(&mut printed, entry.path);
+        if search.wants(entry.path, &printed, entry.name) {
+            let flags = OFlags::RDONLY
+                | OFlags::NONBLOCK
+                | OFlags::NOCTTY
+                | OFlags::NOFOLLOW
+                | OFlags::CLOEXEC;
+            if let Ok(fd) = openat(entry.directory, entry.name, flags, Mode::empty()) {
+                search.file(fd.into(), &printed);
+            }
+        }
+        Ok(Step::Over)
+    })?;
+    search.result.truncated |= !complete;
+    Ok(search.finish())
 }
 
 struct Search {

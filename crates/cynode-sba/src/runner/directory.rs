@@ -25,6 +25,9 @@ pub(super) const RESULT_FILE: &str = "result.json";
 pub(super) const STATUS_FILE: &str = "status.json";
 pub(super) const TODO_FILE: &str = "todo.json";
 pub(super) const ARTIFACTS: &str = "artifacts";
+/// Artifacts of an agent: its conversation with the model, and its changes of the workspace.
+pub(super) const TRANSCRIPT: &str = "transcript.jsonl";
+pub(super) const CHANGES: &str = "changes.patch";
 
 /// Set aside for the result, so that a job that fills the disk can still have one.
 const RESERVE_BYTES: u64 = 1024 * 1024;
@@ -92,6 +95,36 @@ impl JobDirectory {
         Ok(())
     }
 
+    /// Replaces an artifact, whatever a step put in its place or in that of their directory.
+    pub(super) fn replace_artifact(&self, name: &str, content: &[u8]) -> io::Result<()> {
+        let artifacts = match self.artifacts() {
+            Ok(artifacts) => artifacts,
+            Err(_) => {
+                self.put_aside(ARTIFACTS).or_else(if_gone)?;
+                mkdirat(&self.directory, ARTIFACTS, Mode::from_raw_mode(0o755))?;
+                self.artifacts()?
+            }
+        };
+        artifacts.replace(name, content)
+    }
+
+    /// Removes an artifact that a step may have put there.
+    pub(super) fn remove_artifact(&self, name: &str) {
+        if let Ok(artifacts) = self.artifacts()
+            && artifacts.has(name)
+        {
+            let _gone = unlinkat(&artifacts.directory, name, AtFlags::empty());
+        }
+    }
+
+    fn artifacts(&self) -> Result<Self, Errno> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Ok(Self {
+            directory: openat(&self.directory, ARTIFACTS, flags, Mode::empty())?,
+            reserve: RefCell::default(),
+        })
+    }
+
     fn stage(&self, content: &[u8]) -> io::Result<StagedFile> {
         let mut staged = StagedFile::new(self.directory.try_clone()?)?;
         staged.file().write_all(content)?;
@@ -117,6 +150,14 @@ impl JobDirectory {
     fn put_aside(&self, name: &str) -> Result<(), Errno> {
         let aside = format!(".{name}.{}", std::process::id());
         rustix::fs::renameat(&self.directory, name, &self.directory, aside)
+    }
+}
+
+fn if_gone(errno: Errno) -> Result<(), Errno> {
+    if errno == Errno::NOENT {
+        Ok(())
+    } else {
+        Err(errno)
     }
 }
 
@@ -153,6 +194,33 @@ mod tests {
             std::fs::read(temp.path().join("secret")).expect("read"),
             b"secret"
         );
+    }
+
+    #[test]
+    fn an_artifact_replaces_what_a_step_put_in_its_place() {
+        let (temp, directory) = directory();
+        let artifacts = temp.path().join(ARTIFACTS);
+        for spoil in [
+            (|_: &Path| ()) as fn(&Path),
+            |artifacts| std::fs::write(artifacts, "a file").expect("written"),
+            |artifacts| symlink("elsewhere", artifacts).expect("link"),
+            |artifacts| {
+                std::fs::create_dir_all(artifacts.join(CHANGES).join("full")).expect("made");
+            },
+        ] {
+            std::fs::remove_dir_all(&artifacts).ok();
+            spoil(&artifacts);
+            directory
+                .replace_artifact(CHANGES, b"patch")
+                .expect("written");
+            assert_eq!(
+                std::fs::read(artifacts.join(CHANGES)).expect("read"),
+                b"patch"
+            );
+        }
+        directory.remove_artifact(CHANGES);
+        assert!(!artifacts.join(CHANGES).exists());
+        assert!(!temp.path().join("elsewhere").exists());
     }
 
     #[test]

@@ -4,12 +4,12 @@
 use std::{io, os::unix::net::UnixStream, path::Path, rc::Rc, time::Duration};
 
 use cynode_api::{
-    file_limits,
+    SearchRequest, file_limits,
     sba::{
         ApplyUnifiedDiff, ListTree, ReadFile, StreamEncoding, WriteFile, limits::MAX_TREE_DEPTH,
     },
 };
-use cynode_sba_proto::{AgentError, Decoder, Frame, MAX_AGENT_FRAME, Reply};
+use cynode_sba_proto::{AgentError, BROUGHT, Decoder, FileOp, Frame, MAX_AGENT_FRAME, Reply};
 use serde_json::json;
 use tokio::time::Instant;
 
@@ -20,7 +20,7 @@ use super::{
 use crate::{
     file_child,
     files::{
-        Artifact, serve_artifacts,
+        Artifact, Files, serve_artifacts,
         workspace::{LineRange, Operation, Output},
     },
     peer::Peer,
@@ -64,6 +64,13 @@ impl Work {
             max_entries: tree.max_entries.unwrap_or(file_limits::DEFAULT_ENTRIES),
         };
         match self.serve(operation, 1, deadline).await {
+            Ok((output, _)) => self.done(output),
+            Err(outcome) => outcome,
+        }
+    }
+
+    pub(super) async fn search(&self, request: &SearchRequest, deadline: Instant) -> StepOutcome {
+        match self.serve(Operation::Search { request }, 1, deadline).await {
             Ok((output, _)) => self.done(output),
             Err(outcome) => outcome,
         }
@@ -195,6 +202,30 @@ pub(super) async fn artifacts(
             Vec::new()
         }
     }
+}
+
+/// The changes of the workspace as a patch, against what was brought into it or, without that, the
+/// last commit. `None` without changes, or without a patch in time.
+pub(super) async fn changes(
+    processes: &Rc<Processes>,
+    workspace: &Path,
+    time: Duration,
+) -> Option<Vec<u8>> {
+    let until = Instant::now() + time;
+    for base in [Some(BROUGHT.to_owned()), None] {
+        let files = Files::within(workspace);
+        let serve = |peer: &mut Peer| files.serve(FileOp::ExportPatch { base }, peer);
+        let mut child = FileChild::start(processes, serve).ok()?;
+        match tokio::time::timeout_at(until, child.answer(1)).await {
+            Ok(Ok(mut documents)) => return documents.pop().filter(|patch| !patch.is_empty()),
+            Ok(Err(_)) => {}
+            Err(_) => {
+                child.kill().await;
+                return None;
+            }
+        }
+    }
+    None
 }
 
 /// Truncation may have split the last character of a text.

@@ -8,6 +8,7 @@
 //! the runner is single-threaded, reaps its descendants and has no rights that steps lack; it
 //! reports a complete result however the job ends, also when it panics.
 
+mod agent;
 mod command;
 mod control;
 mod directory;
@@ -17,16 +18,10 @@ mod output;
 mod progress;
 mod result;
 mod steps;
-#[cfg_attr(
-    not(test),
-    expect(
-        dead_code,
-        reason = "jobs for a model change their list; steps only complete it"
-    )
-)]
 mod todo;
 
 use std::{
+    cell::RefCell,
     io::{self, Read as _},
     os::fd::OwnedFd,
     path::PathBuf,
@@ -43,8 +38,9 @@ use rustix::fs::{FileType, fstat};
 use tokio::{io::Interest, net::UnixStream, sync::watch, task::LocalSet, time::Instant};
 
 use self::{
+    agent::AgentRecord,
     control::{Assignment, Control},
-    directory::{ARTIFACTS, JOB_FILE, JobDirectory},
+    directory::{ARTIFACTS, CHANGES, JOB_FILE, JobDirectory, TRANSCRIPT},
     live::LiveOutput,
     output::Budget,
     progress::{Progress, Resumption},
@@ -54,6 +50,12 @@ use self::{
 };
 use crate::{
     EXIT_UNSAFE, EXIT_USAGE, exec::Execs, fail, files::workspace::Workspace, harden, processes, sys,
+};
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use self::agent::{
+    answer::Answer,
+    events::{EventReader, events_of},
 };
 
 /// How long the runner waits for a reader of its streams at the end of the job.
@@ -292,7 +294,8 @@ impl<'a> Runner<'a> {
         let mut stopped = self.stop.subscribe();
         tokio::select! {
             assignment = control.assignment() => {
-                self.work(from_worker(assignment), Some(control)).await
+                let ready = from_worker(assignment, self.directory.as_deref());
+                self.work(ready, Some(control)).await
             }
             // Without a job there is no result either.
             _ = stopped.wait_for(Option::is_some) => EXIT_FAILURE,
@@ -373,6 +376,7 @@ impl<'a> Runner<'a> {
             budget,
             results: ready.finished.into(),
             stop: self.stop.subscribe(),
+            agent: RefCell::default(),
             job: ready.job,
         });
         let reporting = tokio::task::spawn_local(Rc::clone(&progress).report_regularly());
@@ -387,6 +391,10 @@ impl<'a> Runner<'a> {
         // What a step left running must not change what is reported.
         self.execs.end_all().await;
         let is_stopped = self.stop.borrow().is_some();
+        let agent = work.agent.take();
+        if work.job.steps.is_empty() {
+            self.leave_artifacts(&agent, is_stopped).await;
+        }
         let report = JobReport {
             job_id: Some(work.job.job_id),
             ending,
@@ -402,9 +410,30 @@ impl<'a> Runner<'a> {
             )
             .await,
             todo: Some(progress.todo.borrow().summary()),
+            criteria: agent.criteria,
+            usage: agent.usage,
         };
         self.deliver(report.into_result(), Some(&progress), control.as_deref())
             .await
+    }
+
+    /// Leaves what an agent has done, in place of whatever its commands put there.
+    async fn leave_artifacts(&self, agent: &AgentRecord, is_stopped: bool) {
+        let Some(directory) = &self.directory else {
+            return;
+        };
+        // Like a full disk, an artifact that can't be written must not end the job.
+        drop(directory.replace_artifact(TRANSCRIPT, agent.transcript.lines()));
+        let time = if is_stopped {
+            STOPPED_TIMEOUT
+        } else {
+            ARTIFACTS_TIMEOUT
+        };
+        let workspace = &self.options.workspace;
+        match files::changes(&self.execs.processes, workspace, time).await {
+            Some(patch) => drop(directory.replace_artifact(CHANGES, &patch)),
+            None => directory.remove_artifact(CHANGES),
+        }
     }
 
     /// Reports the result, and waits until the worker has it.
@@ -462,20 +491,26 @@ fn parse(json: &[u8]) -> Result<JobSpec, JobResult> {
     })
 }
 
-fn from_worker(assignment: Assignment) -> Result<ReadyJob, JobResult> {
+fn from_worker(
+    assignment: Assignment,
+    directory: Option<&JobDirectory>,
+) -> Result<ReadyJob, JobResult> {
     let job = parse(&assignment.job)?;
     let finished = finished_steps(&assignment.finished).ok_or_else(|| {
         let message = "the results of the finished steps can't be read";
         JobResult::failed(Some(job.job_id), FailureCode::Internal, message)
     })?;
     let longest = after(Duration::from_secs(job.constraints.max_runtime_seconds));
+    // An agent's notes. Steps can write them, but they prove nothing.
+    let notes = directory.filter(|_| assignment.attempt > 1 && job.steps.is_empty());
+    let todo = notes.and_then(|directory| progress::stored_todo(directory, &job));
     Ok(ReadyJob {
         sha256: progress::digest(&assignment.job),
         attempt: assignment.attempt,
         deadline: assignment.deadline.min(longest),
         in_flight: assignment.in_flight,
         finished,
-        todo: TodoList::of(&job),
+        todo: todo.unwrap_or_else(|| TodoList::of(&job)),
         job,
     })
 }

@@ -48,9 +48,13 @@ struct Status<'a> {
     job_sha256: &'a str,
     /// The steps before this one succeeded.
     step: u64,
-    steps: u64,
+    /// Unless an agent makes them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    steps: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     activity: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tokens: Option<u64>,
     remaining_seconds: u64,
     #[serde(with = "time::serde::rfc3339")]
     updated_at: OffsetDateTime,
@@ -88,14 +92,18 @@ pub(super) fn resumption(
     let status: StoredStatus = serde_json::from_slice(&status).ok()?;
     let step = usize::try_from(status.step).ok()?;
     let is_same = status.status == IN_PROGRESS && status.job_sha256 == sha256;
-    (is_same && step < job.steps.len()).then(|| Resumption {
+    let is_agents = job.steps.is_empty();
+    (is_same && (is_agents || step < job.steps.len())).then(|| Resumption {
         attempt: status.attempt.saturating_add(1),
         step,
-        todo: directory
-            .read(TODO_FILE, MAX_TODO_BYTES)
-            .ok()
-            .and_then(|json| TodoList::resumed(&json, job)),
+        todo: stored_todo(directory, job),
     })
+}
+
+/// The todo list of an earlier runner, if it is one of this job.
+pub(super) fn stored_todo(directory: &JobDirectory, job: &JobSpec) -> Option<TodoList> {
+    let json = directory.read(TODO_FILE, MAX_TODO_BYTES).ok()?;
+    TodoList::resumed(&json, job)
 }
 
 const IN_PROGRESS: &str = "in_progress";
@@ -111,14 +119,17 @@ pub(super) struct Progress {
     task_id: TaskId,
     job_sha256: String,
     attempt: u32,
-    steps: u64,
+    steps: Option<u64>,
     deadline: Instant,
     directory: Option<Rc<JobDirectory>>,
     control: Option<Rc<Control>>,
     pub(super) todo: RefCell<TodoList>,
     todo_written: Cell<Option<Instant>>,
     step: Cell<u64>,
-    activity: Cell<Option<&'static str>>,
+    activity: RefCell<Option<String>>,
+    /// Of an agent: its turn, and the tokens of its models.
+    turn: Cell<Option<u64>>,
+    tokens: Cell<u64>,
 }
 
 impl Progress {
@@ -136,21 +147,37 @@ impl Progress {
             task_id: job.task_id,
             job_sha256,
             attempt,
-            steps: job.steps.len() as u64,
+            steps: (!job.steps.is_empty()).then_some(job.steps.len() as u64),
             deadline,
             directory,
             control,
             todo: RefCell::new(todo),
             todo_written: Cell::new(None),
             step: Cell::new(0),
-            activity: Cell::new(None),
+            activity: RefCell::new(None),
+            turn: Cell::new(None),
+            tokens: Cell::new(0),
         }
     }
 
     /// The step that runs next.
     pub(super) fn begin(&self, index: usize, activity: &'static str) {
         self.step.set(index as u64);
-        self.activity.set(Some(activity));
+        self.set_activity(activity);
+    }
+
+    /// An agent's next turn.
+    pub(super) fn begin_turn(&self, turn: u64, tokens: u64) {
+        self.turn.set(Some(turn));
+        self.tokens.set(tokens);
+        self.set_activity("thinking");
+    }
+
+    pub(super) fn set_activity(&self, activity: &str) {
+        *self.activity.borrow_mut() = Some(match self.turn.get() {
+            Some(turn) => format!("turn {turn}: {activity}"),
+            None => activity.to_owned(),
+        });
         self.write_status(IN_PROGRESS, None);
         let is_due = self
             .todo_written
@@ -172,7 +199,7 @@ impl Progress {
 
     /// Writes how the job ended.
     pub(super) fn end(&self, result: &JobResult) {
-        self.activity.set(None);
+        self.activity.take();
         self.write_todo();
         let status = match result.status {
             ResultStatus::Success => "success",
@@ -182,7 +209,7 @@ impl Progress {
         self.write_status(status, result.failure_code.as_ref());
     }
 
-    fn remaining_seconds(&self) -> u64 {
+    pub(super) fn remaining_seconds(&self) -> u64 {
         self.deadline
             .saturating_duration_since(Instant::now())
             .as_secs()
@@ -192,11 +219,11 @@ impl Progress {
         if let Some(control) = &self.control {
             control.progress(JobProgress {
                 step: Some(self.step.get()),
-                steps: Some(self.steps),
-                activity: self.activity.get().map(str::to_owned),
+                steps: self.steps,
+                activity: self.activity.borrow().clone(),
                 remaining_seconds: self.remaining_seconds(),
                 todo: Some(self.todo.borrow().short_summary(MAX_REPORTED_TITLES)),
-                tokens: 0,
+                tokens: self.tokens.get(),
             });
         }
     }
@@ -206,6 +233,7 @@ impl Progress {
         let Some(directory) = &self.directory else {
             return;
         };
+        let activity = self.activity.borrow();
         let status = Status {
             job_id: self.job_id,
             task_id: self.task_id,
@@ -215,7 +243,8 @@ impl Progress {
             job_sha256: &self.job_sha256,
             step: self.step.get(),
             steps: self.steps,
-            activity: self.activity.get(),
+            activity: activity.as_deref(),
+            tokens: self.turn.get().map(|_| self.tokens.get()),
             remaining_seconds: self.remaining_seconds(),
             updated_at: OffsetDateTime::now_utc(),
         };

@@ -6,7 +6,8 @@
 use std::io;
 
 use cynode_api::sba::{
-    FailureCode, JobResult, ResultArtifact, StepResult, TodoSummary, limits::MAX_MESSAGE_BYTES,
+    CriterionResult, FailureCode, InferenceUsage, JobResult, ResultArtifact, StepResult,
+    TodoSummary, limits::MAX_MESSAGE_BYTES,
 };
 use cynode_api::{JobId, json_text_bytes};
 
@@ -29,6 +30,8 @@ pub(super) struct JobReport {
     pub(super) steps: Vec<StepResult>,
     pub(super) artifacts: Vec<Artifact>,
     pub(super) todo: Option<TodoSummary>,
+    pub(super) criteria: Vec<CriterionResult>,
+    pub(super) usage: Option<InferenceUsage>,
 }
 
 impl JobReport {
@@ -46,6 +49,8 @@ impl JobReport {
         };
         result.steps = self.steps;
         result.todo = self.todo;
+        result.criteria = self.criteria;
+        result.usage = self.usage;
         result.artifacts = self
             .artifacts
             .into_iter()
@@ -62,8 +67,13 @@ impl JobReport {
 /// A message within its bound. Escapes in JSON count as the characters that they stand for, so a
 /// message full of control characters is cut more.
 pub(super) fn bounded(message: &str) -> String {
-    let mut end = message.floor_char_boundary(MAX_MESSAGE_BYTES);
-    while json_text_bytes(&message[..end]) > MAX_MESSAGE_BYTES {
+    bounded_to(message, MAX_MESSAGE_BYTES)
+}
+
+/// The same with another bound.
+pub(super) fn bounded_to(message: &str, bytes: usize) -> String {
+    let mut end = message.floor_char_boundary(bytes);
+    while json_text_bytes(&message[..end]) > bytes {
         end = message.floor_char_boundary(end / 2);
     }
     message[..end].to_owned()

@@ -1,4 +1,4 @@
-//! Runs the steps of a job, in order, until one fails.
+//! Runs steps: those of a job, in order, until one fails, and the tool calls of an agent.
 //!
 //! Invariants: in a job with a worker, a step starts only when the worker has its start in the
 //! journal; a step that was in flight when an earlier runner was killed runs again only if the job
@@ -6,7 +6,10 @@
 
 use std::{cell::RefCell, rc::Rc};
 
-use cynode_api::sba::{Action, FailureCode, JobSpec, Step, StepResult, StepStatus};
+use cynode_api::{
+    SearchRequest,
+    sba::{Action, FailureCode, JobSpec, Step, StepResult, StepStatus},
+};
 use cynode_sba_proto::runner::Event;
 use serde_json::Value;
 use time::OffsetDateTime;
@@ -14,6 +17,7 @@ use tokio::{sync::watch, time::Instant};
 
 use super::{
     after,
+    agent::AgentRecord,
     control::Control,
     live::LiveOutput,
     output::{Budget, Encoded},
@@ -96,6 +100,51 @@ impl StepOutcome {
     }
 }
 
+/// What runs as a step.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Task<'a> {
+    Step(&'a Step),
+    /// Only an agent searches: a step of a job runs a command.
+    Search(&'a SearchRequest),
+    /// A tool call of an earlier runner, which did not say what it was.
+    Unknown,
+}
+
+impl Task<'_> {
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Step(step) => step.action.name(),
+            Self::Search(_) => "search",
+            Self::Unknown => "tool_call",
+        }
+    }
+
+    fn id(&self) -> Option<&str> {
+        match self {
+            Self::Step(step) => step.id.as_deref(),
+            Self::Search(_) | Self::Unknown => None,
+        }
+    }
+
+    const fn timeout_seconds(self) -> Option<u64> {
+        match self {
+            Self::Step(step) => step.timeout_seconds,
+            Self::Search(_) | Self::Unknown => None,
+        }
+    }
+}
+
+/// What the end of a step means for the job.
+#[derive(Debug)]
+pub(super) enum Effect {
+    /// The step succeeded.
+    None,
+    /// A job of steps ends so; an agent may try something else.
+    Failure(Ending),
+    /// The job is out of time or output, or was stopped.
+    End(Ending),
+}
+
 /// Everything that the steps of a job need.
 pub(super) struct Work {
     pub(super) job: JobSpec,
@@ -112,16 +161,15 @@ pub(super) struct Work {
     /// Of the steps that ended, those of an earlier runner included.
     pub(super) results: RefCell<Vec<StepResult>>,
     pub(super) stop: watch::Receiver<Option<StopReason>>,
+    /// What is reported of an agent, apart from its steps.
+    pub(super) agent: RefCell<AgentRecord>,
 }
 
 impl Work {
     pub(super) async fn run(&self) -> Ending {
         self.report(Event::Accepted, None);
         if self.job.steps.is_empty() {
-            return Ending::failure(
-                FailureCode::InferenceUnavailable,
-                "the job has no steps, and this version has no agent that could work it",
-            );
+            return self.run_agent().await;
         }
         let finished = self.results.borrow().len();
         if let Some(ending) = self.earlier_ending() {
@@ -133,32 +181,38 @@ impl Work {
         for (index, step) in self.job.steps.iter().enumerate().skip(finished) {
             let is_interrupted = self.in_flight == Some(index as u64) && !step.idempotent;
             if is_interrupted {
-                return self.interrupted(index, step);
+                return self.interrupted(index, Task::Step(step));
             }
-            if let Err(ending) = self.begin(index, step).await {
-                return ending;
-            }
-            let started_at = OffsetDateTime::now_utc();
-            let step_deadline = step
-                .timeout_seconds
-                .map(|seconds| after(std::time::Duration::from_secs(seconds)))
-                .filter(|deadline| *deadline < self.deadline);
-            let deadline = step_deadline.unwrap_or(self.deadline);
-            let outcome = self.perform(&step.action, deadline).await;
-            let ending = self.ending_of(index, step, &outcome.end, step_deadline.is_some());
-            let error = self.error_of(step, &outcome.end, step_deadline.is_some());
-            let result = step_result(index, step, outcome, error, Some(started_at));
-            self.end(index, result);
-            if let Some(ending) = ending {
-                return ending;
+            match self.run_task(index, Task::Step(step)).await {
+                Effect::None => {}
+                Effect::Failure(ending) | Effect::End(ending) => return ending,
             }
         }
         Ending::Success
     }
 
+    /// Runs one step, and keeps its result.
+    pub(super) async fn run_task(&self, index: usize, task: Task<'_>) -> Effect {
+        if let Err(ending) = self.begin(index, task).await {
+            return Effect::End(ending);
+        }
+        let started_at = OffsetDateTime::now_utc();
+        let own_deadline = task
+            .timeout_seconds()
+            .map(|seconds| after(std::time::Duration::from_secs(seconds)))
+            .filter(|deadline| *deadline < self.deadline);
+        let deadline = own_deadline.unwrap_or(self.deadline);
+        let outcome = self.perform(task, deadline).await;
+        let effect = self.effect_of(index, task, &outcome.end, own_deadline.is_some());
+        let error = self.error_of(task, &outcome.end, own_deadline.is_some());
+        let result = step_result(index, task, outcome, error, Some(started_at));
+        self.end(index, result);
+        effect
+    }
+
     /// Waits until a step may start.
-    async fn begin(&self, index: usize, step: &Step) -> Result<(), Ending> {
-        self.progress.begin(index, step.action.name());
+    async fn begin(&self, index: usize, task: Task<'_>) -> Result<(), Ending> {
+        self.progress.begin(index, task.name());
         let started = Event::StepStarted {
             index: index as u64,
         };
@@ -176,7 +230,12 @@ impl Work {
         }
     }
 
-    async fn perform(&self, action: &Action, deadline: Instant) -> StepOutcome {
+    async fn perform(&self, task: Task<'_>, deadline: Instant) -> StepOutcome {
+        let action = match task {
+            Task::Step(step) => &step.action,
+            Task::Search(request) => return self.search(request, deadline).await,
+            Task::Unknown => return StepOutcome::new(StepEnd::Success),
+        };
         #[cfg(test)]
         super::tests::panic_on_request(action);
         match action {
@@ -210,19 +269,19 @@ impl Work {
     }
 
     /// A step that an earlier runner started, which nobody saw the end of.
-    fn interrupted(&self, index: usize, step: &Step) -> Ending {
+    pub(super) fn interrupted(&self, index: usize, task: Task<'_>) -> Ending {
         let error = "the runner was killed while the step ran; it is not idempotent, so it was \
                      not run again";
         let mut result = step_result(
             index,
-            step,
+            task,
             StepOutcome::new(StepEnd::Success),
             Some(error.to_owned()),
             None,
         );
         result.status = StepStatus::Interrupted;
         self.end(index, result);
-        Ending::failure(FailureCode::RunnerInterrupted, named(index, step, error))
+        Ending::failure(FailureCode::RunnerInterrupted, named(index, task, error))
     }
 
     /// The ending that a step of an earlier runner brought about.
@@ -241,7 +300,7 @@ impl Work {
         let error = last.error.as_deref().unwrap_or("failed");
         Some(Ending::failure(
             code,
-            named(index, self.job.steps.get(index)?, error),
+            named(index, Task::Step(self.job.steps.get(index)?), error),
         ))
     }
 
@@ -250,7 +309,7 @@ impl Work {
         Some(control.report(event, document))
     }
 
-    fn out_of_time(&self) -> Ending {
+    pub(super) fn out_of_time(&self) -> Ending {
         Ending::failure(FailureCode::Timeout, self.time_is_over())
     }
 
@@ -262,7 +321,12 @@ impl Work {
     }
 
     /// What a step's result says about its failure.
-    fn error_of(&self, step: &Step, end: &StepEnd, own_deadline: bool) -> Option<String> {
+    pub(super) fn error_of(
+        &self,
+        task: Task<'_>,
+        end: &StepEnd,
+        own_deadline: bool,
+    ) -> Option<String> {
         Some(match end {
             StepEnd::Success => return None,
             StepEnd::Failure(error) => error.clone(),
@@ -272,42 +336,52 @@ impl Work {
             ),
             StepEnd::TimedOut if own_deadline => format!(
                 "the step exceeded its timeout_seconds of {}",
-                step.timeout_seconds.unwrap_or_default()
+                task.timeout_seconds().unwrap_or_default()
             ),
             StepEnd::TimedOut => self.time_is_over(),
             StepEnd::Stopped(reason) => reason.message().to_owned(),
         })
     }
 
-    fn ending_of(
+    pub(super) fn effect_of(
         &self,
         index: usize,
-        step: &Step,
+        task: Task<'_>,
         end: &StepEnd,
         own_deadline: bool,
-    ) -> Option<Ending> {
+    ) -> Effect {
         let code = match end {
-            StepEnd::Success => return None,
+            StepEnd::Success => return Effect::None,
             StepEnd::Failure(_) => FailureCode::StepFailed,
             StepEnd::TooMuchOutput => FailureCode::ConstraintViolation,
             StepEnd::TimedOut => FailureCode::Timeout,
-            StepEnd::Stopped(reason) => return Some(reason.ending()),
+            StepEnd::Stopped(reason) => return Effect::End(reason.ending()),
         };
-        let error = self.error_of(step, end, own_deadline)?;
-        Some(Ending::failure(code, named(index, step, &error)))
+        let error = self.error_of(task, end, own_deadline).unwrap_or_default();
+        let ending = Ending::failure(code, named(index, task, &error));
+        let is_final = match end {
+            StepEnd::TooMuchOutput => true,
+            StepEnd::TimedOut => !own_deadline,
+            _ => false,
+        };
+        if is_final {
+            Effect::End(ending)
+        } else {
+            Effect::Failure(ending)
+        }
     }
 }
 
 /// An error that names its step as people count and call it.
-fn named(index: usize, step: &Step, error: &str) -> String {
-    let kind = step.action.name();
-    let id = step.id.as_ref().map(|id| format!(", {id:?}"));
+fn named(index: usize, task: Task<'_>, error: &str) -> String {
+    let kind = task.name();
+    let id = task.id().map(|id| format!(", {id:?}"));
     format!("step {index} ({kind}{}): {error}", id.unwrap_or_default())
 }
 
 fn step_result(
     index: usize,
-    step: &Step,
+    task: Task<'_>,
     outcome: StepOutcome,
     error: Option<String>,
     started_at: Option<OffsetDateTime>,
@@ -327,8 +401,8 @@ fn step_result(
     };
     StepResult {
         index: index as u64,
-        id: step.id.clone(),
-        kind: step.action.name().to_owned(),
+        id: task.id().map(str::to_owned),
+        kind: task.name().to_owned(),
         status,
         exit_code: outcome.exit_code,
         stdout,
@@ -348,5 +422,5 @@ pub(super) fn forgotten(index: usize, step: &Step) -> StepResult {
         truncated: true,
         ..StepOutcome::new(StepEnd::Success)
     };
-    step_result(index, step, outcome, None, None)
+    step_result(index, Task::Step(step), outcome, None, None)
 }

@@ -120,6 +120,8 @@ fn the_largest_result_of_a_job_can_be_read_again() {
         steps: results,
         artifacts: Vec::new(),
         todo: Some(TodoList::of(&job).summary()),
+        criteria: Vec::new(),
+        usage: None,
     };
     let json = result::to_json(&report.into_result());
     assert!(json.len() <= MAX_RESULT_BYTES, "{}", json.len());

@@ -7,6 +7,8 @@
 //! Invariants: ids are never reused; the parts of an item follow it, and it is done exactly when
 //! all of them are; the list stays within its bounds.
 
+use std::fmt;
+
 use cynode_api::sba::{Action, JobSpec, Step, TodoSummary};
 use serde::{Deserialize, Serialize};
 
@@ -57,6 +59,19 @@ pub(super) enum TodoError {
     HasParts(u64),
     /// The new order does not name each item once, or puts parts elsewhere than after their item.
     NotAnOrder,
+}
+
+impl fmt::Display for TodoError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unknown(id) => write!(f, "the todo list has no item {id}"),
+            Self::Full => write!(f, "the todo list is full"),
+            Self::HasParts(id) => write!(f, "item {id} has parts; change those"),
+            Self::NotAnOrder => f.write_str(
+                "ids must name every item of the list once, with parts right after their item",
+            ),
+        }
+    }
 }
 
 impl TodoList {
@@ -119,15 +134,24 @@ impl TodoList {
 
     /// Checks a step of the job off with its parts, or opens it again.
     pub(super) fn set_step(&mut self, index: usize, done: bool) {
-        // Steps have consecutive ids, wherever they are moved to.
-        let steps = self.items.iter().filter(|item| item.source == Source::Step);
-        let Some(first) = steps.map(|item| item.id).min() else {
+        self.set(Source::Step, index, done);
+    }
+
+    /// The same for an acceptance criterion.
+    pub(super) fn set_criterion(&mut self, index: usize, done: bool) {
+        self.set(Source::Criterion, index, done);
+    }
+
+    fn set(&mut self, source: Source, index: usize, done: bool) {
+        // Items of one source have consecutive ids, wherever they are moved to.
+        let items = self.items.iter().filter(|item| item.source == source);
+        let Some(first) = items.map(|item| item.id).min() else {
             return;
         };
         let mut changed = vec![first + index as u64];
         for item in &mut self.items {
             let is_part = item.parent.is_some_and(|parent| changed.contains(&parent));
-            if (item.id == changed[0] && item.source == Source::Step) || is_part {
+            if (item.id == changed[0] && item.source == source) || is_part {
                 item.done = done;
                 changed.push(item.id);
             }
@@ -344,6 +368,10 @@ mod tests {
         assert_eq!(list.short_summary(1).open, ["It works"]);
         list.set_step(0, false);
         assert_eq!(list, TodoList::of(&job()));
+        list.set_criterion(1, true);
+        list.set_criterion(2, true);
+        assert_eq!(list.summary().open.len(), 4);
+        assert!(!list.summary().open.contains(&"Builds".to_owned()));
     }
 
     #[test]

@@ -57,16 +57,6 @@ fn an_invalid_job_is_refused_before_any_step_with_the_path_to_the_error() {
 }
 
 #[test]
-fn a_job_for_an_agent_says_that_there_is_none() {
-    let sandbox = Sandbox::new();
-    let mut job = job(json!([]));
-    job["inference"] = json!({"allowed_models": ["m"]});
-    let (result, output) = sandbox.run(&job);
-    assert_eq!(output.status.code(), Some(1));
-    assert_eq!(result.failure_code, Some(FailureCode::InferenceUnavailable));
-}
-
-#[test]
 fn a_job_that_can_not_be_read_is_a_usage_error_with_a_result() {
     let sandbox = Sandbox::new();
     let child = sandbox.command(&[]).spawn().expect("started");

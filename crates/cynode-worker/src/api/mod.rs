@@ -149,6 +149,7 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
             ErrorCode::JobIdInUse,
             ErrorCode::ImageNotFound,
             ErrorCode::AgentRequired,
+            ErrorCode::InferenceUnavailable,
             ErrorCode::LimitUnenforceable,
             ErrorCode::NoCapacity,
             ErrorCode::NoSpace,

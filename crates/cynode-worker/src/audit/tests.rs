@@ -63,13 +63,21 @@ async fn ship(trail: &NodeTrail) -> Vec<Value> {
     while let Some(batch) = trail.next_batch().await.expect("readable") {
         let last = batch.records.last().expect("not empty").seq;
         bodies.extend(batch.records.into_iter().map(|record| record.body));
-        assert!(trail.acknowledge(batch.stream, last + 1).await.expect("stored"));
+        assert!(
+            trail
+                .acknowledge(batch.stream, last + 1)
+                .await
+                .expect("stored")
+        );
     }
     bodies
 }
 
 fn with_action<'a>(bodies: &'a [Value], action: &str) -> Vec<&'a Value> {
-    bodies.iter().filter(|body| body["action"] == action).collect()
+    bodies
+        .iter()
+        .filter(|body| body["action"] == action)
+        .collect()
 }
 
 fn counted(bodies: &[Value]) -> u64 {
@@ -83,7 +91,10 @@ fn counted(bodies: &[Value]) -> u64 {
 async fn a_recorded_decision_survives_without_a_clean_stop() {
     let world = World::new();
     let (trail, sandbox) = (world.open(), sandbox());
-    trail.record(denial(sandbox, "example.com")).await.expect("recorded");
+    trail
+        .record(denial(sandbox, "example.com"))
+        .await
+        .expect("recorded");
     let allowed = call(sandbox, "small", DecisionOutcome::Allowed);
     trail.record(allowed.clone()).await.expect("recorded");
     // As after kill -9: what another process finds on the disk.
@@ -109,10 +120,19 @@ async fn repeats_of_a_denial_become_one_record_and_a_count() {
     let world = World::new();
     let (trail, one, other) = (world.open(), sandbox(), sandbox());
     for _ in 0..1_000 {
-        trail.record(denial(one, "a.example")).await.expect("recorded");
+        trail
+            .record(denial(one, "a.example"))
+            .await
+            .expect("recorded");
     }
-    trail.record(denial(one, "b.example")).await.expect("recorded");
-    trail.record(denial(other, "a.example")).await.expect("recorded");
+    trail
+        .record(denial(one, "b.example"))
+        .await
+        .expect("recorded");
+    trail
+        .record(denial(other, "a.example"))
+        .await
+        .expect("recorded");
     trail.flush().await;
     let bodies = ship(&trail).await;
     assert_eq!(with_action(&bodies, "proxy.connect").len(), 4, "{bodies:?}");
@@ -131,9 +151,8 @@ async fn a_sandbox_that_uses_up_its_share_refuses_only_itself() {
     let (trail, greedy, modest) = (world.open(), sandbox(), sandbox());
     let mut accepted = 0;
     let refused = loop {
-        let calls = (0..100).map(|_| {
-            trail.record(call(greedy, &"m".repeat(200), DecisionOutcome::Allowed))
-        });
+        let calls = (0..100)
+            .map(|_| trail.record(call(greedy, &"m".repeat(200), DecisionOutcome::Allowed)));
         let outcomes = futures_util::future::join_all(calls).await;
         accepted += outcomes.iter().filter(|outcome| outcome.is_ok()).count();
         if let Some(error) = outcomes.into_iter().find_map(Result::err) {
@@ -162,11 +181,17 @@ async fn a_sandbox_that_uses_up_its_share_refuses_only_itself() {
     trail.flush().await;
     let bodies = ship(&trail).await;
     assert_eq!(with_action(&bodies, "model.call").len(), accepted + 1);
-    assert_eq!(with_action(&bodies, "proxy.connect").len(), 0, "names were kept");
+    assert_eq!(
+        with_action(&bodies, "proxy.connect").len(),
+        0,
+        "names were kept"
+    );
     let folded = with_action(&bodies, "audit.folded");
     assert!(!folded.is_empty());
     let count = |action: &str| -> u64 {
-        let counts = folded.iter().map(|body| body["detail"]["actions"][action].as_u64());
+        let counts = folded
+            .iter()
+            .map(|body| body["detail"]["actions"][action].as_u64());
         counts.map(Option::unwrap_or_default).sum()
     };
     assert_eq!(count("proxy.connect"), 50);
@@ -226,9 +251,8 @@ async fn a_node_without_an_orchestrator_keeps_the_newest_records() {
     };
     // More than a share.
     for _ in 0..20 {
-        let calls = (0..100).map(|_| {
-            trail.record(call(job, &"m".repeat(200), DecisionOutcome::Allowed))
-        });
+        let calls =
+            (0..100).map(|_| trail.record(call(job, &"m".repeat(200), DecisionOutcome::Allowed)));
         for outcome in futures_util::future::join_all(calls).await {
             outcome.expect("recorded");
         }

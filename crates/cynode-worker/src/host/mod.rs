@@ -5,6 +5,7 @@
 
 mod checks;
 mod docker;
+mod models;
 mod podman;
 
 use std::path::{Path, PathBuf};
@@ -113,6 +114,7 @@ pub async fn examine(config: &Config) -> Report {
     checks.push(checks::loop_devices(config).await);
     checks.push(checks::disk(&config.state_dir));
     checks.push(checks::git().await);
+    checks.push(models::check(&config.inference).await);
     let choice = runtime.map(
         |TrialSetup {
              oci_runtime,

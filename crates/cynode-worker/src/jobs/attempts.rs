@@ -307,7 +307,7 @@ impl RunnerJob<'_> {
         }
         let has_said_nothing = live.is_none() || exit.exit_code == Some(0);
         if has_said_nothing
-            && steps.succeeded() == self.plan.steps.len()
+            && self.plan.is_complete(steps.succeeded())
             && let Some(outcome) = self.claimed(live).await
         {
             return Some(outcome);
@@ -329,9 +329,7 @@ impl RunnerJob<'_> {
         match checked {
             Ok(result) => {
                 let reported_by = Reporter::File;
-                self.jobs
-                    .keep_result(self.entry, &result, reported_by)
-                    .await
+                self.jobs.keep_result(self.entry, result, reported_by).await
             }
             Err(reason) => {
                 tracing::debug!(job_id = %self.plan.job_id, reason, "Ignored a result file.");

@@ -262,7 +262,7 @@ impl Jobs {
         let deadline = started_at
             .unwrap_or_else(OffsetDateTime::now_utc)
             .saturating_add(limit);
-        let shown = shown_progress(progress, steps);
+        let shown = shown_progress(progress, Some(steps));
         if entry.set_progress(shown, deadline, PROGRESS_INTERVAL) {
             self.announce(job_id);
         }

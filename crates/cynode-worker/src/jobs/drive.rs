@@ -21,13 +21,13 @@ use cynode_service::{ApiError, checks, compute};
 use time::OffsetDateTime;
 
 use super::{
-    Jobs, directory,
+    Jobs, allowed_models, directory,
     outcome::JobOutcome,
     record::{JobEntry, JobRecord},
 };
 use crate::{
     execs::{self, Command, Exec, ExecInput, OpenExec, WatchGuard},
-    sessions::{Admission, Live, SessionEntry as Sandbox, exec_environment},
+    sessions::{Admission, JobSandboxRequest, Live, SessionEntry as Sandbox, exec_environment},
 };
 
 /// Attempts to start the command while the agent does not answer.
@@ -200,14 +200,24 @@ impl Jobs {
                 "the record of the job's sandbox is unreadable",
             ));
         }
+        let allowed_models = if record.has_specification {
+            allowed_models(&self.specification(record).await?.job)
+        } else {
+            Vec::new()
+        };
         self.sessions.reconciled().await;
         let made = async {
             let image = self
                 .sessions
                 .any_image(&run.sandbox.image_ref, run.sandbox.image_digest.as_deref())
                 .await?;
+            let admitted = JobSandboxRequest {
+                run,
+                session_id: record.session_id,
+                allowed_models,
+            };
             self.sessions
-                .reserve(run, record.session_id, image, Admission::AlreadyGranted)
+                .reserve(admitted, image, Admission::AlreadyGranted)
                 .await?
                 .commit()
                 .await
@@ -367,6 +377,7 @@ impl Jobs {
             );
             tokio::time::sleep(RETRY_DELAY).await;
         }
+        self.sessions.inference.forget(entry.record().job.job_id);
         if entry.is_acknowledged() {
             self.drop_output(entry).await;
         }

@@ -8,8 +8,8 @@ use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 use cynode_api::{
     JobId, JobState, Reporter,
     sba::{
-        FailureCode, JobResult, ResultArtifact, ResultStatus, StepResult, StepStatus,
-        StreamEncoding,
+        FailureCode, InferenceUsage, JobResult, ResultArtifact, ResultStatus, StepResult,
+        StepStatus, StreamEncoding,
     },
 };
 use cynode_service::ApiError;
@@ -131,11 +131,13 @@ impl Jobs {
     pub(super) async fn keep_result(
         &self,
         entry: &JobEntry,
-        result: &JobResult,
+        mut result: JobResult,
         reported_by: Reporter,
     ) -> Option<JobOutcome> {
         let files = self.files(entry.record().job.job_id);
-        let json = serde_json::to_vec(result).ok()?;
+        result.usage = entry.usage.settled().await;
+        let json = serde_json::to_vec(&result).ok()?;
+        drop(result);
         self.store_result(&files, json).await;
         let verdict = blocking(move || files.verdict()).await.ok()?;
         Some(JobOutcome::from_verdict(verdict, reported_by))
@@ -154,7 +156,8 @@ impl Jobs {
             state => state,
         };
         let (own, outcome) = (files.clone(), outcome.clone());
-        let made = blocking(move || Ok(made_result(&own, id, status, &outcome))).await;
+        let usage = entry.usage.settled().await;
+        let made = blocking(move || Ok(made_result(&own, id, status, &outcome, usage))).await;
         self.store_result(&files, made.unwrap_or_default()).await;
     }
 
@@ -175,7 +178,13 @@ impl Jobs {
 }
 
 /// The JSON of a result that the worker makes, with the steps that the runner has reported.
-fn made_result(files: &JobFiles, id: JobId, state: JobState, outcome: &JobOutcome) -> Vec<u8> {
+fn made_result(
+    files: &JobFiles,
+    id: JobId,
+    state: JobState,
+    outcome: &JobOutcome,
+    usage: Option<InferenceUsage>,
+) -> Vec<u8> {
     let (code, default) = match state {
         JobState::Canceled => (FailureCode::Canceled, "the job was stopped"),
         JobState::Timeout => (FailureCode::Timeout, "the job ran out of time"),
@@ -188,6 +197,7 @@ fn made_result(files: &JobFiles, id: JobId, state: JobState, outcome: &JobOutcom
     let code = error.map_or(code, |error| failure_code(&error.code));
     let message = error.map_or(default, |error| error.detail.as_str());
     let mut result = JobResult::failed(Some(id), code, message);
+    result.usage = usage;
     if state == JobState::Timeout {
         result.status = ResultStatus::Timeout;
     }

@@ -69,7 +69,7 @@ impl Jobs {
         });
         let outcome = match judge(&result.exit, claimed) {
             Judgement::Believed(claimed) => {
-                match self.keep_result(entry, &claimed, reporter).await {
+                match self.keep_result(entry, claimed, reporter).await {
                     Some(outcome) => outcome,
                     None => JobOutcome::broken("the result could not be stored"),
                 }

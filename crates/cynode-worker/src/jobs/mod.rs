@@ -42,9 +42,10 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
     execs::Exec,
+    inference::{JobUsage, check_source},
     journal::{Journal, blocking, interrupted},
     runtime::Image,
-    sessions::{Admission, Sessions, check_version, journal_error},
+    sessions::{Admission, JobSandboxRequest, Sessions, check_version, journal_error},
 };
 
 pub(crate) use artifacts::KeptArtifact;
@@ -90,7 +91,8 @@ impl Jobs {
         let mut by_id = BTreeMap::new();
         for id in journal.jobs()? {
             if let Some(record) = journal.job::<JobRecord>(id)? {
-                by_id.insert(id, Arc::new(JobEntry::new(record)));
+                let usage = sessions.inference.usage_of(id, &journal.job_directory(id));
+                by_id.insert(id, Arc::new(JobEntry::new(record, usage)));
             }
         }
         for directory in journal.unrecorded_jobs()? {
@@ -154,6 +156,10 @@ impl Jobs {
         if let Some(existing) = self.existing(&request, &fingerprint)? {
             return Ok(existing);
         }
+        let inference = request.job.as_ref().and_then(|job| job.inference.as_ref());
+        if let Some(inference) = inference {
+            self.sessions.inference.check_job(inference).await?;
+        }
         self.sessions.wait_until_reconciled().await?;
         let image = self
             .sessions
@@ -213,8 +219,8 @@ impl Jobs {
                 let mut record = JobRecord::new(request, fingerprint, self.sessions.node_id, None);
                 record.has_specification = specification.is_some();
                 let outcome = JobOutcome::failed(&error);
-                self.complete_result(&JobEntry::new(record.clone()), &outcome)
-                    .await;
+                let entry = JobEntry::new(record.clone(), self.usage(id));
+                self.complete_result(&entry, &outcome).await;
                 record.conclude(outcome);
                 return self.record_job(record).await;
             }
@@ -227,9 +233,15 @@ impl Jobs {
             Some(image.digest.clone()),
         );
         record.has_specification = specification.is_some();
+        let models = specification.as_deref().map(allowed_models);
+        let admitted = JobSandboxRequest {
+            run: &request,
+            session_id: record.session_id,
+            allowed_models: models.unwrap_or_default(),
+        };
         let reservation = self
             .sessions
-            .reserve(&request, record.session_id, image, Admission::CheckCapacity)
+            .reserve(admitted, image, Admission::CheckCapacity)
             .await?;
         let recorded = async {
             if let Some(specification) = specification {
@@ -266,9 +278,15 @@ impl Jobs {
         blocking(move || journal.write_job(id, &written))
             .await
             .map_err(|error| journal_error(&error))?;
-        let entry = Arc::new(JobEntry::new(record));
+        let entry = Arc::new(JobEntry::new(record, self.usage(id)));
         self.by_id.lock().insert(id, Arc::clone(&entry));
         Ok(entry)
+    }
+
+    /// What the models of a job have used.
+    fn usage(&self, id: JobId) -> Arc<JobUsage> {
+        let directory = self.journal.job_directory(id);
+        self.sessions.inference.usage_of(id, &directory)
     }
 
     fn existing(
@@ -593,6 +611,12 @@ impl Jobs {
     }
 }
 
+/// The models that a specification allows its sandbox.
+fn allowed_models(job: &JobSpec) -> Vec<String> {
+    let inference = job.inference.as_ref();
+    inference.map_or_else(Vec::new, |inference| inference.allowed_models.clone())
+}
+
 /// Rejects a specification that this worker can't run.
 fn check_specification(request: &JobRun, job: &JobSpec, via: ExecVia) -> Result<(), ApiError> {
     for (name, is_equal) in [
@@ -605,12 +629,7 @@ fn check_specification(request: &JobRun, job: &JobSpec, via: ExecVia) -> Result<
             )));
         }
     }
-    if job.steps.is_empty() {
-        let detail = "job.inference: this worker has no agent that works on a job by itself";
-        return Err(Problem::new(ErrorCode::InvalidRequest, detail)
-            .with_remedy("Send a job with steps.")
-            .into());
-    }
+    job.inference.as_ref().map_or(Ok(()), check_source)?;
     if via == ExecVia::Runtime {
         return Err(ApiError::new(
             ErrorCode::AgentRequired,

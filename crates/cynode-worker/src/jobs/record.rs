@@ -1,6 +1,6 @@
 //! A job's record on disk and in memory.
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
 use cynode_api::{
     ExecId, Job, JobOutput, JobProgress, JobRun, JobState, JobStop, NodeId, SessionId,
@@ -17,6 +17,7 @@ use super::{
     denials::StepDenials,
     outcome::{self, JobOutcome},
 };
+use crate::inference::JobUsage;
 
 /// Who requested the stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -197,6 +198,8 @@ pub(crate) struct JobEntry {
     pub(super) writing: tokio::sync::Mutex<()>,
     pub(super) changed: watch::Sender<()>,
     progress: Mutex<Option<ShownProgress>>,
+    /// What the job's models used, as the worker saw it.
+    pub(super) usage: Arc<JobUsage>,
     pub(super) denials: Mutex<StepDenials>,
     /// Held while a denial is written to disk.
     pub(super) denying: tokio::sync::Mutex<()>,
@@ -217,8 +220,9 @@ struct ShownProgress {
 }
 
 impl JobEntry {
-    pub(crate) fn new(record: JobRecord) -> Self {
+    pub(crate) fn new(record: JobRecord, usage: Arc<JobUsage>) -> Self {
         Self {
+            usage,
             record: Mutex::new(record.without_output()),
             writing: tokio::sync::Mutex::new(()),
             changed: watch::Sender::new(()),
@@ -259,6 +263,7 @@ impl JobEntry {
         let left = (shown.deadline - OffsetDateTime::now_utc()).whole_seconds();
         Some(JobProgress {
             remaining_seconds: u64::try_from(left).unwrap_or(0),
+            tokens: self.usage.tokens(),
             ..shown.progress.clone()
         })
     }

@@ -11,7 +11,7 @@ use cynode_api::{
     ErrorCode, JobProgress,
     sba::{
         JobResult, StepResult, TodoSummary,
-        limits::{MAX_CONTEXT_ITEMS, MAX_RESULT_BYTES, MAX_RESULT_NODES},
+        limits::{MAX_CONTEXT_ITEMS, MAX_RESULT_BYTES, MAX_RESULT_NODES, MAX_STEPS},
     },
 };
 use cynode_sba_proto::{
@@ -226,7 +226,7 @@ impl Conversation<'_> {
                     }
                 }
                 FromRunner::Progress { progress } => {
-                    let progress = shown_progress(progress, self.job.plan.steps.len() as u64);
+                    let progress = shown_progress(progress, self.job.plan.count());
                     self.job.progressed(progress, self.attempt);
                 }
                 FromRunner::Attached { .. } | FromRunner::Unknown => {}
@@ -294,6 +294,8 @@ impl Conversation<'_> {
         let job = self.job;
         job.entry
             .explain_failure(&mut result, &job.plan, self.steps, &job.files);
+        // What the worker saw, not what the sandbox says.
+        result.usage = job.entry.usage.settled().await;
         let json = to_json(&result)?;
         drop(result);
         let files = &self.job.files;
@@ -331,10 +333,14 @@ impl Conversation<'_> {
             Event::StepStarted { index } => {
                 // Before the runner hears that it may start the step.
                 self.job.entry.denials.lock().set_step(Some(index));
+                // An agent's runner reports what it does itself.
+                if self.job.plan.is_agents {
+                    return;
+                }
                 let activity = self.job.plan.step(index).map(|step| step.kind.to_owned());
                 let progress = JobProgress {
                     step: Some(index),
-                    steps: Some(self.job.plan.steps.len() as u64),
+                    steps: self.job.plan.count(),
                     activity,
                     ..JobProgress::default()
                 };
@@ -347,11 +353,13 @@ impl Conversation<'_> {
 }
 
 /// Progress as the runner reports it, within bounds.
-pub(super) fn shown_progress(progress: JobProgress, steps: u64) -> JobProgress {
+pub(super) fn shown_progress(progress: JobProgress, steps: Option<u64>) -> JobProgress {
     let cut = |text: String| -> String { text.chars().take(MAX_SHOWN_CHARACTERS).collect() };
     JobProgress {
-        step: progress.step.map(|step| step.min(steps)),
-        steps: progress.steps.map(|_| steps),
+        step: progress
+            .step
+            .map(|step| step.min(steps.unwrap_or(MAX_STEPS as u64))),
+        steps: progress.steps.and(steps),
         activity: progress.activity.map(cut),
         remaining_seconds: 0,
         todo: progress.todo.map(|todo| TodoSummary {

@@ -4,7 +4,8 @@
 //! that is started again therefore learns from here what has happened, and never from files in the
 //! sandbox, which steps can write. Lines are appended whole and are as durable as an exec's log: one
 //! that a crash cut off was never acknowledged, and is dropped. Steps run in their order, each once,
-//! unless the job says that it may be repeated; a report that contradicts this is refused.
+//! unless the job says that it may be repeated, and none after a failed one, unless an agent makes
+//! the steps; a report that contradicts this is refused.
 
 use std::{
     fs::File,
@@ -270,7 +271,7 @@ impl Steps {
                 let Some(step) = plan.step(index).filter(|_| index == next) else {
                     return Err(format!("step {index} started instead of {next}"));
                 };
-                if self.succeeded() as u64 != next {
+                if self.succeeded() as u64 != next && !plan.is_agents {
                     return Err(format!("step {index} started after a failed one"));
                 }
                 if progress.is_started_now || (progress.is_in_flight && !step.is_idempotent) {

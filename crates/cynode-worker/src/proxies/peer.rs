@@ -41,7 +41,6 @@ pub(crate) struct ProxyPeer {
     #[allow(dead_code, reason = "for handlers of requests to models")]
     pub(crate) sandbox: Arc<SessionEntry>,
     /// The running sandbox.
-    #[allow(dead_code, reason = "for handlers of requests to models")]
     pub(crate) live: Arc<Live>,
 }
 

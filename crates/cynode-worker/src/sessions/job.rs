@@ -33,6 +33,15 @@ pub(crate) struct Reservation<'a> {
     _lock: MutexGuard<'a, ()>,
 }
 
+/// The sandbox that a job needs.
+#[derive(Debug)]
+pub(crate) struct JobSandboxRequest<'a> {
+    pub(crate) run: &'a JobRun,
+    pub(crate) session_id: SessionId,
+    /// The models that the job's specification allows.
+    pub(crate) allowed_models: Vec<String>,
+}
+
 /// Whether admission may fail because the node is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Admission {
@@ -87,12 +96,19 @@ impl Sessions {
     /// Admits a job's sandbox and allocates its workspace.
     pub(crate) async fn reserve(
         self: &Arc<Self>,
-        run: &JobRun,
-        session_id: SessionId,
+        job: JobSandboxRequest<'_>,
         image: Image,
         admission: Admission,
     ) -> Result<Reservation<'_>, ApiError> {
-        let request = session_of(run, session_id);
+        let JobSandboxRequest {
+            run,
+            session_id,
+            allowed_models,
+        } = job;
+        let request = SessionCreate {
+            allowed_models,
+            ..session_of(run, session_id)
+        };
         let checked = validate::check(&request, &self.capacity)?;
         let sandbox_id = SandboxId::from_uuid(*run.job_id.as_uuid());
         let lock = self.admission_lock.lock().await;

@@ -42,12 +42,13 @@ use time::OffsetDateTime;
 use tokio::sync::watch;
 
 use crate::{
-    audit::NodeTrail,
+    audit::{AuditedSandbox, NodeTrail},
     capacity::{Capacity, ParentCgroup},
     config::Config,
     disk::Disks,
     execs::SessionExecs,
     idrange::IdBlocks,
+    inference::Inference,
     journal::{Journal, SessionRecord, blocking, interrupted},
     proxies::Proxies,
     runtime::{self, Runtime},
@@ -57,7 +58,7 @@ pub(crate) use create::CreateOutcome;
 pub(crate) use end::EndRequest;
 pub(crate) use environment::exec_environment;
 pub(crate) use fill::Upstream;
-pub(crate) use job::Admission;
+pub(crate) use job::{Admission, JobSandboxRequest};
 pub(crate) use live::{Activity, Live, OpenWatch};
 pub(crate) use validate::check_version;
 
@@ -73,6 +74,8 @@ pub(crate) struct Sessions {
     pub(crate) node_id: NodeId,
     /// Where this node records what it decides by itself.
     pub(crate) audit: NodeTrail,
+    /// The way of sandboxes to models.
+    pub(crate) inference: Arc<Inference>,
     pub(crate) runtime: Arc<dyn Runtime>,
     journal: Journal,
     ids: IdBlocks,
@@ -106,6 +109,7 @@ pub(crate) struct SessionsConfig {
     pub(crate) runtime: Arc<dyn Runtime>,
     pub(crate) journal: Journal,
     pub(crate) audit: NodeTrail,
+    pub(crate) inference: Arc<Inference>,
     pub(crate) node_id: NodeId,
     pub(crate) ids: IdBlocks,
     pub(crate) agent_binary: PathBuf,
@@ -157,6 +161,13 @@ impl SessionEntry {
             record.job_id,
             record.session.task_id,
         )
+    }
+
+    /// The sandbox as the audit trail names it, and the models that it may use.
+    pub(crate) fn model_access(&self) -> (AuditedSandbox, Vec<String>) {
+        let record = self.record.lock();
+        let sandbox = AuditedSandbox::from(&*record);
+        (sandbox, record.request.allowed_models.clone())
     }
 
     pub(crate) fn record(&self) -> SessionRecord {
@@ -214,6 +225,7 @@ impl Sessions {
             runtime,
             journal,
             audit,
+            inference,
             node_id,
             ids,
             agent_binary,
@@ -232,6 +244,7 @@ impl Sessions {
             config,
             node_id,
             audit,
+            inference,
             runtime,
             journal,
             ids,

@@ -1,7 +1,8 @@
 //! Validates session requests; each rejection names its field.
 
 use cynode_api::{
-    API_VERSION, ErrorCode, Limits, SessionCreate,
+    API_VERSION, ErrorCode, Limits, SessionCreate, is_model_name,
+    sba::limits::MAX_MODELS,
     session_limits::{DEFAULT_IDLE_SECONDS, DEFAULT_LIFETIME_SECONDS, MAX_ENV, MAX_ENV_BYTES},
 };
 use cynode_service::{
@@ -39,6 +40,7 @@ pub(super) fn check(
     check_reference(&request.image_ref)?;
     check_env(&request.env, MAX_ENV, MAX_ENV_BYTES)?;
     check_labels(&request.labels)?;
+    check_models(&request.allowed_models)?;
     Ok(ValidatedRequest {
         limits: capacity.limits(request.limits.unwrap_or_default())?,
         lifetime_seconds: check_seconds(
@@ -52,6 +54,15 @@ pub(super) fn check(
             request.idle_timeout_seconds.unwrap_or(DEFAULT_IDLE_SECONDS),
         )?,
     })
+}
+
+fn check_models(names: &[String]) -> Result<(), ApiError> {
+    if names.len() > MAX_MODELS || !names.iter().all(|name| is_model_name(name)) {
+        return Err(ApiError::invalid(format!(
+            "allowed_models: must be at most {MAX_MODELS} names of models"
+        )));
+    }
+    Ok(())
 }
 
 pub(super) fn after(from: OffsetDateTime, seconds: u64) -> OffsetDateTime {

@@ -212,8 +212,23 @@ pub enum Image {
         /// Name, id or part of the id, or reference of a version
         image: String,
     },
+    /// Check an allowed image against the requirements of sandbox images, in a sandbox
+    Check(ImageCheck),
     /// Remove an image that nothing uses; nodes keep their copies
     Remove(ImageName),
+}
+
+#[derive(Debug, Args)]
+pub struct ImageCheck {
+    /// Name, id or part of the id, or reference of a version
+    #[arg(value_name = "REF")]
+    pub image: String,
+    /// Also check what images for agents must have; the default for images with the agent label
+    #[arg(long, conflicts_with = "baseline")]
+    pub runner: bool,
+    /// Check only what every image must have
+    #[arg(long)]
+    pub baseline: bool,
 }
 
 #[derive(Debug, Args)]

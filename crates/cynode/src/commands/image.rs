@@ -8,8 +8,8 @@ use cynode_client::UserClient;
 use serde_json::json;
 
 use super::{
-    CommandResult, api_name, format_time, newest, print_created, print_done, print_list,
-    print_object,
+    CommandResult, api_name, format_time, image_check, newest, print_created, print_done,
+    print_list, print_object,
 };
 use crate::{
     cli::{Globals, Image, ImageName},
@@ -71,6 +71,7 @@ pub async fn run(globals: &Globals, command: Image) -> CommandResult {
         Image::Allow(args) => set(&client, globals, &args, true).await,
         Image::Deny(args) => set(&client, globals, &args, false).await,
         Image::Remove(args) => remove(&client, globals, &args).await,
+        Image::Check(args) => image_check::run(&client, globals, &args).await,
         Image::List { list } => {
             let images: Vec<ApiImage> = newest(&client, list, Vec::new(), |_| true).await?;
             let style = TableStyle::new(list.wide);
@@ -266,7 +267,10 @@ async fn find_version(
 
 /// Finds an image by name, id or part of the id, or by the reference of a version, which is
 /// returned too.
-async fn find(client: &UserClient, wanted: &str) -> Result<(ApiImage, Option<String>), Failure> {
+pub(super) async fn find(
+    client: &UserClient,
+    wanted: &str,
+) -> Result<(ApiImage, Option<String>), Failure> {
     let failure = match resolve::image(client, wanted).await {
         Err(failure) if failure.is("not_found") => failure,
         found => return found.map(|image| (image, None)),

@@ -14,6 +14,7 @@ pub mod token;
 pub mod user;
 
 mod follow;
+mod image_check;
 mod job_file;
 mod progress;
 mod run_and_get;

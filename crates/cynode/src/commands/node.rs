@@ -1,7 +1,8 @@
 //! `node`: manages nodes.
 
 use cynode_api::{
-    API_VERSION, Capability, LargestLimits, Node as ApiNode, NodeKeyCreate, NodeState,
+    API_VERSION, Capability, LargestLimits, ModelServerKind, Node as ApiNode, NodeKeyCreate,
+    NodeState,
 };
 
 use super::{
@@ -97,6 +98,7 @@ pub async fn run(globals: &Globals, command: Node) -> CommandResult {
                         .join(", "),
                 ),
                 ("labels", labels(&node)),
+                ("models", models(capability)),
                 (
                     "images",
                     capability
@@ -170,6 +172,23 @@ fn limits(capability: &Capability) -> String {
         || each.clone(),
         |bytes| format!("{each}; {} in total", output::size(bytes)),
     )
+}
+
+/// The models that the node serves, or why it serves none.
+fn models(capability: &Capability) -> String {
+    let Some(inference) = &capability.inference else {
+        return "no model server".to_owned();
+    };
+    let kind = inference.kind.map_or("unknown", ModelServerKind::as_str);
+    let problem = inference
+        .problem
+        .iter()
+        .map(|problem| format!(" ({problem})"));
+    let models = match inference.models.as_slice() {
+        [] => "none".to_owned(),
+        models => models.join(", "),
+    };
+    format!("{kind}: {models}{}", problem.collect::<String>())
 }
 
 fn labels(node: &ApiNode) -> String {

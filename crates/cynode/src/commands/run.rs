@@ -6,7 +6,8 @@ use std::{io::Read as _, path::Path, process::ExitCode, time::Duration};
 
 use backon::Retryable as _;
 use cynode_api::{
-    API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, TaskId, WorkspaceRef,
+    API_VERSION, Job, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, TaskId,
+    WorkspaceRef,
 };
 use cynode_client::UserClient;
 use tokio::{
@@ -213,6 +214,16 @@ async fn create(client: &UserClient, request: &JobCreate) -> Result<(), Failure>
     Ok(())
 }
 
+/// Runs a job to its end without printing anything.
+pub(super) async fn to_end(
+    client: &UserClient,
+    request: &JobCreate,
+    id: JobId,
+) -> Result<Job, Failure> {
+    create(client, request).await?;
+    Ok(wait_for_end(client, id).await?.job)
+}
+
 /// Waits for the end of the job without printing its output.
 async fn wait_for_end(client: &UserClient, id: JobId) -> Result<FinishedJob, Failure> {
     let mut pause = Duration::from_millis(20);
@@ -317,7 +328,7 @@ fn exit_result(finished: &FinishedJob) -> CommandResult {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use cynode_api::{Job, JobError, JobOutput, NodeId, TaskId};
+    use cynode_api::{JobError, JobOutput, NodeId, TaskId};
 
     use super::*;
 

@@ -20,8 +20,10 @@ const SHOWN_ITEMS: usize = 10;
 const MESSAGE_CHARACTERS: usize = 500;
 const NAME_CHARACTERS: usize = 60;
 
-pub const HEADER: [&str; 7] = ["STEP", "ID", "TYPE", "STATUS", "TIME", "EXIT", "OUTPUT"];
-pub type Row = [String; 7];
+pub const HEADER: [&str; 8] = [
+    "STEP", "ID", "TYPE", "STATUS", "TIME", "EXIT", "FILES", "OUTPUT",
+];
+pub type Row = [String; 8];
 
 /// A row for each step.
 pub fn rows(job: &Job) -> Vec<Row> {
@@ -75,6 +77,9 @@ fn row(step: &Value) -> Row {
             .as_i64()
             .map(|code| code.to_string())
             .unwrap_or_default(),
+        changed(step)
+            .map(|files| files.to_string())
+            .unwrap_or_default(),
         returned(step),
     ]
 }
@@ -90,6 +95,15 @@ fn duration(step: &Value) -> Option<String> {
         1_000..60_000 => format!("{}.{}s", ms / 1_000, ms % 1_000 / 100),
         _ => output::span(i64::from(ms / 1_000)),
     })
+}
+
+/// The number of files that a step changed, if its type says so.
+fn changed(step: &Value) -> Option<usize> {
+    match step["type"].as_str()? {
+        "write_file" => Some(usize::from(step["status"] == "success")),
+        "apply_unified_diff" => Some(step["output"]["files"].as_array().map_or(0, Vec::len)),
+        _ => None,
+    }
 }
 
 /// The size of what a step returned.
@@ -236,10 +250,25 @@ mod tests {
                 "failure",
                 "1.2s",
                 "2",
+                "",
                 "1.4 KiB"
             ]
             .map(str::to_owned)]
         );
+    }
+
+    #[test]
+    fn steps_that_change_files_say_how_many() {
+        let mut patched = step(0, "success");
+        patched["type"] = json!("apply_unified_diff");
+        patched["output"] = json!({"files": [{"path": "a"}, {"path": "b"}]});
+        let mut written = step(1, "success");
+        written["type"] = json!("write_file");
+        let mut failed = written.clone();
+        failed["status"] = json!("failure");
+        let job = with_result(json!({"steps": [patched, written, failed, step(3, "success")]}));
+        let files: Vec<String> = rows(&job).into_iter().map(|row| row[6].clone()).collect();
+        assert_eq!(files, ["2", "1", "0", ""]);
     }
 
     #[test]

@@ -146,6 +146,15 @@ fn values(of: &impl Debug) -> BTreeMap<String, String> {
     values
 }
 
+/// The values of a struct without structs in it, from its form on one line.
+fn nested_values(line: &str) -> BTreeMap<&str, &str> {
+    let inside = line.split_once('{').map_or("", |(_, inside)| inside);
+    inside
+        .split(',')
+        .filter_map(|field| field.split_once(": "))
+        .collect()
+}
+
 /// A default as people read it.
 fn shown(value: &str) -> String {
     let value = value
@@ -261,8 +270,17 @@ fn section(name: &str, role: &str, defaults: &impl Debug, sources: &[String]) ->
             .iter()
             .find_map(|source| fields(source, &field.kind));
         if let Some(nested) = nested {
+            let defaults = nested_values(values.get(&field.name).context("a default")?);
             for inner in nested {
-                row(&format!("{}.{}", field.name, inner.name), &inner, "")?;
+                let default = defaults
+                    .get(inner.name.as_str())
+                    .copied()
+                    .unwrap_or_default();
+                row(
+                    &format!("{}.{}", field.name, inner.name),
+                    &inner,
+                    &shown(default),
+                )?;
             }
         } else {
             let default = values.get(&field.name).context("a default")?;
@@ -296,6 +314,7 @@ fn the_reference_of_the_configuration_is_current() -> Result<()> {
         "crates/cynode-service/src",
         "crates/cynode-api/src",
         "crates/cynode-policy/src/secrets",
+        "crates/cynode-worker/src/inference",
     ] {
         for entry in fs_err::read_dir(repository().join(path))? {
             let path = entry?.path();

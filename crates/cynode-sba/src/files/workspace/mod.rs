@@ -14,7 +14,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use cynode_api::{ErrorCode, file_limits};
+use cynode_api::{ErrorCode, SearchRequest, SearchResult, file_limits};
 use cynode_sba_proto::{Reply, WORKSPACE};
 use rustix::{fs::OFlags, io::Errno};
 use serde::{Deserialize, Serialize};
@@ -26,6 +26,7 @@ use super::{
     error::{Failure, FailureContext, Outcome, shown},
     list::{self, Extent},
     path::{self, Files},
+    search,
 };
 use crate::peer::Peer;
 
@@ -60,6 +61,9 @@ pub(crate) enum Operation<'a> {
         path: &'a [u8],
         depth: u32,
         max_entries: u32,
+    },
+    Search {
+        request: &'a SearchRequest,
     },
 }
 
@@ -133,6 +137,7 @@ impl Workspace {
                 depth,
                 max_entries,
             } => self.list(path, depth, max_entries, room)?,
+            Operation::Search { request } => self.search(request, room)?,
         };
         Ok((output, None))
     }
@@ -193,6 +198,42 @@ impl Workspace {
         Ok(Output {
             value: json!({ "entries": result.entries, "truncated": result.truncated }),
             truncated: result.truncated,
+        })
+    }
+
+    fn search(&self, request: &SearchRequest, room: Room) -> Outcome<Output> {
+        let path = request.path.as_deref().unwrap_or(".").as_bytes();
+        let parts = self.parts(path)?;
+        let below = parts.join(&b'/');
+        let root = self.open()?;
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let opened = if parts.is_empty() {
+            root.readable_directory(b".")
+        } else {
+            root.open_below(&below, flags | OFlags::DIRECTORY)
+        };
+        let found = match opened {
+            Ok(top) => search::in_directory(top, &below, request)?,
+            Err(Errno::NOTDIR) => {
+                let file = root.open_below(&below, flags);
+                let file = file.map_err(|errno| failure(errno, "searching", path))?;
+                search::in_file(file.into(), &below, request)?
+            }
+            Err(errno) => return Err(failure(errno, "searching", path)),
+        };
+        let SearchResult {
+            matches,
+            truncated,
+            files_searched,
+        } = found;
+        let matches = matches.iter().map(|found| json!(found)).collect();
+        let (matches, cut) = fitting(matches, room);
+        let truncated = truncated || cut;
+        Ok(Output {
+            value: json!({
+                "matches": matches, "truncated": truncated, "files_searched": files_searched,
+            }),
+            truncated,
         })
     }
 

@@ -10,9 +10,7 @@ use std::{
     io::{self, Write as _},
 };
 
-use cynode_api::{
-    AuditBody, AuditKind, NODE_REFUSED_ACTION, NODE_STREAM_ACTION, NodeAuditRecord,
-};
+use cynode_api::{AuditBody, AuditKind, NODE_REFUSED_ACTION, NODE_STREAM_ACTION, NodeAuditRecord};
 use cynode_audit::Chain;
 use serde_json::{Value, json};
 use time::OffsetDateTime;
@@ -72,7 +70,9 @@ impl Store {
             is_dirty: false,
         });
         self.resend_from = None;
-        old.iter().flat_map(|stream| &stream.segments).for_each(remove);
+        old.iter()
+            .flat_map(|stream| &stream.segments)
+            .for_each(remove);
         Ok(())
     }
 
@@ -104,7 +104,11 @@ impl Store {
     ) -> io::Result<()> {
         draft.add(self, OffsetDateTime::now_utc(), self.first_record(details))?;
         for (index, stream) in self.streams.iter().enumerate() {
-            let acknowledged = if index == 0 { self.position.acknowledged } else { 0 };
+            let acknowledged = if index == 0 {
+                self.position.acknowledged
+            } else {
+                0
+            };
             for segment in &stream.segments {
                 let from = segment.before.seq.max(acknowledged) + 1;
                 if from > segment.last.seq {

@@ -115,7 +115,11 @@ impl Store {
         if segment.last.seq <= acknowledged || links.is_empty() {
             return fs_err::remove_file(path);
         }
-        if self.streams.back().is_none_or(|last| last.ordinal != ordinal) {
+        if self
+            .streams
+            .back()
+            .is_none_or(|last| last.ordinal != ordinal)
+        {
             self.streams.push_back(StoredStream {
                 ordinal,
                 id: header.stream,

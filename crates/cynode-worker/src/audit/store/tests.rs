@@ -36,7 +36,9 @@ impl Directory {
 }
 
 fn node() -> NodeId {
-    "01890000-0000-7000-8000-000000000001".parse().expect("an id")
+    "01890000-0000-7000-8000-000000000001"
+        .parse()
+        .expect("an id")
 }
 
 fn sandbox() -> AuditedSandbox {
@@ -96,7 +98,12 @@ impl Received {
     fn drain(&mut self, store: &mut Store) {
         while let Some(batch) = store.next_batch().expect("readable") {
             let next = self.take(&batch);
-            assert!(store.acknowledge(batch.stream, next).expect("stored").is_some());
+            assert!(
+                store
+                    .acknowledge(batch.stream, next)
+                    .expect("stored")
+                    .is_some()
+            );
         }
     }
 }
@@ -125,7 +132,11 @@ fn records_are_shipped_in_order_across_restarts_and_deleted_once_acknowledged() 
     append(&mut store, 6..8);
     received.drain(&mut store);
     assert_eq!(received.numbers, numbers(0..8));
-    assert_eq!(received.order.len(), 3, "one stream per process that records");
+    assert_eq!(
+        received.order.len(),
+        3,
+        "one stream per process that records"
+    );
     assert_eq!(store.backlog(), Backlog::default());
     assert_eq!(directory.segments().len(), 1, "acknowledged files stay");
     drop(store);
@@ -315,7 +326,11 @@ fn a_damaged_file_is_set_aside_and_the_rest_is_shipped() {
     append(&mut store, 5..6);
     let mut received = Received::default();
     received.drain(&mut store);
-    assert_eq!(received.numbers, [0, 3, 4, 5], "a changed record was shipped");
+    assert_eq!(
+        received.numbers,
+        [0, 3, 4, 5],
+        "a changed record was shipped"
+    );
     assert!(damaged.with_extension("unreadable").exists());
     let says_so = |body: &Value| body["detail"]["lost_records"] == true;
     assert!(received.bodies.iter().any(says_so));

@@ -283,3 +283,32 @@ fn results_are_kept_whole_up_to_a_limit() {
     let journal = journal.reopened();
     assert!(journal.steps.has_room_for(most - 1_000) && !journal.steps.has_room_for(most - 999));
 }
+
+#[test]
+fn steps_that_an_agent_makes_may_follow_a_failed_one_and_are_never_repeated() {
+    let mut journal = Journal::new();
+    let json = serde_json::json!({
+        "protocol_version": "1.0",
+        "job_id": JobId::generate(),
+        "task_id": TaskId::generate(),
+        "constraints": {"max_runtime_seconds": 1, "max_output_bytes": 1},
+        "inference": {"allowed_models": ["m"]},
+        "steps": [],
+    });
+    journal.plan = Plan::of(&JobSpec::from_value(json).expect("valid"));
+    journal.begin();
+    journal.take(Event::Accepted);
+    journal.take(started(0));
+    let number = journal.steps.received() + 1;
+    let recorded = journal.steps.record_end(number, StepStatus::Failure, b"{}");
+    recorded.expect("recorded");
+    journal.refuses(started(0));
+    journal.refuses(started(2));
+    journal.take(started(1));
+    journal.begin();
+    journal.refuses(started(1));
+    journal.take(ended(1));
+    journal.refuses(started(
+        u64::try_from(cynode_api::sba::limits::MAX_STEPS).expect("small"),
+    ));
+}

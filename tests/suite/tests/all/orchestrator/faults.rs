@@ -46,16 +46,16 @@ pub(super) fn small_limits() -> LimitsRequest {
 }
 
 /// The three roles, each of which can be killed and restarted.
-struct KillableStack {
-    control_plane: ControlPlane,
-    orchestrator: RunningOrchestrator,
-    worker: RunningWorker,
+pub(super) struct KillableStack {
+    pub(super) control_plane: ControlPlane,
+    pub(super) orchestrator: RunningOrchestrator,
+    pub(super) worker: RunningWorker,
     settings: Vec<(String, String)>,
     options: Options,
 }
 
 impl KillableStack {
-    async fn start() -> Result<Self> {
+    pub(super) async fn start() -> Result<Self> {
         let control_plane = ControlPlane::new().await?;
         let key = control_plane
             .world
@@ -102,7 +102,7 @@ impl KillableStack {
     }
 
     /// Kills a role with SIGKILL and restarts it.
-    async fn kill(&mut self, role: Victim) -> Result<()> {
+    pub(super) async fn kill(&mut self, role: Victim) -> Result<()> {
         match role {
             Victim::Orchestrator => {
                 self.orchestrator.kill()?;
@@ -135,7 +135,7 @@ async fn start(
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Victim {
+pub(super) enum Victim {
     Orchestrator,
     Worker,
     Postgres,

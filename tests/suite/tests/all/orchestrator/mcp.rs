@@ -4,6 +4,7 @@ mod bridge;
 mod callers;
 mod clients;
 mod coding;
+mod jobs;
 mod nonsense;
 mod work;
 

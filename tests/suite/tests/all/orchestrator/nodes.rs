@@ -90,7 +90,7 @@ impl Fleet {
         Ok(worker)
     }
 
-    fn run(&self, arguments: &[&str]) -> Result<CommandResult> {
+    pub(crate) fn run(&self, arguments: &[&str]) -> Result<CommandResult> {
         let mut command = cynode(&self.control_plane.world)?;
         command
             .env("CYNODE_URL", self.orchestrator.url()?)

@@ -74,9 +74,12 @@ fn largest(route: &str) -> Option<Payload> {
             | "/v1/sessions/{id}/files"
             | "/v1/sessions/{id}/files:watch",
         ) => Payload::Unread(20),
-        ("GET", "/v1/artifacts/{id}/content" | "/v1/tasks/{task_id}/artifacts/{path}") => {
-            Payload::Unread(20)
-        }
+        (
+            "GET",
+            "/v1/artifacts/{id}/content"
+            | "/v1/jobs/{job_id}/artifacts"
+            | "/v1/tasks/{task_id}/artifacts/{path}",
+        ) => Payload::Unread(20),
         ("PUT", "/v1/sessions/{id}/files" | "/v1/tasks/{task_id}/artifacts/{path}") => {
             Payload::Bytes(100 * MIB)
         }

@@ -395,11 +395,18 @@ async fn tools_manage_work_like_the_api() -> Result<()> {
             .is_some_and(|items| items.iter().any(|item| item["key"] == key)),
         "{effective}"
     );
-    let images = json!({"task_id": id, "key": "sandbox_images.registries", "value": []});
-    assert_eq!(
-        agent.call_refused("db.preference.set", images).await?,
-        ("denied_by_policy".to_owned(), "policy".to_owned())
-    );
+    for key in [
+        "sandbox_images.registries",
+        "inference.allowed_models",
+        "egress.hosts",
+    ] {
+        let widened = json!({"task_id": id, "key": key, "value": []});
+        assert_eq!(
+            agent.call_refused("db.preference.set", widened).await?,
+            ("denied_by_policy".to_owned(), "policy".to_owned()),
+            "{key}"
+        );
+    }
 
     let nodes = agent.call_ok("node.list", json!({})).await?;
     assert_eq!(

@@ -1,0 +1,131 @@
+//! The models that a job allows: the first that is served answers, and the next ones if it fails.
+//!
+//! Invariants: no other model is ever asked; each failure is retried a bounded number of times,
+//! later each time.
+
+use std::{collections::VecDeque, time::Duration};
+
+use cynode_api::sba::{Inference, InferenceSource};
+
+use super::{
+    answer::Answer,
+    server::{ModelServer, ServerError, ServerErrorKind},
+};
+
+const DEFAULT_URL: &str = "http://localhost:11434";
+/// Attempts at one request to one model.
+const MAX_ATTEMPTS: u32 = 4;
+/// Before the second attempt; twice as long before each further one.
+const FIRST_BACKOFF: Duration = Duration::from_millis(250);
+
+#[derive(Debug)]
+pub(super) struct Models {
+    server: ModelServer,
+    /// The first one is asked.
+    usable: VecDeque<String>,
+    /// The model that was asked last.
+    asked: String,
+}
+
+impl Models {
+    /// Finds out which of the allowed models are served at a URL.
+    pub(super) async fn find(inference: &Inference, url: Option<&str>) -> Result<Self, String> {
+        if inference.source == Some(InferenceSource::ApiEgress) {
+            return Err("inference.source is api_egress, which is not available yet".to_owned());
+        }
+        let server = ModelServer::parse(url.unwrap_or(DEFAULT_URL))?;
+        let allowed = &inference.allowed_models;
+        let mut attempt = 1;
+        let usable: VecDeque<String> = loop {
+            match server.models().await {
+                Ok(listed) => {
+                    let is_listed = |model: &&String| listed.iter().any(|one| is_same(one, model));
+                    break allowed.iter().filter(is_listed).cloned().collect();
+                }
+                Err(error) if attempt >= MAX_ATTEMPTS || error.kind == ServerErrorKind::Refused => {
+                    if error.kind == ServerErrorKind::Unreachable {
+                        return Err(error.message);
+                    }
+                    // A server need not list its models to serve them.
+                    break allowed.iter().cloned().collect();
+                }
+                Err(_) => tokio::time::sleep(backoff(attempt)).await,
+            }
+            attempt += 1;
+        };
+        if usable.is_empty() {
+            return Err(format!(
+                "the model server has none of the allowed models: {}",
+                allowed.join(", ")
+            ));
+        }
+        Ok(Self {
+            server,
+            asked: usable[0].clone(),
+            usable,
+        })
+    }
+
+    /// The model that was asked last.
+    pub(super) fn asked(&self) -> &str {
+        &self.asked
+    }
+
+    /// Asks for an answer. `request` makes the JSON for a model; `failed` hears of each failure.
+    pub(super) async fn ask(
+        &mut self,
+        request: impl Fn(&str) -> Vec<u8>,
+        mut failed: impl FnMut(&str, &ServerError),
+    ) -> Result<Answer, String> {
+        let mut last = "no model is left".to_owned();
+        while let Some(model) = self.usable.front() {
+            let body = request(model);
+            self.asked.clone_from(model);
+            for attempt in 1..=MAX_ATTEMPTS {
+                let error = match self.server.chat(body.clone()).await {
+                    Ok(answer) => return Ok(answer),
+                    Err(error) => error,
+                };
+                failed(model, &error);
+                last = format!("{model}: {}", error.message);
+                if error.kind == ServerErrorKind::Refused {
+                    break;
+                }
+                if attempt < MAX_ATTEMPTS {
+                    tokio::time::sleep(backoff(attempt)).await;
+                }
+            }
+            self.usable.pop_front();
+        }
+        Err(last)
+    }
+}
+
+fn backoff(attempt: u32) -> Duration {
+    FIRST_BACKOFF * 2_u32.saturating_pow(attempt.saturating_sub(1))
+}
+
+/// Whether two names are those of one model: without a tag, the tag is `latest`.
+fn is_same(one: &str, other: &str) -> bool {
+    let plain = |name: &str| name.strip_suffix(":latest").unwrap_or(name).to_owned();
+    plain(one) == plain(other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_without_a_tag_is_its_latest() {
+        assert!(is_same("llama3.2", "llama3.2:latest") && is_same("a:1b", "a:1b"));
+        assert!(!is_same("llama3.2", "llama3.2:1b") && !is_same("a", "A"));
+    }
+
+    #[test]
+    fn attempts_are_further_and_further_apart() {
+        let waits: Vec<u128> = (1..MAX_ATTEMPTS)
+            .map(|attempt| backoff(attempt).as_millis())
+            .collect();
+        assert_eq!(waits, [250, 500, 1_000]);
+    }
+}
