@@ -273,6 +273,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let jobs = Jobs::open(Arc::clone(&sessions), locked.journal.clone(), job_changes)
         .map_err(state("reading the journal of jobs"))?;
     sessions.proxies.set_jobs(&jobs);
+    sessions.proxies.set_trail(sessions.audit.clone());
     let handler = Arc::clone(&sessions.inference);
     sessions.proxies.set_inference(Arc::new(handler));
     let api = api::Api {

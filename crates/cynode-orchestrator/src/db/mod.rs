@@ -153,6 +153,16 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
         "SBA jobs",
         include_str!("../../migrations/0009_sba_jobs.sql"),
     ),
+    (
+        10,
+        "streams of nodes",
+        include_str!("../../migrations/0010_streams_of_nodes.sql"),
+    ),
+    (
+        11,
+        "job models",
+        include_str!("../../migrations/0011_job_models.sql"),
+    ),
 ];
 
 /// How long a call waits for a free connection before it fails.

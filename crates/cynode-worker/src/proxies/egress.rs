@@ -87,6 +87,7 @@ async fn record_denial(proxies: &Proxies, peer: &ProxyPeer, target: &DeniedTarge
         rule = target.rule,
         "Denied a connection of a sandbox."
     );
+    super::trail::record_denial(proxies, peer, target, "egress_denied").await;
     if let Some(job_id) = peer.job_id
         && let Some(jobs) = proxies.jobs()
     {

@@ -14,6 +14,7 @@ mod inference;
 mod pace;
 mod peer;
 mod socket;
+mod trail;
 
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -21,7 +22,7 @@ use http::{HeaderValue, StatusCode, header};
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
-use crate::jobs::Jobs;
+use crate::{audit::NodeTrail, jobs::Jobs};
 
 pub(crate) use egress::DeniedTarget;
 pub(crate) use inference::{InferenceHandler, NoInference};
@@ -40,6 +41,7 @@ const MAX_EXTRA_CONNECTIONS: usize = 1_024;
 pub(crate) struct Proxies {
     inference: OnceLock<Arc<dyn InferenceHandler>>,
     jobs: OnceLock<Weak<Jobs>>,
+    trail: OnceLock<NodeTrail>,
     extra: Arc<Semaphore>,
 }
 
@@ -48,6 +50,7 @@ impl Default for Proxies {
         Self {
             inference: OnceLock::new(),
             jobs: OnceLock::new(),
+            trail: OnceLock::new(),
             extra: Arc::new(Semaphore::new(MAX_EXTRA_CONNECTIONS)),
         }
     }
@@ -66,6 +69,13 @@ impl Proxies {
     pub(crate) fn set_jobs(&self, jobs: &Arc<Jobs>) {
         if self.jobs.set(Arc::downgrade(jobs)).is_err() {
             tracing::error!("The jobs of the proxies were set twice.");
+        }
+    }
+
+    /// Sets where denials are recorded. Called once, before the first sandbox is served.
+    pub(crate) fn set_trail(&self, trail: NodeTrail) {
+        if self.trail.set(trail).is_err() {
+            tracing::error!("The audit trail of the proxies was set twice.");
         }
     }
 

@@ -7,7 +7,7 @@ use cynode_api::{
     AuditDecision, AuditRecord, AuditResult, NodeAuditBatch, NodeId, SessionId, TaskId,
 };
 use cynode_client::AuditFilter;
-use cynode_tests::{Answer, SimulatedWorker, eventually};
+use cynode_tests::{Answer, SimulatedWorker, eventually, sh};
 use cynode_worker::audit::{
     AuditedSandbox, DecisionOutcome, ModelCall, ModelUsage, NodeAction, NodeDecision, NodeTrail,
     ProxyTarget, SandboxOwner,
@@ -19,7 +19,7 @@ use uuid::Uuid;
 
 use super::{TIMEOUT, assert_trail_intact, records, request, verdict, wait_until_signed};
 use crate::orchestrator::{
-    nodes::Fleet,
+    nodes::{Fleet, session_with_labels},
     simulated::{ONE, SimulatedFleet},
 };
 
@@ -381,7 +381,7 @@ async fn a_worker_that_is_killed_between_record_and_shipping_loses_and_doubles_n
     let client = fleet.orchestrator.client()?;
     let session = client
         .sessions()
-        .create_user_session(&cynode_api::UserSessionCreate::default())
+        .create_user_session(&session_with_labels(&[]))
         .await?;
     let node = session.node_id;
     let directory = audit_directory(&fleet.control_plane.world.state_dir());
@@ -457,7 +457,7 @@ async fn a_worker_goes_on_when_the_orchestrator_refuses_or_has_lost_records() ->
     let client = fleet.orchestrator.client()?;
     let session = client
         .sessions()
-        .create_user_session(&cynode_api::UserSessionCreate::default())
+        .create_user_session(&session_with_labels(&[]))
         .await?;
     let id = session.session_id;
     let directory = audit_directory(&fleet.control_plane.world.state_dir());
@@ -502,6 +502,49 @@ async fn a_worker_goes_on_when_the_orchestrator_refuses_or_has_lost_records() ->
     })
     .await?;
     assert_trail_intact(&client).await?;
+    Ok(())
+}
+
+/// The denials of a sandbox's proxy arrive, although its worker dies right after the answer.
+#[tokio::test]
+// invariant: nothing-lost
+async fn a_denial_that_a_sandbox_saw_is_in_the_trail_although_its_worker_was_killed() -> Result<()>
+{
+    const ROUNDS: usize = 3;
+    let fleet = Fleet::new().await?;
+    let mut worker = fleet.node("node-1").await?;
+    let options = fleet.options("node-1", &fleet.orchestrator.control_url()?);
+    let client = fleet.orchestrator.client()?;
+    let session = client
+        .sessions()
+        .create_user_session(&session_with_labels(&[]))
+        .await?;
+    let mut expected = Vec::new();
+    for round in 0..ROUNDS {
+        let host = format!("round-{round}.example");
+        let ask = format!(
+            "printf 'CONNECT {host}:443 HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n\\r\\n' \
+             | timeout 20 nc 127.0.0.1 3128"
+        );
+        let denied = async || {
+            let printed = client.sessions().exec(session.session_id, &sh(&ask)).await;
+            Ok(printed.is_ok_and(|printed| printed.stdout.contains("egress_denied")))
+        };
+        eventually("the proxy answers", TIMEOUT, denied).await?;
+        worker.kill()?;
+        expected.push(host);
+        worker = fleet.control_plane.world.worker(&options).await?;
+    }
+    let seen = async || -> Result<BTreeSet<String>> {
+        let found = merged(&client, session.session_id).await?;
+        Ok(hosts(&found).into_iter().collect())
+    };
+    eventually("all denials are shipped", TIMEOUT, async || {
+        let seen = seen().await?;
+        Ok(expected.iter().all(|host| seen.contains(host)))
+    })
+    .await?;
+    intact(&client).await?;
     Ok(())
 }
 
