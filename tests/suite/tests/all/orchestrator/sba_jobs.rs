@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{
-    ErrorCode, Job, JobCreate, JobId, JobState, LimitsRequest, NodeState, PreferenceScope, TaskId,
+    ErrorCode, Job, JobCreate, JobId, JobState, LimitsRequest, NodeState, PreferenceScope,
     WorkspaceRef, sba::JobSpec,
 };
 use cynode_client::UserClient;

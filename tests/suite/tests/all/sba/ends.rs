@@ -110,7 +110,10 @@ async fn a_specification_that_does_not_fit_its_request_is_refused_before_anythin
     };
     let other = TaskId::generate();
     let cases: [(&dyn Fn(&mut Value), &str); 8] = [
-        (&|body| body["job"]["protocol_version"] = json!("2.0"), "protocol_version"),
+        (
+            &|body| body["job"]["protocol_version"] = json!("2.0"),
+            "protocol_version",
+        ),
         (
             &|body| {
                 body["job"]["protocol_version"] = json!("1.7");
