@@ -16,7 +16,7 @@ use cynode_api::{
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
-use tokio::time::Instant;
+use tokio::{sync::Notify, time::Instant};
 
 use super::{
     control::Control,
@@ -125,6 +125,8 @@ pub(super) struct Progress {
     control: Option<Rc<Control>>,
     pub(super) todo: RefCell<TodoList>,
     todo_written: Cell<Option<Instant>>,
+    /// A step began too soon after the last write.
+    todo_is_stale: Notify,
     step: Cell<u64>,
     activity: RefCell<Option<String>>,
     /// Of an agent: its turn, and the tokens of its models.
@@ -153,6 +155,7 @@ impl Progress {
             control,
             todo: RefCell::new(todo),
             todo_written: Cell::new(None),
+            todo_is_stale: Notify::new(),
             step: Cell::new(0),
             activity: RefCell::new(None),
             turn: Cell::new(None),
@@ -185,15 +188,27 @@ impl Progress {
             .is_none_or(|written| written.elapsed() >= TODO_INTERVAL);
         if is_due {
             self.write_todo();
+        } else {
+            // The step may take long.
+            self.todo_is_stale.notify_one();
         }
         self.report();
     }
 
-    /// Reports the remaining time at intervals, forever.
+    /// Reports the remaining time at intervals, and writes the todo list when it is stale, forever.
     pub(super) async fn report_regularly(self: Rc<Self>) {
+        let mut report_at = Instant::now() + REPORT_INTERVAL;
         loop {
-            tokio::time::sleep(REPORT_INTERVAL).await;
-            self.report();
+            tokio::select! {
+                () = tokio::time::sleep_until(report_at) => {
+                    report_at = Instant::now() + REPORT_INTERVAL;
+                    self.report();
+                }
+                () = self.todo_is_stale.notified() => {
+                    tokio::time::sleep(TODO_INTERVAL).await;
+                    self.write_todo();
+                }
+            }
         }
     }
 
