@@ -46,7 +46,10 @@ const MAX_TURNS: u64 = 200;
 /// Prompts and answers of one job, in tokens.
 const MAX_TOKENS: u64 = 5_000_000;
 /// Tool calls of one answer that are carried out. With the turns, they bound the steps of a job.
-const MAX_CALLS_PER_TURN: usize = 16;
+const MAX_CALLS_PER_TURN: usize = 8;
+/// Steps of one job.
+#[cfg(test)]
+pub(super) const MAX_AGENT_STEPS: usize = 200 * MAX_CALLS_PER_TURN;
 /// Tokens of one answer.
 const ANSWER_TOKENS: u64 = 8_192;
 /// Times that the model may say that it has finished while a check fails.
