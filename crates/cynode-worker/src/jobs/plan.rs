@@ -187,7 +187,9 @@ mod tests {
     fn an_agents_success_needs_every_check_of_the_job() {
         let plan = agents_plan();
         let check = |criteria| plan.check_result(&success(&plan, &criteria), Some(0));
-        let criterion = |index: u64, is_met: bool, by: &str| json!([{"index": index, "is_met": is_met, "verified_by": by}]);
+        let criterion = |index: u64, is_met: bool, by: &str| {
+            json!([{"index": index, "is_met": is_met, "verified_by": by}])
+        };
         assert!(check(criterion(1, true, "job")).is_ok());
         assert!(check(criterion(1, true, "model")).is_err());
         assert!(check(criterion(1, false, "job")).is_err());
