@@ -162,8 +162,10 @@ impl Work {
                 let mut outcome = failed(refusal.message.clone());
                 if !refusal.rejects.is_empty() {
                     let value = json!({ "rejects": refusal.rejects });
-                    self.budget.take_structured(&value);
-                    outcome.output = Some(value);
+                    if self.budget.has_room_for(&value) {
+                        self.budget.take_structured(&value);
+                        outcome.output = Some(value);
+                    }
                 }
                 return Err(outcome);
             }

@@ -95,7 +95,13 @@ impl Budget {
         Encoded { texts, encoding }
     }
 
-    /// Subtracts data other than output and file contents.
+    /// Whether there is room for what a step returns apart from output and content.
+    pub(super) fn has_room_for(&self, value: &Value) -> bool {
+        let room = self.room.get();
+        value.to_string().len() <= room.bytes && count_nodes(value) <= room.nodes
+    }
+
+    /// Counts what a step returned apart from output and content.
     pub(super) fn take_structured(&self, value: &Value) {
         let room = self.room.get();
         self.room.set(Room {

@@ -170,10 +170,13 @@ impl Progress {
     }
 
     /// An agent's next turn.
-    pub(super) fn begin_turn(&self, turn: u64, tokens: u64) {
+    pub(super) fn begin_turn(&self, turn: u64) {
         self.turn.set(Some(turn));
-        self.tokens.set(tokens);
         self.set_activity("thinking");
+    }
+
+    pub(super) fn set_tokens(&self, tokens: u64) {
+        self.tokens.set(tokens);
     }
 
     pub(super) fn set_activity(&self, activity: &str) {

@@ -21,11 +21,14 @@ use super::{
     live::LiveOutput,
     output::{Budget, Encoded},
     progress::Progress,
-    result::bounded,
+    result::{bounded, bounded_to},
 };
 use crate::{exec::Execs, files::workspace::Workspace};
 
-/// Why a job is stopped early.
+/// The error of an agent's step.
+const MAX_AGENT_ERROR_BYTES: usize = 300;
+
+/// Why a job ends before its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StopReason {
     Canceled,
@@ -255,7 +258,13 @@ impl Work {
         }
     }
 
-    fn end(&self, index: usize, result: StepResult) {
+    fn end(&self, index: usize, mut result: StepResult) {
+        if self.job.steps.is_empty() {
+            // All steps of an agent may fail, and one result has to hold them.
+            result.error = result
+                .error
+                .map(|error| bounded_to(&error, MAX_AGENT_ERROR_BYTES));
+        }
         let succeeded = result.status == StepStatus::Success;
         self.progress.todo.borrow_mut().set_step(index, succeeded);
         if self.control.is_some() {

@@ -142,7 +142,9 @@ fn status_and_todo_list_are_in_files_while_the_job_runs_and_after_it() {
         items.iter().map(|item| item["done"].clone()).collect()
     };
     // Also when the steps before this one took no time.
-    eventually("the first step is checked off", || done() == [false, true, false]);
+    eventually("the first step is checked off", || {
+        done() == [false, true, false]
+    });
     sandbox.put("workspace/go", "");
     let (result, _) = sandbox.finish(child);
     assert_eq!(progress(&sandbox)["status"], "success");
