@@ -544,7 +544,7 @@ async fn a_denial_that_a_sandbox_saw_is_in_the_trail_although_its_worker_was_kil
         Ok(expected.iter().all(|host| seen.contains(host)))
     })
     .await?;
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     Ok(())
 }
 
