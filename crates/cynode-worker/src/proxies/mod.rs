@@ -1,12 +1,13 @@
 //! The proxies of a sandbox: everything that its processes reach beyond the sandbox.
 //!
 //! A sandbox has no network. Its agent listens on three ports of loopback and forwards each
-//! connection to the worker's `proxy.sock` of that sandbox (`socket.rs`), where it is served as HTTP
-//! (`connection.rs`): requests to models, an HTTP proxy, and the callback for runners of jobs.
+//! connection to the worker's `proxy.sock` of that sandbox (`socket.rs`), where it is served as
+//! HTTP (`connection.rs`): requests to models, an HTTP proxy, and the callback for runners of jobs.
 //!
 //! Invariants: a request is attributed to a sandbox by the socket it came through and the kernel's
-//! word about its peer, never by what it says. Each sandbox has connections of its own that no other
-//! sandbox can take, and its requests have a rate. No answer waits for a slow reader for ever.
+//! word about its peer, never by what it says. Each sandbox has connections of its own that no
+//! other sandbox can take, and its requests have a rate. No answer waits for a slow reader for
+//! ever.
 
 mod connection;
 mod egress;
