@@ -130,7 +130,8 @@ async fn a_stream_arrives_piece_by_piece_and_a_client_that_hangs_up_ends_it() ->
 
     // The first piece is there, although the server never sends another.
     server.reply(ModelReply::Stall);
-    let text = "openai llama3.2 >/tmp/out & until grep one /tmp/out; do sleep 0.1; done; killall nc";
+    let text =
+        "openai llama3.2 >/tmp/out & until grep one /tmp/out; do sleep 0.1; done; killall nc";
     let first = run(&client, id, text).await?;
     ensure!(first.stdout.contains("one "), "{first:?}");
     eventually("the server sees the end", TIMEOUT, async || {

@@ -217,6 +217,9 @@ async fn people_allow_models_and_agents_do_not() -> Result<()> {
     let done = client.job(id).await?;
     assert_eq!(done.state, JobState::Completed, "{done:?}");
     let sent = server.computations();
-    ensure!(sent.iter().all(|request| request.body["model"] == "b"), "{sent:?}");
+    ensure!(
+        sent.iter().all(|request| request.body["model"] == "b"),
+        "{sent:?}"
+    );
     Ok(())
 }
