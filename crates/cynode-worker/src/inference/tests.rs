@@ -135,11 +135,6 @@ impl Setup {
         self.send(self.client(&[MODEL]), "POST", path, body).await
     }
 
-    async fn get(&self, path: &str) -> Received {
-        self.send(self.client(&[MODEL]), "GET", path, &Value::Null)
-            .await
-    }
-
     /// Starts a request and returns its answer as soon as it begins.
     async fn begin(&self, client: ModelClient, path: &str, body: &Value) -> ProxyResponse {
         let request = request("POST", path, ProxyBody::from(body.to_string()));
