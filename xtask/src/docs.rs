@@ -267,8 +267,8 @@ fn wrong_references() -> Result<Vec<String>> {
 }
 
 /// The faults of one document. A path begins at the root, or with a directory that the document
-/// names in full. `name()` is a function of a file that the same paragraph or list item names;
-/// `Name` is a word of the sources.
+/// names in full. `name()` is a function of a file that the same paragraph or list item names, and
+/// `Type::name()` one in an `impl` of the type there; `Name` is a word of the sources.
 fn wrong_references_of(
     document: &str,
     sources: &BTreeMap<PathBuf, String>,
@@ -308,12 +308,11 @@ fn wrong_references_of(
             files.extend(existing);
         }
         for span in &spans {
-            if let Some(function) = span.strip_suffix("()").filter(|name| is_word(name)) {
+            if let Some((owner, function)) = called_function(span) {
                 let defined = |file: &PathBuf| {
-                    sources.get(file).is_some_and(|text| {
-                        text.lines()
-                            .any(|line| function_name(line.trim()) == Some(function))
-                    })
+                    sources
+                        .get(file)
+                        .is_some_and(|text| defines(text, owner, function))
                 };
                 if !files.iter().any(defined) {
                     faults.push(format!(
@@ -338,6 +337,37 @@ fn is_rooted(span: &str) -> bool {
 
 fn is_word(text: &str) -> bool {
     text.chars().all(|c| c.is_alphanumeric() || c == '_')
+}
+
+/// The type, if any, and the name in `name()` or `Type::name()`.
+fn called_function(span: &str) -> Option<(Option<&str>, &str)> {
+    let path = span.strip_suffix("()")?;
+    let (owner, name) = match path.rsplit_once("::") {
+        Some((owner, name)) => (Some(owner), name),
+        None => (None, path),
+    };
+    (is_word(name) && owner.is_none_or(is_word)).then_some((owner, name))
+}
+
+/// Returns whether a source defines a function, in an `impl` of its type or in its module if it has
+/// one. An `impl` block begins unindented, as rustfmt writes it.
+fn defines(source: &str, owner: Option<&str>, function: &str) -> bool {
+    let mut current: Option<&str> = None;
+    source.lines().any(|line| {
+        if let Some(header) = line.strip_prefix("impl") {
+            current = Some(header);
+        } else if line == "}" {
+            current = None;
+        }
+        function_name(line.trim()) == Some(function)
+            && owner.is_none_or(|owner| {
+                current.is_some_and(|header| {
+                    header
+                        .split(|c: char| !c.is_alphanumeric() && c != '_')
+                        .any(|word| word == owner)
+                })
+            })
+    })
 }
 
 /// `Name` or `Name::part`.
@@ -378,7 +408,7 @@ fn blocks(document: &str) -> Vec<String> {
     blocks
 }
 
-/// What stands between single backticks.
+/// The text between single backticks.
 fn code_spans(text: &str) -> Vec<&str> {
     text.split('`')
         .enumerate()
@@ -387,7 +417,8 @@ fn code_spans(text: &str) -> Vec<&str> {
         .collect()
 }
 
-fn sources(directory: &Path) -> Result<Vec<PathBuf>> {
+/// The Rust files below a directory.
+pub(crate) fn sources(directory: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     let mut pending = vec![directory.to_path_buf()];
     while let Some(directory) = pending.pop() {
@@ -469,6 +500,29 @@ mod tests {
         assert_eq!(wrong("`xtask/src/docs.rs`: `no_such()`").len(), 1);
         assert_eq!(wrong("`xtask/src/docs.rs`\n\nanother: `write()`").len(), 1);
         assert_eq!(wrong("`Known` and `UnknownType`").len(), 1);
+        assert_eq!(wrong("`xtask/src/docs.rs`: `Known::write()`").len(), 1);
+        Ok(())
+    }
+
+    #[test]
+    fn a_function_of_a_type_is_found_in_its_impl_only() -> Result<()> {
+        let source = "impl<T> One<T> {\n    pub fn first() {}\n}\n\nimpl Read for Two {\n    \
+                      fn second() {}\n}\nfn third() {}\n";
+        assert!(defines(source, Some("One"), "first"));
+        assert!(defines(source, Some("Two"), "second"));
+        assert!(defines(source, None, "first") && defines(source, None, "third"));
+        for (owner, function) in [("Two", "first"), ("One", "second"), ("One", "third")] {
+            assert!(
+                !defines(source, Some(owner), function),
+                "{owner}::{function}"
+            );
+        }
+        assert_eq!(
+            called_function("One::first()"),
+            Some((Some("One"), "first"))
+        );
+        assert_eq!(called_function("first()"), Some((None, "first")));
+        assert_eq!(called_function("One::first"), None);
         Ok(())
     }
 }

@@ -1,4 +1,5 @@
-//! Tasks of this repository: `cargo xtask sba | requirements | escape | check-deps | docs`.
+//! Tasks of this repository: `cargo xtask sba | requirements | escape | check-deps | check-types |
+//! docs`.
 #![forbid(unsafe_code)]
 #![allow(
     clippy::print_stdout,
@@ -12,6 +13,7 @@ mod docs;
 mod escape;
 mod requirements;
 mod sba;
+mod types;
 
 use anyhow::{Result, bail};
 
@@ -27,8 +29,11 @@ fn main() -> Result<()> {
         ["requirements"] => requirements::report(),
         ["escape"] => escape::table(),
         ["check-deps"] => deps::check(),
+        ["check-types"] => types::check(),
         ["docs"] => docs::write(),
-        _ => bail!("usage: cargo xtask sba | requirements | escape | check-deps | docs"),
+        _ => bail!(
+            "usage: cargo xtask sba | requirements | escape | check-deps | check-types | docs"
+        ),
     }
 }
 

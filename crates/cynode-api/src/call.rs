@@ -120,15 +120,15 @@ pub struct SignalOutcome {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StdinOutcome {
     pub exec_id: ExecId,
-    pub bytes: StdinMember<u64>,
+    pub bytes: StdinField<u64>,
     /// In hexadecimal.
-    pub sha256: StdinMember<String>,
+    pub sha256: StdinField<String>,
     pub eof: bool,
 }
 
 /// A value for standard input, shaped like those of the output streams.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StdinMember<T> {
+pub struct StdinField<T> {
     pub stdin: T,
 }
 

@@ -10,7 +10,7 @@ use crate::{Base64Bytes, Flags};
 pub mod file_limits {
     pub const MAX_PUT_BYTES: u64 = 100 * 1024 * 1024;
     pub const MAX_PATCH_BYTES: u64 = 10 * 1024 * 1024;
-    /// A file that is edited, before and after.
+    /// Size of an edited file, before and after the edit.
     pub const MAX_EDITED_FILE_BYTES: u64 = 32 * 1024 * 1024;
     /// Lines that a rejected edit names.
     pub const MAX_EDIT_LINES: usize = 10;
@@ -34,7 +34,7 @@ pub mod file_limits {
     pub const MAX_WATCHED_DIRECTORIES: usize = 1_000;
     /// Watches of a session at once.
     pub const MAX_WATCHES: usize = 4;
-    /// Changes of files that wait to be sent; beyond it they are only counted as an overflow.
+    /// File changes queued for one watch; further ones are reported as an overflow.
     pub const MAX_PENDING_CHANGES: usize = 1_000;
     /// Larger files are not searched.
     pub const MAX_SEARCHED_FILE_BYTES: u64 = 64 * 1024 * 1024;
@@ -179,27 +179,26 @@ pub struct PatchedFile {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PatchResult {
     pub files: Vec<PatchedFile>,
-    /// The hunks that were read in another way than they are written. Also a member of
-    /// `patch_rejected`.
+    /// Hunks whose wrong headers were corrected. Also a field of the `patch_rejected` problem.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub repaired: Vec<PatchRepair>,
     #[serde(flatten)]
     pub flags: Flags,
 }
 
-/// A hunk of a diff whose header is wrong.
+/// A hunk whose wrong header was corrected.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PatchRepair {
     /// Escaped, and truncated if it is long.
     pub path: String,
     /// Starts at 1.
     pub hunk: u32,
-    /// How the hunk was read.
+    /// The correction that was made.
     pub what: String,
 }
 
-/// The media type of a patch that an orchestrator has parsed and encoded, as workers take it
-/// instead of a [`PatchRequest`].
+/// The media type of a patch that an orchestrator has parsed and encoded. Workers accept it in
+/// place of a [`PatchRequest`].
 pub const ENCODED_PATCH: &str = "application/vnd.cynode.patch";
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -214,7 +213,7 @@ pub struct PatchReject {
     /// long lines are cut.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub expected: Vec<String>,
-    /// The lines of the old file where the hunk should apply, likewise.
+    /// The lines of the old file where the hunk should apply, escaped and cut as in `expected`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub found: Vec<String>,
 }
@@ -320,8 +319,8 @@ pub struct ExportRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
     pub format: ExportFormat,
-    /// The base of the patch: a commit, `HEAD` by default, or `brought` for what the session began
-    /// with (an artifact as its workspace, or a repository).
+    /// The base of the patch: a commit, `HEAD` by default, or `brought` for the initial state of the
+    /// session's workspace (the contents of an artifact or repository).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<String>,
     /// The directory to archive; `/workspace` by default.

@@ -115,7 +115,7 @@ impl Default for JobOutput {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reporter {
-    /// The node: it saw the command's exit, or our runner told it through process 1.
+    /// The node: it observed the command's exit, or the built-in runner reported through process 1.
     Worker,
     /// The sandbox's own runner, by the callback. Any process of the job could have called it.
     Sandbox,

@@ -33,7 +33,7 @@ pub use audit::{
 };
 pub use call::{
     CALL_HEADER, Call, CallState, ExecOutcome, FileChange, FileChanges, RESULT_HEADER,
-    SessionOutcome, SignalOutcome, StdinMember, StdinOutcome, ascii_json, call_limits,
+    SessionOutcome, SignalOutcome, StdinField, StdinOutcome, ascii_json, call_limits,
 };
 pub use encoding::{Base64Bytes, encode_streams};
 pub use event::{Event, EventPage, event_limits};

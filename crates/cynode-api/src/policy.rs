@@ -91,7 +91,7 @@ pub struct PolicyVerdict {
     /// The rules that decided; empty if no rule permits the action.
     #[serde(default)]
     pub rules: Vec<String>,
-    /// Rules that failed to evaluate and were ignored.
+    /// Rules that failed to evaluate. Any such failure denies the call.
     #[serde(default)]
     pub errors: Vec<String>,
 }
@@ -120,7 +120,7 @@ mod tests {
             ..PolicyTest::default()
         };
         assert_eq!(
-            serde_json::to_value(&test).expect("questions serialise"),
+            serde_json::to_value(&test).expect("a policy test serialises"),
             json!({"user": "ada", "action": "file.read", "path": "/etc"})
         );
     }

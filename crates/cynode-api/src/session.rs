@@ -29,8 +29,8 @@ pub mod session_limits {
     pub const MAX_NAME: usize = 63;
 }
 
-/// Whether a text can name a session: a-z, 0-9 and '-', with a hyphen that is neither first nor
-/// last. A name of hex digits and hyphens only would look like a part of an id, so none is one.
+/// Returns whether a text is a valid session name: a-z, 0-9 and '-', with a hyphen that is neither
+/// first nor last. A name of only hex digits and hyphens is invalid: it would look like part of an id.
 #[must_use]
 pub fn is_session_name(text: &str) -> bool {
     use session_limits::{MAX_NAME, MIN_NAME};
@@ -112,8 +112,8 @@ impl SessionCreate {
 pub struct UserSessionCreate {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
-    /// 3 to 63 of a-z, 0-9 and '-', with a hyphen inside, and not of hex digits only. Unique among
-    /// the owner's live sessions. Generated if absent.
+    /// 3 to 63 characters of a-z, 0-9 and '-', with a hyphen that is neither first nor last, and at
+    /// least one letter from g to z. Unique among the owner's live sessions. Generated if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "brave-otter")]
     pub name: Option<String>,
@@ -162,9 +162,9 @@ pub enum WorkspaceRef {
 }
 
 impl WorkspaceRef {
-    /// Whether the workspace is created for the session.
+    /// Returns whether the session gets a new workspace instead of a retained one.
     #[must_use]
-    pub const fn is_made(&self) -> bool {
+    pub const fn is_new_workspace(&self) -> bool {
         !matches!(self, Self::Workspace(_))
     }
 }
@@ -373,7 +373,7 @@ impl std::str::FromStr for SessionState {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Session {
     pub session_id: SessionId,
-    /// Orchestrators name sessions; a worker alone does not.
+    /// Present only in responses of an orchestrator.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     pub task_id: TaskId,

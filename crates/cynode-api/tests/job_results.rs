@@ -1,4 +1,4 @@
-//! Results of jobs, from our runner and from others.
+//! Results of jobs, from the built-in runner and from custom runners.
 #![expect(
     clippy::needless_pass_by_value,
     reason = "callers build the values in place"

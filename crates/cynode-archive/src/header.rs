@@ -31,6 +31,7 @@ impl Header {
             .iter()
             .enumerate()
             .map(|(index, byte)| {
+                // The checksum field itself counts as spaces.
                 if (148..156).contains(&index) {
                     32
                 } else {

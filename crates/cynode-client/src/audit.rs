@@ -15,7 +15,7 @@ use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 use crate::{
     Error, Result, UserClient,
-    client::{accept, display_url, send},
+    client::{check_status, display_url, send},
     user::query,
 };
 
@@ -169,7 +169,8 @@ impl UserClient {
 
     /// Has the server verify the whole trail, without a timeout.
     pub async fn verify_audit(&self) -> Result<AuditVerification> {
-        let response = accept(send(self.0.request(Method::GET, "/v1/audit/verify")).await?).await?;
+        let response =
+            check_status(send(self.0.request(Method::GET, "/v1/audit/verify")).await?).await?;
         Ok(AuditVerification {
             url: display_url(response.url()),
             response,

@@ -219,7 +219,7 @@ impl SessionClient {
 
     /// Checks that the server is reachable.
     pub async fn reach(&self) -> Result<()> {
-        accept(
+        check_status(
             send(
                 self.request(Method::GET, "/healthz")
                     .timeout(Duration::from_secs(10)),
@@ -289,7 +289,7 @@ impl SessionClient {
         path: &str,
         body: &(impl Serialize + Sync),
     ) -> Result<()> {
-        accept(send(self.request(method, path).timeout(CALL_TIMEOUT).json(body)).await?)
+        check_status(send(self.request(method, path).timeout(CALL_TIMEOUT).json(body)).await?)
             .await
             .map(drop)
     }
@@ -380,7 +380,7 @@ pub(crate) async fn send(request: RequestBuilder) -> Result<Response> {
 }
 
 /// Turns an unsuccessful response into an error.
-pub(crate) async fn accept(response: Response) -> Result<Response> {
+pub(crate) async fn check_status(response: Response) -> Result<Response> {
     if response.status().is_success() {
         return Ok(response);
     }
@@ -393,7 +393,7 @@ pub(crate) async fn accept(response: Response) -> Result<Response> {
 }
 
 pub(crate) async fn json<T: DeserializeOwned>(response: Response) -> Result<T> {
-    let response = accept(response).await?;
+    let response = check_status(response).await?;
     let url = display_url(response.url());
     let body = read_bounded(response, MAX_JSON_BYTES).await?;
     serde_json::from_slice(&body).map_err(|error| Error::answer(&url, error))

@@ -13,7 +13,7 @@ use reqwest::{Body, RequestBuilder};
 
 use crate::{
     Error, ExecEvents, Result, SessionClient,
-    client::{CALL_TIMEOUT, MAX_PAGES, accept, json, send},
+    client::{CALL_TIMEOUT, MAX_PAGES, check_status, json, send},
 };
 
 pub(crate) const EVENT_STREAM: &str = "text/event-stream";
@@ -22,11 +22,11 @@ impl SessionClient {
     /// Runs a command and waits for it to end.
     pub async fn exec(&self, session: SessionId, request: &ExecRequest) -> Result<ExecResult> {
         // The server enforces the deadline; this timeout only detects a dead connection.
-        let patience = Duration::from_millis(request.timeout_ms) + CALL_TIMEOUT;
+        let timeout = Duration::from_millis(request.timeout_ms) + CALL_TIMEOUT;
         json(
             send(
                 self.request(Method::POST, &self.session(session, "/exec"))
-                    .timeout(patience)
+                    .timeout(timeout)
                     .json(request),
             )
             .await?,
@@ -55,7 +55,10 @@ impl SessionClient {
             .request(Method::POST, &self.session(session, "/exec"))
             .header(header::ACCEPT, EVENT_STREAM)
             .json(request);
-        Ok(ExecEvents::new(accept(send(request).await?).await?, 0))
+        Ok(ExecEvents::new(
+            check_status(send(request).await?).await?,
+            0,
+        ))
     }
 
     /// Runs a command with standard input, at most 100 MiB, and waits for it to end.
@@ -78,7 +81,10 @@ impl SessionClient {
         let request = self
             .exec_form(session, request, input)
             .header(header::ACCEPT, EVENT_STREAM);
-        Ok(ExecEvents::new(accept(send(request).await?).await?, 0))
+        Ok(ExecEvents::new(
+            check_status(send(request).await?).await?,
+            0,
+        ))
     }
 
     fn exec_form(
@@ -160,7 +166,7 @@ impl SessionClient {
             .header(header::ACCEPT, EVENT_STREAM)
             .header("Last-Event-ID", last_seq.to_string());
         Ok(ExecEvents::new(
-            accept(send(request).await?).await?,
+            check_status(send(request).await?).await?,
             last_seq,
         ))
     }
@@ -206,6 +212,6 @@ impl SessionClient {
                 &self.session(session, &format!("/execs/{exec}/stdin")),
             )
             .json(&body);
-        accept(send(request).await?).await.map(drop)
+        check_status(send(request).await?).await.map(drop)
     }
 }

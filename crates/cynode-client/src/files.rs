@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::{
     Error, FileEvents, Result, SessionClient,
-    client::{CALL_TIMEOUT, accept, display_url, json, send},
+    client::{CALL_TIMEOUT, check_status, display_url, json, send},
     execs::EVENT_STREAM,
 };
 
@@ -111,7 +111,7 @@ impl SessionClient {
         let request = self
             .request(Method::GET, &self.session(session, "/files"))
             .query(&PathQuery::new(path));
-        Ok(FileBody::new(accept(send(request).await?).await?))
+        Ok(FileBody::new(check_status(send(request).await?).await?))
     }
 
     /// Stat. Responses to HEAD have no body, so a refusal is [`Error::Status`].
@@ -121,7 +121,7 @@ impl SessionClient {
             .timeout(CALL_TIMEOUT)
             .query(&PathQuery::new(path));
         Ok(FileInfo::from_headers(
-            accept(send(request).await?).await?.headers(),
+            check_status(send(request).await?).await?.headers(),
         ))
     }
 
@@ -146,7 +146,7 @@ impl SessionClient {
             request = request.header(header::IF_NONE_MATCH, "*");
         }
         Ok(FileInfo::from_headers(
-            accept(send(request).await?).await?.headers(),
+            check_status(send(request).await?).await?.headers(),
         ))
     }
 
@@ -160,7 +160,7 @@ impl SessionClient {
             recursive: recursive.then_some(true),
             ..PathQuery::new(path)
         };
-        accept(
+        check_status(
             send(
                 self.request(Method::DELETE, &self.session(session, "/files"))
                     .timeout(CALL_TIMEOUT)
@@ -218,7 +218,7 @@ impl SessionClient {
             .request(Method::GET, &self.session(session, "/files:watch"))
             .header(header::ACCEPT, EVENT_STREAM)
             .query(&PathQuery::new(path));
-        Ok(FileEvents::new(accept(send(request).await?).await?))
+        Ok(FileEvents::new(check_status(send(request).await?).await?))
     }
 
     pub async fn move_file(&self, session: SessionId, request: &MoveRequest) -> Result<()> {
@@ -241,7 +241,7 @@ impl SessionClient {
             .request(Method::POST, &self.session(session, "/export"))
             .header(header::ACCEPT, "application/octet-stream")
             .json(request);
-        Ok(FileBody::new(accept(send(request).await?).await?))
+        Ok(FileBody::new(check_status(send(request).await?).await?))
     }
 
     /// Unpacks a tar archive below `path`.
@@ -256,7 +256,7 @@ impl SessionClient {
             .query(&PathQuery::new(path))
             .header(header::CONTENT_TYPE, "application/x-tar")
             .body(tar);
-        let answer = accept(send(request).await?).await?;
+        let answer = check_status(send(request).await?).await?;
         if answer.status() == StatusCode::NO_CONTENT {
             Ok(ImportResult::default())
         } else {

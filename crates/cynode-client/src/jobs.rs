@@ -10,7 +10,7 @@ use http::{Method, header};
 
 use crate::{
     ArtifactBody, Error, ExecEvents, Result, SessionClient,
-    client::{CALL_TIMEOUT, MAX_PAGES, accept, json, send},
+    client::{CALL_TIMEOUT, MAX_PAGES, check_status, json, send},
     execs::EVENT_STREAM,
 };
 
@@ -30,7 +30,7 @@ impl SessionClient {
     /// Runs a job and waits for it to end. Idempotent: the same request again is the same job.
     pub async fn run_job(&self, request: &JobRun) -> Result<Job> {
         // The node enforces the deadline; this timeout only detects a dead connection.
-        let patience = Duration::from_secs(
+        let timeout = Duration::from_secs(
             request
                 .sandbox
                 .timeout_seconds
@@ -39,7 +39,7 @@ impl SessionClient {
         json(
             send(
                 self.request(Method::POST, &format!("{JOBS}:run"))
-                    .timeout(patience)
+                    .timeout(timeout)
                     .json(request),
             )
             .await?,
@@ -72,7 +72,7 @@ impl SessionClient {
             .header(header::ACCEPT, EVENT_STREAM)
             .header("Last-Event-ID", last_seq.to_string());
         Ok(ExecEvents::new(
-            accept(send(request).await?).await?,
+            check_status(send(request).await?).await?,
             last_seq,
         ))
     }
@@ -83,7 +83,7 @@ impl SessionClient {
         let request = self
             .request(Method::GET, &job_path(id, "/artifacts"))
             .query(&[("path", path)]);
-        Ok(ArtifactBody::new(accept(send(request).await?).await?))
+        Ok(ArtifactBody::new(check_status(send(request).await?).await?))
     }
 
     /// Acknowledges the result, so that the node may drop it.

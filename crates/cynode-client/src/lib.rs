@@ -29,7 +29,7 @@ pub use error::{Error, Result};
 pub use events::{ExecEvent, ExecEvents, FileEvents};
 pub use files::{FileBody, FileInfo, PutOptions};
 pub use jobs::JobFilter;
-pub use lists::{Listed, Listing};
+pub use lists::{ListItem, Listing};
 pub use mcp::{McpAnswer, McpEvents, McpHeaders};
 pub use pty::{Pty, PtyMessage, PtyOpen};
 pub use reqwest::Body;

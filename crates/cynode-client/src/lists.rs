@@ -9,12 +9,12 @@ use crate::{Error, Result, SessionClient, UserClient, client::MAX_PAGES};
 const PAGE_ITEMS: usize = 1_000;
 
 /// An object that the user API lists.
-pub trait Listed: DeserializeOwned {
+pub trait ListItem: DeserializeOwned {
     const PATH: &'static str;
 }
 
 macro_rules! listed {
-    ($($object:ty => $path:literal,)*) => { $(impl Listed for $object { const PATH: &'static str = $path; })* };
+    ($($object:ty => $path:literal,)*) => { $(impl ListItem for $object { const PATH: &'static str = $path; })* };
 }
 
 listed! {
@@ -40,7 +40,7 @@ pub struct Listing<T> {
 
 impl SessionClient {
     /// The newest items that the query selects and `keep` accepts, at most `max` of them.
-    pub async fn newest<T: Listed>(
+    pub async fn newest<T: ListItem>(
         &self,
         mut query: Vec<(&'static str, String)>,
         max: usize,
@@ -72,7 +72,7 @@ impl SessionClient {
 
 impl UserClient {
     /// The newest items that the query selects and `keep` accepts, at most `max` of them.
-    pub async fn newest<T: Listed>(
+    pub async fn newest<T: ListItem>(
         &self,
         query: Vec<(&'static str, String)>,
         max: usize,

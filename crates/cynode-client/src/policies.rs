@@ -5,7 +5,7 @@ use http::Method;
 
 use crate::{
     Result, UserClient,
-    client::{CALL_TIMEOUT, accept, send},
+    client::{CALL_TIMEOUT, check_status, send},
     user::segment,
 };
 
@@ -31,7 +31,7 @@ impl UserClient {
     }
 
     pub async fn delete_policy(&self, id: &str) -> Result<()> {
-        accept(
+        check_status(
             send(
                 self.0
                     .request(Method::DELETE, &format!("/v1/policies/{}", segment(id)))

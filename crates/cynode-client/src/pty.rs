@@ -20,7 +20,7 @@ use tokio_tungstenite::{
 
 use crate::{
     Error, Result, SessionClient,
-    client::{accept, display_url, send},
+    client::{check_status, display_url, send},
 };
 
 /// The largest frame and message to accept.
@@ -99,7 +99,7 @@ impl SessionClient {
         let response = send(request).await?;
         let url = display_url(response.url());
         if response.status() != StatusCode::SWITCHING_PROTOCOLS {
-            let status = accept(response).await?.status();
+            let status = check_status(response).await?.status();
             return Err(Error::answer(
                 &url,
                 format!("expected 101 Switching Protocols, not {status}"),

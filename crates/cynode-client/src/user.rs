@@ -18,7 +18,7 @@ use serde_json::Value;
 
 use crate::{
     Error, Readiness, Result, SessionClient, Surface, Trust,
-    client::{CALL_TIMEOUT, MAX_PAGES, accept, display_url, json, send},
+    client::{CALL_TIMEOUT, MAX_PAGES, check_status, display_url, json, send},
 };
 
 /// The user API of an orchestrator. Cheap to clone.
@@ -307,7 +307,7 @@ impl UserClient {
             .request(Method::DELETE, path)
             .query(query)
             .timeout(CALL_TIMEOUT);
-        accept(send(request).await?).await.map(drop)
+        check_status(send(request).await?).await.map(drop)
     }
 
     pub async fn settings(&self) -> Result<Vec<Setting>> {
@@ -413,12 +413,12 @@ impl UserClient {
             "version",
             version.map(|version| version.to_string()),
         )]));
-        Ok(ArtifactBody::new(accept(send(request).await?).await?))
+        Ok(ArtifactBody::new(check_status(send(request).await?).await?))
     }
 
     pub async fn artifact_content(&self, id: ArtifactId) -> Result<ArtifactBody> {
         Ok(ArtifactBody::new(
-            accept(
+            check_status(
                 send(
                     self.0
                         .request(Method::GET, &format!("/v1/artifacts/{id}/content")),

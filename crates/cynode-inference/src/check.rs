@@ -1,19 +1,18 @@
-//! Compares a request with its shape, reports every difference, and leaves out what servers need
-//! not see.
+//! Validates a request against its shape. Reports all violations, and removes unset fields.
 
 use std::collections::BTreeSet;
 
-use cynode_api::document::{JsonValue, Members, Segment, ViolationCode, Violations, get, quoted};
+use cynode_api::document::{JsonValue, Members, Segment, ViolationCode, Violations, get, quote};
 use serde_json::Number;
 
 use crate::{
     form::{is_base64, is_image_url, milliseconds_of_number, milliseconds_of_text},
     request::TokenLimits,
     schema,
-    shape::{Field, ObjectShape, Shape, TaggedShape},
+    shape::{FieldShape, ObjectShape, Shape, TaggedShape},
 };
 
-/// The fields of a valid request, without those that are unset.
+/// Validates a request and returns its fields without the unset ones.
 pub(crate) fn checked(
     document: JsonValue,
     shape: &'static ObjectShape,
@@ -25,7 +24,7 @@ pub(crate) fn checked(
     };
     let JsonValue::Object(members) = document else {
         let message = format!("must be an object, not {}", document.type_name());
-        return Err(Violations::only(ViolationCode::WrongType, &[], message));
+        return Err(Violations::single(ViolationCode::WrongType, &[], message));
     };
     let members = checker.object(members, shape, &Path::ROOT);
     if checker.violations.is_empty() {
@@ -35,7 +34,7 @@ pub(crate) fn checked(
     }
 }
 
-/// The way from the document to a value.
+/// The path from the document to a value, as a linked list on the stack.
 #[derive(Clone, Copy)]
 struct Path<'a> {
     parent: Option<&'a Self>,
@@ -43,7 +42,7 @@ struct Path<'a> {
 }
 
 impl<'a> Path<'a> {
-    /// The document itself; its segment does not count.
+    /// The document itself; its segment is ignored.
     const ROOT: Self = Self {
         parent: None,
         segment: Segment::Index(0),
@@ -95,7 +94,7 @@ impl Checker {
         self.report(ViolationCode::InvalidValue, path, message);
     }
 
-    /// The value as it is sent on, if it is.
+    /// Validates a value. Returns it as it is forwarded, or `None` if it is not.
     fn value(
         &mut self,
         value: JsonValue,
@@ -137,7 +136,7 @@ impl Checker {
         }
     }
 
-    /// Checks a value that is sent on as it is.
+    /// Validates a value that is forwarded unchanged.
     fn leaf(&mut self, value: &JsonValue, shape: &Shape, path: &Path<'_>) {
         match (shape, value) {
             (Shape::Text(most), JsonValue::Text(text)) if text.len() > *most => {
@@ -147,7 +146,7 @@ impl Checker {
                 if !choices.contains(&text.as_str()) =>
             {
                 self.invalid(path, || {
-                    format!("{} is not one of {}", quoted(text), choices.join(", "))
+                    format!("{} is not one of {}", quote(text), choices.join(", "))
                 });
             }
             (Shape::Base64, JsonValue::Text(text)) if !is_base64(text) => {
@@ -160,7 +159,7 @@ impl Checker {
                         .to_owned()
                 });
             }
-            (Shape::Whole(least, most), JsonValue::Number(number)) => {
+            (Shape::Integer(least, most), JsonValue::Number(number)) => {
                 self.whole(number, *least, *most, path);
             }
             (Shape::CompletionTokens, JsonValue::Number(number)) => {
@@ -200,7 +199,7 @@ impl Checker {
         }
     }
 
-    /// The duration in whole seconds, rounded up.
+    /// Validates a duration. Returns it in whole seconds, rounded up.
     fn keep_alive(&mut self, value: &JsonValue, path: &Path<'_>) -> Option<JsonValue> {
         let milliseconds = match value {
             JsonValue::Number(number) => milliseconds_of_number(number),
@@ -258,7 +257,7 @@ impl Checker {
                             shape.variants.iter().map(|(name, _)| *name).collect();
                         format!(
                             "{} is not accepted, only {}: {}",
-                            quoted(tag),
+                            quote(tag),
                             names.join(", "),
                             shape.reason
                         )
@@ -320,7 +319,7 @@ impl Checker {
         });
     }
 
-    /// Reports each field that is given twice.
+    /// Reports duplicate fields.
     fn unique(&mut self, members: &Members, path: &Path<'_>) {
         let mut seen = BTreeSet::new();
         for (name, _) in members {
@@ -332,7 +331,7 @@ impl Checker {
         }
     }
 
-    /// Reports each field that is given twice, at any depth.
+    /// Reports duplicate fields at any depth.
     fn unique_below(&mut self, value: &JsonValue, path: &Path<'_>) {
         match value {
             JsonValue::List(list) => {
@@ -374,11 +373,11 @@ impl Checker {
     }
 }
 
-fn keeps_null(field: &Field) -> bool {
+fn keeps_null(field: &FieldShape) -> bool {
     field.is_required || matches!(field.shape, Shape::Nullable(_))
 }
 
-/// Why a field is not accepted.
+/// The reason why an unknown field is refused.
 fn unknown(name: &str, shape: &ObjectShape) -> String {
     let reason = match name {
         "store" | "metadata" | "previous_response_id" | "conversation" | "prompt_cache_key" => {

@@ -3,7 +3,7 @@
 //! Invariant: a target is compared byte by byte, without decoding. Nothing that a server could
 //! read as another path passes: no query, no percent-encoding, no dot segment, no trailing slash.
 
-use cynode_api::document::quoted;
+use cynode_api::document::quote;
 
 use crate::{
     limits::MAX_TARGET_BYTES,
@@ -12,33 +12,33 @@ use crate::{
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Endpoint {
-    /// Ollama: the models.
+    /// `GET /api/tags` (Ollama): lists the models.
     Tags,
-    /// Ollama: the version of the server.
+    /// `GET /api/version` (Ollama): returns the version of the server.
     Version,
-    /// Ollama: one model.
+    /// `POST /api/show` (Ollama): describes one model.
     Show,
-    /// Ollama: the next message of a conversation.
+    /// `POST /api/chat` (Ollama): generates the next message of a conversation.
     Chat,
-    /// Ollama: the continuation of a prompt.
+    /// `POST /api/generate` (Ollama): completes a prompt.
     Generate,
-    /// Ollama: embeddings of texts.
-    Embed,
-    /// Ollama: the embedding of one text, the older form.
-    Embeddings,
-    /// OpenAI: the next message of a conversation.
+    /// `POST /api/embed` (Ollama): embeds one or several texts.
+    OllamaEmbed,
+    /// `POST /api/embeddings` (Ollama): embeds one text. The predecessor of `/api/embed`.
+    OllamaEmbeddings,
+    /// `POST /v1/chat/completions` (OpenAI): generates the next message of a conversation.
     ChatCompletions,
-    /// OpenAI: the continuation of a prompt.
+    /// `POST /v1/completions` (OpenAI): completes a prompt.
     Completions,
-    /// OpenAI: embeddings of texts.
-    TextEmbeddings,
-    /// OpenAI: the models.
+    /// `POST /v1/embeddings` (OpenAI): embeds one or several texts.
+    OpenAiEmbeddings,
+    /// `GET /v1/models` (OpenAI): lists the models.
     Models,
-    /// OpenAI: one model.
+    /// `GET /v1/models/{id}` (OpenAI): describes one model.
     Model(String),
 }
 
-/// The start of the paths of single models.
+/// Prefix of the paths of [`Endpoint::Model`].
 const MODEL_PREFIX: &str = "/v1/models/";
 
 impl Endpoint {
@@ -49,15 +49,15 @@ impl Endpoint {
         Self::Show,
         Self::Chat,
         Self::Generate,
-        Self::Embed,
-        Self::Embeddings,
+        Self::OllamaEmbed,
+        Self::OllamaEmbeddings,
         Self::ChatCompletions,
         Self::Completions,
-        Self::TextEmbeddings,
+        Self::OpenAiEmbeddings,
         Self::Models,
     ];
 
-    /// The endpoint of a request line. The target is as it was received.
+    /// Finds the endpoint for a method and an undecoded request target.
     pub fn find(method: &str, target: &str) -> Result<Self, Refusal> {
         let fixed = Self::FIXED
             .iter()
@@ -69,7 +69,7 @@ impl Endpoint {
                 .then(|| Self::Model(id.to_owned()))
         };
         let endpoint = fixed.or_else(model).ok_or_else(|| {
-            let target = quoted(target);
+            let target = quote(target);
             Refusal::new(
                 RefusalCode::NotFound,
                 format!("{target} is not an endpoint that sandboxes may use"),
@@ -92,11 +92,11 @@ impl Endpoint {
             Self::Show
             | Self::Chat
             | Self::Generate
-            | Self::Embed
-            | Self::Embeddings
+            | Self::OllamaEmbed
+            | Self::OllamaEmbeddings
             | Self::ChatCompletions
             | Self::Completions
-            | Self::TextEmbeddings => "POST",
+            | Self::OpenAiEmbeddings => "POST",
         }
     }
 
@@ -108,32 +108,32 @@ impl Endpoint {
             Self::Show => "/api/show",
             Self::Chat => "/api/chat",
             Self::Generate => "/api/generate",
-            Self::Embed => "/api/embed",
-            Self::Embeddings => "/api/embeddings",
+            Self::OllamaEmbed => "/api/embed",
+            Self::OllamaEmbeddings => "/api/embeddings",
             Self::ChatCompletions => "/v1/chat/completions",
             Self::Completions => "/v1/completions",
-            Self::TextEmbeddings => "/v1/embeddings",
+            Self::OpenAiEmbeddings => "/v1/embeddings",
             Self::Models => "/v1/models",
             Self::Model(id) => return format!("{MODEL_PREFIX}{id}"),
         };
         path.to_owned()
     }
 
-    /// Whether the endpoint belongs to OpenAI's API, not to Ollama's.
+    /// Returns whether the endpoint belongs to OpenAI's API instead of Ollama's.
     #[must_use]
     pub const fn is_openai(&self) -> bool {
         matches!(
             self,
             Self::ChatCompletions
                 | Self::Completions
-                | Self::TextEmbeddings
+                | Self::OpenAiEmbeddings
                 | Self::Models
                 | Self::Model(_)
         )
     }
 
-    /// Whether a model computes the answer. The other endpoints describe the server, and their
-    /// answers are filtered.
+    /// Returns whether a model computes the answer. The other endpoints describe the server, and
+    /// their answers are filtered.
     #[must_use]
     pub const fn runs_model(&self) -> bool {
         !matches!(
@@ -143,7 +143,8 @@ impl Endpoint {
     }
 }
 
-/// Whether the name of a model can be the end of a path, and nothing else.
+/// Returns whether a model id is safe as the end of a path: no server can decode it into another
+/// path.
 pub(crate) fn is_model_path(id: &str) -> bool {
     id.split('/').all(|segment| {
         !segment.is_empty()

@@ -1,8 +1,9 @@
-//! Texts with a form: images, audio and durations.
+//! Parsers of strings with a special form: images, audio and durations.
 
 use serde_json::Number;
 
-/// Images that servers decode themselves. Every other URL, `file:` included, would be fetched.
+/// Prefixes of images that servers decode themselves. They would fetch every other URL, even
+/// `file:`.
 const IMAGE_PREFIXES: &[&str] = &[
     "data:image/png;base64,",
     "data:image/jpeg;base64,",
@@ -18,7 +19,7 @@ pub(crate) fn is_image_url(text: &str) -> bool {
         .is_some_and(is_base64)
 }
 
-/// Whether a text is base64 with padding, and not empty. No URL is: the alphabet has no colon.
+/// Returns whether a string is padded, non-empty base64. No URL is: the alphabet has no colon.
 pub(crate) fn is_base64(text: &str) -> bool {
     let digits = text
         .strip_suffix("==")
@@ -31,8 +32,8 @@ pub(crate) fn is_base64(text: &str) -> bool {
             .all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'/'))
 }
 
-/// A duration of Ollama in milliseconds: seconds as a number, or a text such as `5m0s`. Nothing
-/// is negative, which Ollama reads as "for ever".
+/// Parses a duration of Ollama, a number of seconds, into milliseconds. `None` for a negative one,
+/// which Ollama reads as "for ever".
 pub(crate) fn milliseconds_of_number(seconds: &Number) -> Option<u64> {
     if let Some(seconds) = seconds.as_u64() {
         return seconds.checked_mul(1_000);

@@ -25,8 +25,8 @@ pub const LIMITS: TokenLimits = TokenLimits {
     keep_alive_seconds: 60,
 };
 
-/// The first byte selects what the rest is: a body for each endpoint, a target, a stream of each
-/// format after a byte that splits it, or an answer to be filtered.
+/// The first byte selects how the rest is used: as a body for one of the endpoints, a target, a
+/// stream in one of the formats (whose first byte decides how it is split), or an answer to filter.
 pub fn inference(input: &[u8]) {
     let (option, rest) = input
         .split_first()
@@ -60,8 +60,8 @@ pub fn inference(input: &[u8]) {
     }
 }
 
-/// A request that is forwarded is forwarded unchanged the second time, names an allowed model, and
-/// makes no server fetch anything. A refusal is printable and bounded.
+/// Checks that a forwarded request is a fixed point, names an allowed model, and makes no server
+/// fetch anything, and that a refusal is printable and bounded.
 pub fn request(
     endpoint: &Endpoint,
     body: &[u8],
@@ -103,7 +103,7 @@ pub fn request(
 fn check_refusal(refusal: &Refusal) {
     let is_printable = |byte| matches!(byte, b' '..=b'~');
     assert!(refusal.message.bytes().all(is_printable), "{refusal:?}");
-    // Each of four violations shows at most 64 levels of names with at most 64 characters.
+    // A message has at most four violations, with paths of at most 64 names of 64 characters.
     assert!(
         refusal.message.len() < 4 * 64 * 700,
         "{}",
@@ -113,7 +113,7 @@ fn check_refusal(refusal: &Refusal) {
     assert_eq!(body["code"], refusal.code.as_str());
 }
 
-/// Searches a forwarded body for URLs where servers fetch them. Knows the APIs, not the tables.
+/// Searches a forwarded body for URLs in fields that servers fetch. Independent of the tables.
 pub fn assert_fetches_nothing(body: &Value) {
     content(body);
 }
@@ -124,7 +124,7 @@ fn content(value: &Value) {
         Value::Object(members) => {
             for (name, value) in members {
                 match (name.as_str(), value) {
-                    // What the model is told about its own calls is text to it.
+                    // Arguments of the model's own calls are only text to the model.
                     ("arguments", Value::Object(_)) => {}
                     ("parameters" | "schema" | "format", Value::Object(_)) => schema(value),
                     ("url" | "image_url", Value::String(url)) => {
@@ -187,7 +187,7 @@ fn assert_is_data(value: &Value) {
     assert!(!has_scheme(text) && !text.starts_with("//"), "{text}");
 }
 
-/// Whether a text starts as a URL does, also after white space.
+/// Returns whether a string starts like a URL, also after white space.
 #[must_use]
 pub fn has_scheme(text: &str) -> bool {
     text.trim_start()
@@ -200,7 +200,8 @@ pub fn has_scheme(text: &str) -> bool {
         })
 }
 
-/// A target that is found has a path that is found again, and that no server can read otherwise.
+/// Checks that the path of a found endpoint leads to the same endpoint, and that no server can
+/// interpret it differently.
 fn target(target: &str) {
     for method in ["GET", "POST"] {
         match Endpoint::find(method, target) {
@@ -215,7 +216,8 @@ fn target(target: &str) {
     }
 }
 
-/// A stream is scanned alike in all pieces; a document as a parser reads it.
+/// Checks that the scan of a stream does not depend on its pieces, and that the scan of a document
+/// agrees with a parser.
 fn stream(format: AnswerFormat, input: &[u8]) {
     let (cut, bytes) = input
         .split_first()
@@ -243,7 +245,7 @@ fn stream(format: AnswerFormat, input: &[u8]) {
     }
 }
 
-/// What a sandbox sees of an answer is read back the same.
+/// Checks that filtering a filtered answer changes nothing.
 fn filtered(json: &[u8], filter: impl Fn(&[u8]) -> Result<Vec<u8>, Refusal>) {
     match filter(json) {
         Ok(shown) => {

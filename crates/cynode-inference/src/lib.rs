@@ -1,14 +1,14 @@
-//! What a sandbox may ask of a model server, and what it may learn from the answer.
+//! Validates the requests that sandboxes send to model servers, and filters the answers.
 //!
-//! A sandbox speaks to `http://localhost:11434`; the worker carries its requests to the node's
-//! Ollama or to any server with OpenAI's API. This crate decides, on bytes and without I/O:
-//! which endpoints exist (`endpoint`), which requests are forwarded and in which form (`request`,
-//! with the tables of fields in `ollama` and `openai`), which models a list shows (`models`,
-//! `list`, `show`), and how many tokens an answer used (`scan`).
+//! A sandbox connects to `http://localhost:11434`, and the worker forwards its requests to the node's
+//! Ollama or to any server with OpenAI's API. This crate decides, on bytes and without I/O, which
+//! endpoints exist (`endpoint`), which requests are forwarded and in which form (`request`, with the
+//! tables of fields in `ollama` and `openai`), which models a list shows (`models`, `list`, `show`),
+//! and how many tokens an answer used (`scan`).
 //!
-//! Invariants: a server never receives text of a sandbox, only what was parsed, serialised anew;
-//! it receives no field that is not in a table, and no URL where it would fetch one. Nothing here
-//! keeps the content of an answer.
+//! Invariants: a server never receives bytes of a sandbox, only parsed values that are serialized
+//! again. It receives no field that is not in a table, and no URL where it would fetch one. Nothing
+//! here stores the content of an answer.
 #![forbid(unsafe_code)]
 
 mod check;

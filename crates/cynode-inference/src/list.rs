@@ -1,7 +1,7 @@
-//! Lists of models, as servers give them and as sandboxes see them.
+//! Filters the lists of models that servers return.
 //!
-//! Only known fields of known types are kept, each bounded. What a list says about models that a
-//! sandbox may not use, and about the files and hosts of the server, stays behind.
+//! Only known fields of known types are kept, each bounded. Models that a sandbox may not use, and
+//! the server's files and hosts, are removed.
 
 use cynode_api::{
     document::{Bounds, JsonValue, Members, ViolationCode, Violations, get},
@@ -23,23 +23,23 @@ pub(crate) const LIST_BOUNDS: Bounds = Bounds {
     depth: MAX_LIST_DEPTH,
 };
 
-/// Where a server runs a model, by its own account.
+/// Where a model runs, as its server reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Locality {
     Local,
-    /// On another host: what is sent to the model leaves the node.
+    /// On another host: requests to the model leave the node.
     External,
-    /// The list does not say. OpenAI's API has no field for it.
+    /// Not reported: OpenAI's API has no field for it.
     Unknown,
 }
 
-/// One model of a list.
+/// A model in a server's list.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServedModel {
-    /// As the server calls it.
+    /// The server's name of the model.
     pub name: String,
     pub locality: Locality,
-    /// What a sandbox sees of it.
+    /// The fields that a sandbox sees.
     shown: Members,
 }
 
@@ -67,7 +67,7 @@ impl ModelList {
         })
     }
 
-    /// Entries without a valid name are left out.
+    /// Reads the list in a field. Skips entries without a valid name.
     fn read(
         json: &[u8],
         field: &str,
@@ -81,7 +81,7 @@ impl ModelList {
             None | Some(JsonValue::Null) => return Ok(Vec::new()),
             Some(_) => {
                 let message = format!("{field} must be a list of at most {MAX_LISTED_MODELS}");
-                return Err(unreadable(Violations::only(
+                return Err(unreadable(Violations::single(
                     ViolationCode::InvalidValue,
                     &[],
                     message,
@@ -95,7 +95,7 @@ impl ModelList {
         Ok(models.collect())
     }
 
-    /// The first model that an entry of the allowed list names.
+    /// Finds the model that an entry of the allowed list names.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<&ServedModel> {
         let exact = self.models.iter().find(|model| model.name == name);
@@ -112,13 +112,13 @@ impl ModelList {
             .retain(|model| allowed.find(&model.name).is_some());
     }
 
-    /// Removes the models that are known to run elsewhere.
+    /// Removes the models that run on another host.
     pub fn remove_external(&mut self) {
         self.models
             .retain(|model| model.locality != Locality::External);
     }
 
-    /// The answer that a sandbox gets.
+    /// The filtered answer, as a sandbox receives it.
     #[must_use]
     pub fn to_json(&self) -> Vec<u8> {
         let models = self
@@ -141,13 +141,14 @@ impl ModelList {
 impl ServedModel {
     /// Reads an answer to `GET /v1/models/{id}`.
     pub fn read(json: &[u8]) -> Result<Self, Refusal> {
-        let invalid = || Violations::only(ViolationCode::InvalidValue, &[], "has no id".to_owned());
+        let invalid =
+            || Violations::single(ViolationCode::InvalidValue, &[], "has no id".to_owned());
         read_object(json)
             .and_then(|members| listed(&members).ok_or_else(invalid))
             .map_err(|violations| Refusal::unreadable("model", &violations))
     }
 
-    /// The answer that a sandbox gets.
+    /// The filtered answer, as a sandbox receives it.
     #[must_use]
     pub fn to_json(&self) -> Vec<u8> {
         written(self.shown.clone())
@@ -157,7 +158,7 @@ impl ServedModel {
 /// An entry of `/api/tags`.
 fn tagged(members: &Members) -> Option<ServedModel> {
     let name = name(members, "name").or_else(|| name(members, "model"))?;
-    // Both fields hold the same name. An entry for which they don't could pass under either.
+    // Both fields must hold the same name, or the entry could pass the filter by either one.
     if get(members, "model").is_some_and(|model| *model != text(name)) {
         return None;
     }
@@ -197,7 +198,7 @@ fn name<'a>(members: &'a Members, field: &str) -> Option<&'a str> {
     }
 }
 
-/// Ollama names the host and the model there, in any of two fields.
+/// Reads where a model runs: Ollama sets one or both of two fields if it runs on another host.
 pub(crate) fn locality(members: &Members) -> Locality {
     let is_external = members.iter().any(|(name, value)| {
         matches!(name.as_str(), "remote_host" | "remote_model")
@@ -211,18 +212,18 @@ pub(crate) fn locality(members: &Members) -> Locality {
     }
 }
 
-/// A field that sandboxes see.
+/// The type of a field that is kept.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kept {
     Text,
-    Whole,
+    Integer,
     Texts,
     Object(&'static [(&'static str, Self)]),
 }
 
 const TAG: &[(&str, Kept)] = &[
     ("modified_at", Kept::Text),
-    ("size", Kept::Whole),
+    ("size", Kept::Integer),
     ("digest", Kept::Text),
     ("details", Kept::Object(DETAILS)),
     ("capabilities", Kept::Texts),
@@ -234,18 +235,18 @@ pub(crate) const DETAILS: &[(&str, Kept)] = &[
     ("families", Kept::Texts),
     ("parameter_size", Kept::Text),
     ("quantization_level", Kept::Text),
-    ("context_length", Kept::Whole),
-    ("embedding_length", Kept::Whole),
+    ("context_length", Kept::Integer),
+    ("embedding_length", Kept::Integer),
 ];
 
-/// vLLM tells the size of the context in `max_model_len`.
+/// The kept fields of a model. `max_model_len` is vLLM's size of the context.
 const MODEL: &[(&str, Kept)] = &[
-    ("created", Kept::Whole),
+    ("created", Kept::Integer),
     ("owned_by", Kept::Text),
-    ("max_model_len", Kept::Whole),
+    ("max_model_len", Kept::Integer),
 ];
 
-/// The fields of a table, without those of another type or beyond the bounds.
+/// Keeps the fields that a table lists, if they have the right type and are within the bounds.
 pub(crate) fn kept(members: &Members, table: &[(&str, Kept)]) -> Members {
     let fields = table.iter().filter_map(|(name, kind)| {
         let value = kept_value(get(members, name)?, *kind)?;
@@ -261,7 +262,7 @@ pub(crate) fn kept_value(value: &JsonValue, kind: Kept) -> Option<JsonValue> {
         {
             Some(text(value))
         }
-        (Kept::Whole, JsonValue::Number(number)) if number.is_u64() => {
+        (Kept::Integer, JsonValue::Number(number)) if number.is_u64() => {
             Some(JsonValue::Number(number.clone()))
         }
         (Kept::Texts, JsonValue::List(items)) if items.len() <= MAX_LISTED_ITEMS => {
@@ -280,7 +281,7 @@ pub(crate) fn read_object(json: &[u8]) -> Result<Members, Violations> {
         JsonValue::Object(members) => Ok(members),
         other => {
             let message = format!("must be an object, not {}", other.type_name());
-            Err(Violations::only(ViolationCode::WrongType, &[], message))
+            Err(Violations::single(ViolationCode::WrongType, &[], message))
         }
     }
 }

@@ -2,14 +2,14 @@
 
 use std::fmt::Write as _;
 
-use cynode_api::document::quoted;
+use cynode_api::document::quote;
 
 use crate::{
-    limits::MAX_TOLD_MODELS,
+    limits::MAX_SHOWN_MODELS,
     refusal::{Refusal, RefusalCode},
 };
 
-/// Names of models, as people wrote them.
+/// The list of allowed models, as the operator wrote it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AllowedModels(Vec<String>);
 
@@ -24,8 +24,8 @@ impl AllowedModels {
         &self.0
     }
 
-    /// The entry that allows a model. Servers receive this name instead of the requested one, so
-    /// that a server with another rule for names can't run another model.
+    /// Finds the entry that allows a model. Requests are forwarded with the entry's name instead of
+    /// the requested one, so that a server with other naming rules can't run another model.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<&str> {
         let exact = self.0.iter().find(|allowed| *allowed == name);
@@ -39,15 +39,15 @@ impl AllowedModels {
     }
 
     fn refusal(&self, name: &str) -> Refusal {
-        let mut message = format!("the model {} is not allowed here; ", quoted(name));
+        let mut message = format!("the model {} is not allowed here; ", quote(name));
         if self.0.is_empty() {
             message.push_str("no model is");
         } else {
             let told: Vec<String> = self
                 .0
                 .iter()
-                .take(MAX_TOLD_MODELS)
-                .map(|name| quoted(name))
+                .take(MAX_SHOWN_MODELS)
+                .map(|name| quote(name))
                 .collect();
             message.push_str("allowed are ");
             message.push_str(&told.join(", "));
@@ -59,15 +59,15 @@ impl AllowedModels {
     }
 }
 
-/// Whether two names name the same model by Ollama's rule: host, namespace and tag default to
-/// `registry.ollama.ai`, `library` and `latest`. Case counts.
+/// Returns whether two names mean the same model by Ollama's rule: host, namespace and tag default
+/// to `registry.ollama.ai`, `library` and `latest`. Names are case-sensitive.
 #[must_use]
 pub fn same_model(one: &str, other: &str) -> bool {
     let (one, other) = (parts(one), parts(other));
     !one.0.is_empty() && one == other
 }
 
-/// The name without defaults, and the tag.
+/// Splits a name into the name without default parts, and the tag.
 fn parts(name: &str) -> (&str, &str) {
     // The host of a registry may contain a colon.
     let (base, tag) = match (name.rfind(':'), name.rfind('/')) {
@@ -86,8 +86,8 @@ fn parts(name: &str) -> (&str, &str) {
     }
 }
 
-/// Whether the tag of a name says that Ollama runs the model elsewhere (`:cloud`, `:…-cloud`).
-/// A hint: [`crate::Locality`] is what the server itself says.
+/// Returns whether the tag of a name suggests that Ollama runs the model on another host (`:cloud`,
+/// `:…-cloud`). A hint only: the server itself reports a [`crate::Locality`].
 #[must_use]
 pub fn has_cloud_suffix(name: &str) -> bool {
     let name = name.trim().to_ascii_lowercase();
@@ -160,8 +160,8 @@ mod tests {
             r#"the model "x\u{a}" is not allowed here; no model is"#
         );
         assert!(message(2).ends_with(r#"allowed are "m0", "m1""#));
-        assert!(message(MAX_TOLD_MODELS).ends_with(r#""m15""#));
-        assert!(message(MAX_TOLD_MODELS + 2).ends_with(r#""m15" and 2 more"#));
+        assert!(message(MAX_SHOWN_MODELS).ends_with(r#""m15""#));
+        assert!(message(MAX_SHOWN_MODELS + 2).ends_with(r#""m15" and 2 more"#));
     }
 
     #[test]

@@ -1,9 +1,9 @@
-//! Requests in Ollama's own shape.
+//! Shapes of the requests of Ollama's own API.
 //!
-//! Its fields that replace parts of a model (`template`, `raw`, `suffix`, `context`) are refused
-//! unless they are empty, as its own client sends them. `system` is accepted: a sandbox could send
-//! the same text as a message. Of `options`, those that decide how the node's hardware is used are
-//! the operator's.
+//! Fields that replace parts of a model (`template`, `raw`, `suffix`, `context`) must be unset:
+//! Ollama's own client sends them empty. `system` is accepted, because a sandbox could send the same
+//! text as a message. Options that decide how the node's hardware is used are refused: they are the
+//! operator's.
 
 use crate::{
     limits::{
@@ -11,7 +11,7 @@ use crate::{
         MAX_NAME_BYTES, MAX_TOOL_CALLS, MAX_TOOLS, MAX_TOP_LOGPROBS,
     },
     shape::{
-        ANY_WHOLE, NAME, ObjectShape, STOPS, Shape, TEXT, TaggedShape, list, object, optional,
+        ANY_INTEGER, NAME, ObjectShape, STOPS, Shape, TEXT, TaggedShape, list, object, optional,
         required,
     },
 };
@@ -42,7 +42,7 @@ pub(crate) const CHAT: ObjectShape = object(
         optional("truncate", &Shape::Boolean),
         optional("shift", &Shape::Boolean),
         optional("logprobs", &Shape::Boolean),
-        optional("top_logprobs", &Shape::Whole(0, MAX_TOP_LOGPROBS)),
+        optional("top_logprobs", &Shape::Integer(0, MAX_TOP_LOGPROBS)),
     ],
 );
 
@@ -61,7 +61,7 @@ pub(crate) const GENERATE: ObjectShape = object(
         optional("truncate", &Shape::Boolean),
         optional("shift", &Shape::Boolean),
         optional("logprobs", &Shape::Boolean),
-        optional("top_logprobs", &Shape::Whole(0, MAX_TOP_LOGPROBS)),
+        optional("top_logprobs", &Shape::Integer(0, MAX_TOP_LOGPROBS)),
         optional("template", &Shape::Unset),
         optional("raw", &Shape::Unset),
         optional("suffix", &Shape::Unset),
@@ -75,7 +75,7 @@ pub(crate) const EMBED: ObjectShape = object(
         required("model", &NAME),
         required("input", &Shape::OneOf(&[TEXT, list(&TEXT, 1, MAX_INPUTS)])),
         optional("truncate", &Shape::Boolean),
-        optional("dimensions", &Shape::Whole(1, MAX_DIMENSIONS)),
+        optional("dimensions", &Shape::Integer(1, MAX_DIMENSIONS)),
         optional("options", &OPTIONS),
         optional("keep_alive", &Shape::KeepAlive),
     ],
@@ -98,9 +98,9 @@ const OPTIONS: Shape = Shape::Object(&object(
         optional("num_predict", &Shape::CompletionTokens),
         optional("num_keep", &TOKENS),
         optional("repeat_last_n", &TOKENS),
-        optional("seed", &ANY_WHOLE),
+        optional("seed", &ANY_INTEGER),
         optional("temperature", &Shape::Number(0.0, 10.0)),
-        optional("top_k", &Shape::Whole(0, 1_000_000)),
+        optional("top_k", &Shape::Integer(0, 1_000_000)),
         optional("top_p", &Shape::Number(0.0, 1.0)),
         optional("min_p", &Shape::Number(0.0, 1.0)),
         optional("typical_p", &Shape::Number(0.0, 1.0)),
@@ -111,8 +111,8 @@ const OPTIONS: Shape = Shape::Object(&object(
     ],
 ));
 
-/// -1 stands for the whole context.
-const TOKENS: Shape = Shape::Whole(-1, MAX_CONTEXT_TOKENS as i64);
+/// A number of tokens. -1 stands for the whole context.
+const TOKENS: Shape = Shape::Integer(-1, MAX_CONTEXT_TOKENS as i64);
 
 const THINK: Shape = Shape::OneOf(&[
     Shape::Boolean,
@@ -151,7 +151,7 @@ const TOOL_CALL: Shape = Shape::Object(&object(
                 &[
                     required("name", &NAME),
                     required("arguments", &Shape::AnyObject),
-                    optional("index", &Shape::Whole(0, MAX_INDEX)),
+                    optional("index", &Shape::Integer(0, MAX_INDEX)),
                 ],
             )),
         ),

@@ -1,7 +1,8 @@
-//! Requests in OpenAI's shape, as providers and most model servers take them.
+//! Shapes of the requests of OpenAI's API, which providers and most model servers accept.
 //!
-//! Servers differ in what they add. A field is here only when at least two of OpenAI, vLLM,
-//! llama.cpp and Ollama read it alike, and none of them fetches, stores or loads anything for it.
+//! Servers extend the API in different ways. A field is listed only if at least two of OpenAI, vLLM,
+//! llama.cpp and Ollama interpret it alike, and none of them fetches, stores or loads anything for
+//! it.
 
 use cynode_api::document::{JsonValue, get};
 
@@ -11,7 +12,7 @@ use crate::{
         MAX_PARTS, MAX_PROMPTS, MAX_TOOL_CALLS, MAX_TOOLS, MAX_TOP_LOGPROBS,
     },
     shape::{
-        ANY_WHOLE, NAME, ObjectShape, STOP_OR_STOPS, Shape, TEXT, TaggedShape, list, object,
+        ANY_INTEGER, NAME, ObjectShape, STOP_OR_STOPS, Shape, TEXT, TaggedShape, list, object,
         optional, required,
     },
 };
@@ -30,10 +31,10 @@ pub(crate) const CHAT_COMPLETION: ObjectShape = ObjectShape {
         optional("top_p", &UNIT),
         optional("frequency_penalty", &PENALTY),
         optional("presence_penalty", &PENALTY),
-        optional("seed", &ANY_WHOLE),
+        optional("seed", &ANY_INTEGER),
         optional("stop", &STOP_OR_STOPS),
         optional("logprobs", &Shape::Boolean),
-        optional("top_logprobs", &Shape::Whole(0, MAX_TOP_LOGPROBS)),
+        optional("top_logprobs", &Shape::Integer(0, MAX_TOP_LOGPROBS)),
         optional("response_format", &Shape::Tagged(&RESPONSE_FORMAT)),
         optional("tools", &list(&TOOL, 0, MAX_TOOLS)),
         optional("tool_choice", &TOOL_CHOICE),
@@ -72,9 +73,9 @@ pub(crate) const COMPLETION: ObjectShape = ObjectShape {
         optional("top_p", &UNIT),
         optional("frequency_penalty", &PENALTY),
         optional("presence_penalty", &PENALTY),
-        optional("seed", &ANY_WHOLE),
+        optional("seed", &ANY_INTEGER),
         optional("stop", &STOP_OR_STOPS),
-        optional("logprobs", &Shape::Whole(0, MAX_TOP_LOGPROBS)),
+        optional("logprobs", &Shape::Integer(0, MAX_TOP_LOGPROBS)),
         optional("suffix", &Shape::Unset),
     ],
     rule: Some(stream_rule),
@@ -86,11 +87,11 @@ pub(crate) const EMBEDDINGS: ObjectShape = object(
         required("model", &NAME),
         required("input", &Shape::OneOf(&[TEXT, list(&TEXT, 1, MAX_INPUTS)])),
         optional("encoding_format", &Shape::Choice(&["float", "base64"])),
-        optional("dimensions", &Shape::Whole(1, MAX_DIMENSIONS)),
+        optional("dimensions", &Shape::Integer(1, MAX_DIMENSIONS)),
     ],
 );
 
-const CHOICES: Shape = Shape::Whole(1, MAX_CHOICES);
+const CHOICES: Shape = Shape::Integer(1, MAX_CHOICES);
 const TEMPERATURE: Shape = Shape::Number(0.0, 2.0);
 const UNIT: Shape = Shape::Number(0.0, 1.0);
 const PENALTY: Shape = Shape::Number(-2.0, 2.0);
@@ -106,8 +107,8 @@ fn stream_rule(members: &[(String, JsonValue)]) -> Option<(&'static str, &'stati
         .then_some(("stream_options", "needs stream: true"))
 }
 
-/// All roles have the same fields: servers ignore those that don't fit. The fields after
-/// `tool_call_id` come from answers that clients send back as they got them.
+/// A message. All roles share one shape, because servers ignore the fields of other roles. The fields
+/// after `tool_call_id` are those of answers, which clients send back unchanged.
 const MESSAGE: Shape = Shape::Object(&object(
     "a message",
     &[
@@ -199,7 +200,7 @@ const TOOL_CALL: Shape = Shape::Tagged(&TaggedShape {
                         &[required("name", &NAME), required("arguments", &TEXT)],
                     )),
                 ),
-                optional("index", &Shape::Whole(0, MAX_INDEX)),
+                optional("index", &Shape::Integer(0, MAX_INDEX)),
             ],
         ),
     )],

@@ -1,4 +1,4 @@
-//! Properties of requests that are made from the tables.
+//! Property tests with requests that are generated from the tables.
 
 use proptest::{prelude::*, sample::Index};
 use serde_json::{Map, Value, json};
@@ -10,7 +10,7 @@ use crate::{
     shape::{ObjectShape, Shape},
 };
 
-/// Texts that a server would fetch or read if it took them for an address.
+/// Strings that a server would fetch or read if it took them for an address.
 const ADDRESSES: &[&str] = &[
     "http://169.254.169.254/latest/meta-data",
     "https://example.com/x.png",
@@ -46,7 +46,7 @@ fn endpoint() -> impl Strategy<Value = Endpoint> {
     proptest::sample::select(with_body)
 }
 
-/// A value of a shape, with an address wherever there may be text.
+/// Generates values of a shape, with addresses in strings.
 fn value(shape: &'static Shape) -> BoxedStrategy<Value> {
     match shape {
         Shape::Boolean => any::<bool>().prop_map(Value::from).boxed(),
@@ -57,7 +57,7 @@ fn value(shape: &'static Shape) -> BoxedStrategy<Value> {
                 .prop_map(Value::from)
                 .boxed()
         }
-        Shape::Whole(least, most) => (*least..=*most).prop_map(Value::from).boxed(),
+        Shape::Integer(least, most) => (*least..=*most).prop_map(Value::from).boxed(),
         Shape::Number(least, most) => (*least..=*most).prop_map(Value::from).boxed(),
         Shape::Choice(choices) => proptest::sample::select(*choices)
             .prop_map(Value::from)
@@ -157,7 +157,7 @@ fn schema() -> impl Strategy<Value = Value> {
     .prop_filter("an object", Value::is_object)
 }
 
-/// A valid body.
+/// Generates a valid body.
 fn valid() -> impl Strategy<Value = (Endpoint, Value)> {
     (endpoint(), proptest::sample::select(MODELS)).prop_flat_map(|(endpoint, model)| {
         let shape = shape(&endpoint).expect("an endpoint with a body");
@@ -175,7 +175,7 @@ fn valid() -> impl Strategy<Value = (Endpoint, Value)> {
     })
 }
 
-/// Pointers to all values below a value, without those that may hold anything.
+/// Returns pointers to all nested values, except those inside arbitrary objects.
 fn pointers(value: &Value, here: &str, all: &mut Vec<String>) {
     all.push(here.to_owned());
     match value {
@@ -262,8 +262,8 @@ proptest! {
     #[test]
     fn a_field_that_is_given_twice_anywhere_is_refused((endpoint, body) in valid(), place in any::<Index>()) {
         let text = body.to_string();
-        // Each `{"` begins an object with a first field, unless it is part of a text; then what
-        // this makes may not be JSON.
+        // Each `{"` starts an object with a first field, unless it is part of a string; the mutated
+        // text may then not be JSON.
         let starts: Vec<usize> = text.match_indices("{\"").map(|(at, _)| at).collect();
         let at = *place.get(&starts);
         let rest = &text[at + 1..];

@@ -1,16 +1,16 @@
-//! Why a request is not forwarded, as the sandbox reads it.
+//! Refusals: the error responses to requests that are not forwarded.
 
 use std::fmt::Write as _;
 
 use cynode_api::document::{ViolationCode, Violations};
 use serde_json::json;
 
-use crate::limits::MAX_TOLD_VIOLATIONS;
+use crate::limits::MAX_SHOWN_VIOLATIONS;
 
 /// Stable codes. A code never changes its meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RefusalCode {
-    /// The model is not on the list of the job or session.
+    /// The model is not in the allowed models of the job or session.
     ModelNotAllowed,
     /// No server serves the model, or its answer can't be read.
     InferenceUnavailable,
@@ -118,8 +118,8 @@ impl Refusal {
         self.code.status()
     }
 
-    /// The JSON body of the response. `error` repeats the message where clients of Ollama and
-    /// OpenAI look for it.
+    /// The JSON body of the response. `error` repeats the message where clients of Ollama and of
+    /// OpenAI expect it.
     #[must_use]
     pub fn body(&self, request_id: &str) -> Vec<u8> {
         json!({
@@ -133,7 +133,7 @@ impl Refusal {
         .into_bytes()
     }
 
-    /// A refusal for what is wrong with the body.
+    /// A refusal of an invalid body.
     pub(crate) fn of_violations(violations: &Violations) -> Self {
         let is_too_large = violations
             .errors
@@ -142,7 +142,7 @@ impl Refusal {
         let told: Vec<String> = violations
             .errors
             .iter()
-            .take(MAX_TOLD_VIOLATIONS)
+            .take(MAX_SHOWN_VIOLATIONS)
             .map(ToString::to_string)
             .collect();
         let mut message = told.join("; ");
@@ -158,7 +158,7 @@ impl Refusal {
         Self::new(code, message)
     }
 
-    /// A refusal for an answer of the server that can't be read.
+    /// A refusal because the server's answer can't be parsed.
     pub(crate) fn unreadable(what: &str, violations: &Violations) -> Self {
         Self::new(
             RefusalCode::InferenceUnavailable,

@@ -1,4 +1,4 @@
-//! Requests: which are forwarded, and in which form.
+//! Validates requests and builds the ones that are forwarded.
 
 use std::fmt;
 
@@ -18,7 +18,7 @@ use crate::{
     shape::ObjectShape,
 };
 
-/// What a request may ask for at most.
+/// Limits on what one request may ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenLimits {
     /// Tokens of one answer.
@@ -39,17 +39,17 @@ impl Default for TokenLimits {
     }
 }
 
-/// Who answers.
+/// The kind of server that receives a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Upstream {
-    /// A model server of the node. Some know `max_tokens` only and ignore the newer
-    /// `max_completion_tokens`, so the limit is sent under the older name.
+    /// A model server of the node. Some of them ignore the newer `max_completion_tokens`, so the limit
+    /// is sent as `max_tokens`.
     Local,
-    /// A provider, which may refuse the older name.
+    /// A provider, which may refuse `max_tokens`.
     Provider,
 }
 
-/// What one sandbox may do.
+/// The rules for the requests of one sandbox.
 #[derive(Clone, Copy, Debug)]
 pub struct Rules<'a> {
     pub models: &'a AllowedModels,
@@ -57,24 +57,23 @@ pub struct Rules<'a> {
     pub upstream: Upstream,
 }
 
-/// A request as the server receives it.
+/// A request as it is forwarded to the server.
 #[derive(Clone, PartialEq, Eq)]
 pub struct UpstreamRequest {
     pub endpoint: Endpoint,
-    /// The model, under the name that the list of allowed models has for it.
+    /// The name of the model in the list of allowed models.
     pub model: Option<String>,
-    /// Written anew. A GET has none.
+    /// Serialized from the parsed request. `None` for a GET.
     pub body: Option<Vec<u8>>,
     pub answer: AnswerFormat,
-    /// Whether the client asked for the usage of a stream. Otherwise it may not expect the chunk
-    /// with empty `choices` that it gets.
+    /// The client asked for the usage of a stream. If not, it may not expect the chunk with empty
+    /// `choices`, which is sent in any case.
     pub asks_for_usage: bool,
-    /// Tokens that all answers to this request can have together. Nothing is known when the
-    /// request leaves it to the server.
+    /// Upper bound of the tokens of all answers to this request; `None` if the request sets no limit.
     pub most_completion_tokens: Option<u64>,
 }
 
-/// Without the body, which must not get into a log.
+/// Omits the body, which must not be logged.
 impl fmt::Debug for UpstreamRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("UpstreamRequest")
@@ -87,7 +86,7 @@ impl fmt::Debug for UpstreamRequest {
 }
 
 impl Rules<'_> {
-    /// Judges a request by its endpoint and its whole body.
+    /// Validates a request by its endpoint and its complete body.
     pub fn judge(&self, endpoint: &Endpoint, body: &[u8]) -> Result<UpstreamRequest, Refusal> {
         match self.members(endpoint, body)? {
             Some(members) => self.with_body(endpoint, members),
@@ -95,7 +94,7 @@ impl Rules<'_> {
         }
     }
 
-    /// The fields of a valid body.
+    /// Parses and validates the body; `None` for an endpoint without one.
     fn members(&self, endpoint: &Endpoint, body: &[u8]) -> Result<Option<Members>, Refusal> {
         let Some(shape) = shape(endpoint) else {
             return if body.is_empty() {
@@ -117,7 +116,7 @@ impl Rules<'_> {
         let (endpoint, model) = match endpoint {
             Endpoint::Model(id) => {
                 let model = self.models.require(id)?.to_owned();
-                // The entry was written by people and need not fit into a path.
+                // The operator wrote the entry, so it may contain characters that a path can't.
                 let id = if is_model_path(&model) { &model } else { id };
                 (Endpoint::Model(id.clone()), Some(model))
             }
@@ -203,11 +202,11 @@ pub(crate) fn shape(endpoint: &Endpoint) -> Option<&'static ObjectShape> {
         Endpoint::Show => Some(&ollama::SHOW),
         Endpoint::Chat => Some(&ollama::CHAT),
         Endpoint::Generate => Some(&ollama::GENERATE),
-        Endpoint::Embed => Some(&ollama::EMBED),
-        Endpoint::Embeddings => Some(&ollama::EMBEDDINGS),
+        Endpoint::OllamaEmbed => Some(&ollama::EMBED),
+        Endpoint::OllamaEmbeddings => Some(&ollama::EMBEDDINGS),
         Endpoint::ChatCompletions => Some(&openai::CHAT_COMPLETION),
         Endpoint::Completions => Some(&openai::COMPLETION),
-        Endpoint::TextEmbeddings => Some(&openai::EMBEDDINGS),
+        Endpoint::OpenAiEmbeddings => Some(&openai::EMBEDDINGS),
         Endpoint::Tags | Endpoint::Version | Endpoint::Models | Endpoint::Model(_) => None,
     }
 }
@@ -227,7 +226,7 @@ fn rename(members: &mut Members, from: &str, to: &str) {
     }
 }
 
-/// Sets `num_predict` if the request does not: Ollama's default is no limit.
+/// Sets `num_predict` unless the request does, because Ollama's default is unlimited. Returns it.
 fn limited_options(members: &mut Members, limits: TokenLimits) -> u64 {
     let at = members.iter().position(|(name, _)| name == "options");
     let mut options = match at.map(|at| members.remove(at)) {
@@ -263,7 +262,7 @@ fn includes_usage(members: &Members) -> bool {
     }
 }
 
-/// The tokens of all choices for all prompts together.
+/// The limit on the tokens of all choices for all prompts together.
 fn completion_tokens(members: &Members) -> Option<u64> {
     let each =
         number(members, "max_completion_tokens").or_else(|| number(members, "max_tokens"))?;

@@ -1,10 +1,10 @@
-//! JSON Schemas of tools and answers.
+//! Checks the JSON Schemas of tools and answers.
 //!
 //! Validators and grammar compilers of model servers resolve references, some of them over the
-//! network. A reference must therefore lead into the schema itself, and no part of it may have an
-//! address that would turn such a reference into another document's.
+//! network. A reference must therefore point into the schema itself, and no subschema may set a base
+//! address that would make such a reference point to another document.
 
-/// Addresses of the dialects, which `$schema` may name.
+/// Addresses of the dialects that `$schema` may name.
 const DIALECTS: &[&str] = &[
     "http://json-schema.org/schema",
     "http://json-schema.org/draft-04/schema",
@@ -14,7 +14,7 @@ const DIALECTS: &[&str] = &[
     "https://json-schema.org/draft/2020-12/schema",
 ];
 
-/// What is wrong with a text in a schema, by the name of its field.
+/// Checks a string in a schema. Returns the fault, if any.
 pub(crate) fn fault(name: &str, text: &str) -> Option<&'static str> {
     match name {
         "$ref" | "$dynamicRef" | "$recursiveRef" if !text.starts_with('#') => {

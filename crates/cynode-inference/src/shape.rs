@@ -1,4 +1,4 @@
-//! The shape of a request: what each field may hold. The tables are in `ollama` and `openai`.
+//! Shapes: the types and bounds of the fields of a request. The tables are in `ollama` and `openai`.
 
 use cynode_api::document::JsonValue;
 
@@ -7,10 +7,10 @@ use crate::limits::{MAX_BODY_BYTES, MAX_NAME_BYTES, MAX_STOP_BYTES, MAX_STOPS};
 #[derive(Debug)]
 pub(crate) enum Shape {
     Boolean,
-    /// A text of so many bytes.
+    /// A string of at most this many bytes.
     Text(usize),
-    /// A whole number between two others.
-    Whole(i64, i64),
+    /// An integer between two bounds, inclusive.
+    Integer(i64, i64),
     Number(f64, f64),
     Choice(&'static [&'static str]),
     List {
@@ -19,34 +19,34 @@ pub(crate) enum Shape {
         most: usize,
     },
     Object(&'static ObjectShape),
-    /// An object whose fields depend on one of them.
+    /// An object whose shape depends on one of its fields.
     Tagged(&'static TaggedShape),
-    /// Null stays in the request. Elsewhere null is an absent field.
+    /// A value or null. Null is forwarded here; everywhere else it counts as an absent field.
     Nullable(&'static Self),
-    /// Alternatives that differ in their JSON type.
+    /// One of several shapes that differ in their JSON type.
     OneOf(&'static [Self]),
     /// A JSON Schema without references to other documents.
     Schema,
-    /// An object that may hold anything. Only for data that servers pass on to the model.
+    /// Any object. Only for data that servers pass on to the model without interpreting it.
     AnyObject,
     Base64,
     ImageUrl,
-    /// Tokens of an answer, within the limits of the sandbox.
+    /// A number of tokens of the answer, within the sandbox's limits.
     CompletionTokens,
-    /// Tokens of a context, within the limits of the sandbox.
+    /// A number of tokens of the context, within the sandbox's limits.
     ContextTokens,
-    /// The time for which Ollama keeps the model, within the limits of the sandbox.
+    /// The time for which Ollama keeps the model in memory, within the sandbox's limits.
     KeepAlive,
-    /// Null, false, or an empty text, list or object: clients send unused fields so. Not sent on.
+    /// A field that must be unset: null, false, or an empty string, list or object. Not forwarded.
     Unset,
 }
 
 #[derive(Debug)]
 pub(crate) struct ObjectShape {
-    /// With its article, as errors call it.
+    /// The name in error messages, with its article.
     pub(crate) name: &'static str,
-    pub(crate) fields: &'static [Field],
-    /// What must hold between the fields: the field at fault, and why.
+    pub(crate) fields: &'static [FieldShape],
+    /// A rule between fields. Returns the field at fault and the reason.
     pub(crate) rule: Option<Rule>,
 }
 
@@ -54,29 +54,29 @@ type Rule = fn(&[(String, JsonValue)]) -> Option<(&'static str, &'static str)>;
 
 #[derive(Debug)]
 pub(crate) struct TaggedShape {
-    /// The field that decides.
+    /// The field that selects the variant.
     pub(crate) tag: &'static str,
     pub(crate) variants: &'static [(&'static str, &'static ObjectShape)],
-    /// Why there are no others.
+    /// Why other variants are refused.
     pub(crate) reason: &'static str,
 }
 
 #[derive(Debug)]
-pub(crate) struct Field {
+pub(crate) struct FieldShape {
     pub(crate) name: &'static str,
     pub(crate) is_required: bool,
     pub(crate) shape: &'static Shape,
 }
 
 impl Shape {
-    /// Whether a value has a JSON type that fits.
+    /// Returns whether a value has the right JSON type.
     pub(crate) fn fits(&self, value: &JsonValue) -> bool {
         match self {
             Self::Boolean => matches!(value, JsonValue::Boolean(_)),
             Self::Text(_) | Self::Choice(_) | Self::Base64 | Self::ImageUrl => {
                 matches!(value, JsonValue::Text(_))
             }
-            Self::Whole(..) | Self::Number(..) | Self::CompletionTokens | Self::ContextTokens => {
+            Self::Integer(..) | Self::Number(..) | Self::CompletionTokens | Self::ContextTokens => {
                 matches!(value, JsonValue::Number(_))
             }
             Self::KeepAlive => matches!(value, JsonValue::Number(_) | JsonValue::Text(_)),
@@ -96,14 +96,14 @@ impl Shape {
         }
     }
 
-    /// What a value must be, with its article.
+    /// The expected type in error messages, with its article.
     pub(crate) fn expected(&self) -> String {
         match self {
             Self::Boolean => "true or false".to_owned(),
             Self::Text(_) | Self::Choice(_) | Self::Base64 | Self::ImageUrl => {
                 "a string".to_owned()
             }
-            Self::Whole(..) | Self::CompletionTokens | Self::ContextTokens => {
+            Self::Integer(..) | Self::CompletionTokens | Self::ContextTokens => {
                 "a whole number".to_owned()
             }
             Self::Number(..) => "a number".to_owned(),
@@ -122,16 +122,16 @@ impl Shape {
     }
 }
 
-pub(crate) const fn required(name: &'static str, shape: &'static Shape) -> Field {
-    Field {
+pub(crate) const fn required(name: &'static str, shape: &'static Shape) -> FieldShape {
+    FieldShape {
         name,
         is_required: true,
         shape,
     }
 }
 
-pub(crate) const fn optional(name: &'static str, shape: &'static Shape) -> Field {
-    Field {
+pub(crate) const fn optional(name: &'static str, shape: &'static Shape) -> FieldShape {
+    FieldShape {
         name,
         is_required: false,
         shape,
@@ -142,7 +142,7 @@ pub(crate) const fn list(items: &'static Shape, least: usize, most: usize) -> Sh
     Shape::List { items, least, most }
 }
 
-pub(crate) const fn object(name: &'static str, fields: &'static [Field]) -> ObjectShape {
+pub(crate) const fn object(name: &'static str, fields: &'static [FieldShape]) -> ObjectShape {
     ObjectShape {
         name,
         fields,
@@ -150,11 +150,11 @@ pub(crate) const fn object(name: &'static str, fields: &'static [Field]) -> Obje
     }
 }
 
-/// A text that is bounded by the request only.
+/// A string without a bound of its own: the size of the request bounds it.
 pub(crate) const TEXT: Shape = Shape::Text(MAX_BODY_BYTES);
 pub(crate) const NAME: Shape = Shape::Text(MAX_NAME_BYTES);
-pub(crate) const ANY_WHOLE: Shape = Shape::Whole(i64::MIN, i64::MAX);
+pub(crate) const ANY_INTEGER: Shape = Shape::Integer(i64::MIN, i64::MAX);
 const STOP: Shape = Shape::Text(MAX_STOP_BYTES);
-/// Texts at which the model stops.
+/// Strings at which the model stops.
 pub(crate) const STOPS: Shape = list(&STOP, 0, MAX_STOPS);
 pub(crate) const STOP_OR_STOPS: Shape = Shape::OneOf(&[STOP, STOPS]);

@@ -1,4 +1,4 @@
-//! The description of one model, and the version of a server.
+//! Filters the description of one model, and the version of a server.
 
 use cynode_api::document::{JsonValue, Members, ViolationCode, Violations, get};
 
@@ -48,38 +48,39 @@ impl ShownModel {
         })
     }
 
-    /// The answer that a sandbox gets.
+    /// The filtered answer, as a sandbox receives it.
     #[must_use]
     pub fn to_json(&self) -> Vec<u8> {
         written(self.shown.clone())
     }
 }
 
-/// The sizes of a model are below the name of its architecture, such as `llama.context_length`.
+/// The type of a `model_info` field that is kept. Sizes are prefixed with the architecture, such as
+/// `llama.context_length`.
 fn info_kind(name: &str) -> Option<Kept> {
     match name.split_once('.')? {
         ("general", "architecture") => Some(Kept::Text),
-        ("general", "parameter_count") => Some(Kept::Whole),
+        ("general", "parameter_count") => Some(Kept::Integer),
         (architecture, "context_length" | "embedding_length")
             if name.len() <= MAX_LISTED_TEXT_BYTES
                 && architecture
                     .bytes()
                     .all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-')) =>
         {
-            Some(Kept::Whole)
+            Some(Kept::Integer)
         }
         _ => None,
     }
 }
 
-/// The answer to `GET /api/version` that a sandbox gets.
+/// Filters an answer to `GET /api/version`.
 pub fn server_version(json: &[u8]) -> Result<Vec<u8>, Refusal> {
     let unreadable = |violations| Refusal::unreadable("version", &violations);
     let members = read_object(json).map_err(unreadable)?;
     let shown = kept(&members, &[("version", Kept::Text)]);
     if shown.is_empty() {
         let message = "has no version".to_owned();
-        let violations = Violations::only(ViolationCode::InvalidValue, &[], message);
+        let violations = Violations::single(ViolationCode::InvalidValue, &[], message);
         return Err(unreadable(violations));
     }
     Ok(written(shown))

@@ -1,4 +1,4 @@
-//! Requests that are forwarded, each with the body that the server gets.
+//! Accepted requests, each with the body that is forwarded.
 
 mod common;
 
@@ -9,7 +9,7 @@ use common::{
 use cynode_inference::{AnswerFormat, Upstream};
 use serde_json::json;
 
-/// A path, a body, and the forwarded body; an empty one stands for the same text.
+/// A path, a body, and the forwarded body; empty if the body is forwarded unchanged.
 const ACCEPTED: &[(&str, &str, &str)] = &[
     // Ollama's chat.
     (
@@ -101,7 +101,7 @@ const ACCEPTED: &[(&str, &str, &str)] = &[
         r#"{"model":"m","messages":[{"role":"assistant","content":null,"tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":"{\"url\":\"https://example.com\"}"}}]},{"role":"tool","tool_call_id":"1","content":"ok"}]}"#,
         "",
     ),
-    // A message as vLLM answers it, sent back.
+    // An answer of vLLM, sent back as a message.
     (
         CHAT_COMPLETIONS,
         r#"{"model":"m","messages":[{"role":"assistant","content":"hi","refusal":null,"annotations":[],"audio":null,"function_call":null,"tool_calls":[],"reasoning_content":null}]}"#,
@@ -137,7 +137,7 @@ const ACCEPTED: &[(&str, &str, &str)] = &[
         r#"{"model":"m","messages":[{"role":"user","content":"x"}],"tools":null,"stop":null,"max_tokens":null,"stream":null,"stream_options":null,"seed":null}"#,
         r#"{"model":"m","messages":[{"role":"user","content":"x"}]}"#,
     ),
-    // The usage of streams is always asked for.
+    // The usage of streams is always requested.
     (
         CHAT_COMPLETIONS,
         r#"{"model":"m","stream":true,"messages":[{"role":"user","content":"x"}]}"#,
@@ -153,7 +153,7 @@ const ACCEPTED: &[(&str, &str, &str)] = &[
         r#"{"model":"m","stream":false,"messages":[{"role":"user","content":"x"}]}"#,
         "",
     ),
-    // Local servers may know the older name only.
+    // Local servers may know only `max_tokens`.
     (
         CHAT_COMPLETIONS,
         r#"{"model":"m","max_completion_tokens":7,"messages":[{"role":"user","content":"x"}]}"#,
@@ -174,7 +174,7 @@ const ACCEPTED: &[(&str, &str, &str)] = &[
         r#"{"model":"m","input":["a"],"encoding_format":"base64","dimensions":1}"#,
         "",
     ),
-    // Models are named as on the list.
+    // Models are forwarded by their name in the list.
     (SHOW, r#"{"model":"m:latest"}"#, r#"{"model":"m"}"#),
     (
         SHOW,
@@ -186,7 +186,7 @@ const ACCEPTED: &[(&str, &str, &str)] = &[
         r#"{"model":"Org/Big-7B:latest","input":"x"}"#,
         r#"{"model":"Org/Big-7B","input":"x"}"#,
     ),
-    // The text is written anew: no white space, no needless escapes, the same order.
+    // The body is serialized again: no white space, no needless escapes, the same order.
     (
         TEXT_EMBEDDINGS,
         " {\t\"in\\u0070ut\" : \"\\u00e9\\/\\u0000\\ud83d\\ude00\" ,\r\n\"m\\u006fdel\":\"\\u006d\"} ",

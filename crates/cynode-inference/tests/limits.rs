@@ -18,7 +18,7 @@ use cynode_inference::{
 };
 use serde_json::{Value, json};
 
-/// Asserts that a field may reach a bound and not exceed it.
+/// Asserts that a field may reach a bound but not exceed it.
 fn assert_bound<N: TryInto<i64>>(path: &str, field: &str, most: N, value: impl Fn(i64) -> Value) {
     let most = most.try_into().unwrap_or_else(|_| panic!("{field}"));
     let judge = |count| judge(path, with(path, field, value(count)).as_bytes());

@@ -1,4 +1,4 @@
-//! Lists and descriptions of models, as servers give them and as sandboxes see them.
+//! Lists and descriptions of models: the server's answers and the filtered ones.
 
 use cynode_inference::{
     AllowedModels, Locality, ModelList, Refusal, RefusalCode, ServedModel, ShownModel,

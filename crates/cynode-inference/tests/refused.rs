@@ -1,4 +1,4 @@
-//! Requests that are refused, each with the code and what the message names.
+//! Refused requests, each with its code and the start of its message.
 
 mod common;
 
@@ -16,7 +16,7 @@ fn refusal(path: &str, body: &str) -> (RefusalCode, String) {
     }
 }
 
-/// Asserts that a body is invalid, with a message that begins so.
+/// Asserts that a body is refused as invalid, with the given start of the message.
 fn assert_invalid(path: &str, body: &str, message: &str) {
     let (code, actual) = refusal(path, body);
     assert_eq!(code, RefusalCode::InvalidRequest, "{path} {body}: {actual}");
@@ -25,7 +25,7 @@ fn assert_invalid(path: &str, body: &str, message: &str) {
 
 /// A path, a field, its value in JSON, and the start of the message.
 const FIELDS: &[(&str, &str, &str, &str)] = &[
-    // What Ollama would load, keep or replace.
+    // Fields that make Ollama load, keep or replace something.
     (
         CHAT,
         "keep_alive",
@@ -144,7 +144,7 @@ const FIELDS: &[(&str, &str, &str, &str)] = &[
     ),
     (SHOW, "verbose", "true", "verbose: is not accepted here"),
     (SHOW, "name", "\"other\"", "name: is not accepted here"),
-    // The node's hardware.
+    // Options about the node's hardware.
     (
         CHAT,
         "options",
@@ -237,7 +237,7 @@ const FIELDS: &[(&str, &str, &str, &str)] = &[
     ),
     (EMBED, "input", "[]", "input: must not be empty"),
     (EMBEDDINGS, "prompt", "[\"a\"]", "prompt: must be a string"),
-    // What a provider would keep or decide.
+    // Fields that make a provider keep data or choose for the operator.
     (
         CHAT_COMPLETIONS,
         "store",

@@ -1,8 +1,8 @@
-//! What a node's final report of a job refers to is taken over before the node may forget the job:
-//! its output, its result and its artifacts.
+//! Stores what a node's final report of a job refers to, before the node may forget the job:
+//! output, result and artifacts.
 //!
-//! Invariants: repeating this after a crash stores nothing twice. What can't be kept is listed with
-//! the reason, and the job ends all the same.
+//! Invariants: repeating this after a crash stores nothing twice. What can't be stored is listed
+//! with the reason, and does not keep the job from ending.
 
 use std::{sync::Arc, time::Duration};
 
@@ -25,17 +25,18 @@ use crate::{
     reconcile::Lanes,
 };
 
-/// Bytes of the artifacts of one job together.
+/// Total size of one job's artifacts.
 const MAX_JOB_ARTIFACT_BYTES: u64 = 1 << 30;
 /// Jobs whose artifacts are fetched at once, in total and from one node; others wait.
 const MAX_CONCURRENT_FETCHES: usize = 8;
 const MAX_CONCURRENT_FETCHES_PER_NODE: usize = 2;
-/// How long a node may take to begin an artifact, and for each piece of it.
+/// Time for a node to start sending an artifact, and for each piece of it.
 const PIECE_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long nobody else steps the job, and how often that is extended.
+/// Lease of the job during a fetch, so that no other reconciler steps it.
 const LEASE: Duration = Duration::from_secs(60);
+/// Interval of renewals of the lease.
 const LEASE_RENEWAL: Duration = Duration::from_secs(15);
-/// The longest name of a dropped file to repeat.
+/// Longest shown name of a dropped file.
 const MAX_SHOWN_PATH: usize = 1_024;
 
 #[derive(Debug, thiserror::Error)]
@@ -58,7 +59,7 @@ pub(crate) enum Error {
     LeaseLost,
 }
 
-/// Takes over what reports refer to. Cheap to clone.
+/// Stores what reports refer to. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Collector {
     db: Db,
@@ -70,7 +71,7 @@ pub(crate) struct Collector {
 
 /// A job on the node that ran it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Source<'a> {
+pub(crate) struct ReportSource<'a> {
     pub(crate) job_id: JobId,
     pub(crate) task_id: TaskId,
     pub(crate) created_by: &'a str,
@@ -78,7 +79,7 @@ pub(crate) struct Source<'a> {
     pub(crate) client: &'a SessionClient,
 }
 
-impl<'a> Source<'a> {
+impl<'a> ReportSource<'a> {
     pub(crate) fn new(row: &'a JobRow, node_id: NodeId, client: &'a SessionClient) -> Self {
         Self {
             job_id: row.job_id,
@@ -111,12 +112,12 @@ impl Collected {
     }
 }
 
-/// Which parts of a report are wanted besides its artifacts and its result.
+/// The part of the output to store, besides artifacts and result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wanted {
     /// All of the output.
     Output,
-    /// Of a late report only the streams in its object are kept.
+    /// Only the excerpt in the job object, for a late report.
     Excerpt,
 }
 
@@ -139,7 +140,7 @@ impl Collector {
     /// collect the same at the same time.
     pub(crate) async fn collect(
         &self,
-        source: Source<'_>,
+        source: ReportSource<'_>,
         job: Job,
         wanted: Wanted,
         lease: Option<Lease>,
@@ -162,7 +163,7 @@ impl Collector {
     /// Stores the report of a node about a job that was given up or given to another node.
     pub(crate) async fn store_late(
         &self,
-        source: Source<'_>,
+        source: ReportSource<'_>,
         job: Job,
         lease: Option<Lease>,
     ) -> Result<(), Error> {
@@ -181,7 +182,7 @@ impl Collector {
 
     async fn collect_all(
         &self,
-        source: Source<'_>,
+        source: ReportSource<'_>,
         mut job: Job,
         wanted: Wanted,
     ) -> Result<Collected, Error> {
@@ -212,8 +213,8 @@ impl Collector {
         })
     }
 
-    async fn output(&self, source: Source<'_>) -> Result<Option<StagedBlob>, Error> {
-        let Source {
+    async fn output(&self, source: ReportSource<'_>) -> Result<Option<StagedBlob>, Error> {
+        let ReportSource {
             node_id,
             client,
             job_id,
@@ -230,7 +231,7 @@ impl Collector {
     /// Stores the artifacts that a report lists. Returns them as the job's object lists them.
     async fn take_artifacts(
         &self,
-        source: Source<'_>,
+        source: ReportSource<'_>,
         listed: Vec<Value>,
     ) -> Result<Vec<Value>, Error> {
         if listed.is_empty() {
@@ -265,7 +266,7 @@ impl Collector {
     /// Stores one artifact. The inner error says why it can't be kept.
     async fn take_artifact(
         &self,
-        source: Source<'_>,
+        source: ReportSource<'_>,
         entry: &ListedArtifact,
         max_bytes: u64,
     ) -> Result<Result<Artifact, String>, Error> {

@@ -81,7 +81,7 @@ fn cut(inference: &mut Inference, allowed: &AllowedModels) -> Result<(), Error> 
 }
 
 fn listed(names: &[String]) -> String {
-    let quoted = |name: &String| cynode_api::document::quoted(name);
+    let quoted = |name: &String| cynode_api::document::quote(name);
     let shown: Vec<String> = names.iter().take(SHOWN).map(quoted).collect();
     let shown = shown.join(", ");
     match names.len().saturating_sub(SHOWN) {

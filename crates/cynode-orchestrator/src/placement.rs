@@ -5,10 +5,10 @@ use std::{collections::BTreeMap, fmt::Write as _, sync::Arc, time::Duration};
 use cynode_api::{
     Artifact, ArtifactId, DEFAULT_IMAGE_KEY, Excess, ImageVersionId, LABEL_AGENT_COMPATIBLE,
     LimitsRequest, NodeId, NodeState, Problem, Task, TaskId, TokenKind, WorkspaceId, WorkspaceRef,
-    document::quoted,
+    document::quote,
 };
 use cynode_inference::same_model;
-use cynode_policy::{Action, Call, Resource};
+use cynode_policy::{Action, CallContext, Resource};
 use time::OffsetDateTime;
 
 use crate::{
@@ -145,7 +145,7 @@ impl Orchestrator {
                 agent_compatible,
                 pinned,
             };
-            self.check(caller, Action::ImageUse, &resource, &Call::default())
+            self.check(caller, Action::ImageUse, &resource, &CallContext::default())
                 .map_err(|denial| Error::Denied(denial.into_problem()))
         };
         match chosen.agent_compatible {
@@ -523,7 +523,7 @@ fn listed(names: &[String], most: usize) -> String {
     if names.is_empty() {
         return "none".to_owned();
     }
-    let shown: Vec<String> = names.iter().take(most).map(|name| quoted(name)).collect();
+    let shown: Vec<String> = names.iter().take(most).map(|name| quote(name)).collect();
     let shown = shown.join(", ");
     match names.len().saturating_sub(most) {
         0 => shown,

@@ -4,7 +4,7 @@
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use cynode_policy::{
-    Action, Call, DEFAULTS, Decision, Flaw, Policies as PolicySet, Principal, Resource,
+    Action, CallContext, DEFAULTS, Decision, Flaw, Policies as PolicySet, Principal, Resource,
 };
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
@@ -35,7 +35,7 @@ struct DecisionKey {
     principal: Principal,
     action: Action,
     resource: Resource,
-    call: Call,
+    call: CallContext,
 }
 
 /// A compiled policy set with a cache of its decisions: agents repeat the same calls.
@@ -52,7 +52,7 @@ impl LoadedPolicies {
         principal: &Principal,
         action: Action,
         resource: &Resource,
-        call: &Call,
+        call: &CallContext,
     ) -> Decision {
         let decide = || self.set.decide(principal, action, resource, call);
         if !is_cacheable(principal, resource, call) {
@@ -78,8 +78,8 @@ impl LoadedPolicies {
 }
 
 /// Caches only users' calls in sessions that name no file: these repeat, and their keys are small.
-fn is_cacheable(principal: &Principal, resource: &Resource, call: &Call) -> bool {
-    let Call {
+fn is_cacheable(principal: &Principal, resource: &Resource, call: &CallContext) -> bool {
+    let CallContext {
         path,
         program,
         image,
@@ -137,7 +137,7 @@ impl Policies {
         principal: &Principal,
         action: Action,
         resource: &Resource,
-        call: &Call,
+        call: &CallContext,
     ) -> Decision {
         let loaded = Arc::clone(&self.loaded.read());
         loaded.decide(principal, action, resource, call)
@@ -226,7 +226,7 @@ pub(crate) fn check(rows: &[PolicyRow], caller: &Principal) -> Result<(), Error>
             &Resource::Policy {
                 id: DEFAULT.to_owned(),
             },
-            &Call::default(),
+            &CallContext::default(),
         );
         if !decision.allowed {
             let reason = if decision.rules.is_empty() {

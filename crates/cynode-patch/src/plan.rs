@@ -159,7 +159,7 @@ pub struct Plan<S> {
     /// Empty if the diff applies.
     pub rejects: Vec<Reject>,
     /// The list of rejects is truncated.
-    pub rejects_cut: bool,
+    pub rejects_truncated: bool,
 }
 
 #[derive(Debug)]
@@ -174,19 +174,19 @@ pub fn plan<T: Tree>(tree: &T, patch: &Patch<'_>) -> Result<Plan<T::Stamp>, Plan
     for section in patch.sections() {
         let step = planner.apply(section);
         planner.collect_reject(step)?;
-        if planner.rejects_cut() {
+        if planner.rejects_truncated() {
             break;
         }
     }
     if planner.rejects.is_empty() {
         planner.check_placement()?;
     }
-    let rejects_cut = planner.rejects_cut();
+    let rejects_truncated = planner.rejects_truncated();
     Ok(Plan {
         entries: planner.entries,
         effects: planner.effects,
         rejects: planner.rejects,
-        rejects_cut,
+        rejects_truncated,
     })
 }
 
@@ -324,12 +324,12 @@ impl<'a, T: Tree> Planner<'a, T> {
             reject.expected.clear();
             reject.found.clear();
         }
-        if !self.rejects_cut() {
+        if !self.rejects_truncated() {
             self.rejects.push(reject);
         }
     }
 
-    fn rejects_cut(&self) -> bool {
+    fn rejects_truncated(&self) -> bool {
         self.reject_bytes > MAX_REJECT_BYTES
     }
 

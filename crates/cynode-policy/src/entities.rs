@@ -125,7 +125,7 @@ pub enum Resource {
 
 /// The parameters of a call that rules can test. Parameters that a call doesn't have are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Call {
+pub struct CallContext {
     /// Normalized by [`crate::within_workspace`].
     pub path: Option<String>,
     /// Verbatim from the request; rules also see its last component, as `program_name`.
@@ -302,7 +302,7 @@ impl Resource {
     }
 }
 
-impl Call {
+impl CallContext {
     pub(crate) fn context(&self) -> Result<Context, RequestError> {
         let Self {
             path,

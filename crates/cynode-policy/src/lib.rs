@@ -13,7 +13,7 @@ mod policies;
 mod secrets;
 
 pub use action::{Action, UnknownAction};
-pub use entities::{Call, CallLimits, Place, Principal, Resource, Role};
+pub use entities::{CallContext, CallLimits, Place, Principal, Resource, Role};
 pub use paths::within_workspace;
 pub use policies::{DEFAULTS, Decision, Effect, Flaw, MAX_DOCUMENT_BYTES, Policies, Rule, SCHEMA};
 pub use secrets::{

@@ -16,7 +16,7 @@ use cedar_policy::{
 };
 use miette::Diagnostic;
 
-use crate::{Action, Call, Principal, Resource, entities::RequestError, nesting};
+use crate::{Action, CallContext, Principal, Resource, entities::RequestError, nesting};
 
 /// The schema that rules are validated against.
 pub const SCHEMA: &str = include_str!("../schema.cedarschema");
@@ -144,7 +144,7 @@ impl Policies {
         principal: &Principal,
         action: Action,
         resource: &Resource,
-        call: &Call,
+        call: &CallContext,
     ) -> Decision {
         let (request, entities) = match cedar_request(principal, action, resource, call) {
             Ok(cedar_request) => cedar_request,
@@ -266,7 +266,7 @@ fn cedar_request(
     principal: &Principal,
     action: Action,
     resource: &Resource,
-    call: &Call,
+    call: &CallContext,
 ) -> Result<(Request, Entities), RequestError> {
     let request = Request::new(
         principal.uid(),

@@ -78,7 +78,7 @@ pub(crate) struct Exec {
     /// Signals room in the window, or that output is now discarded.
     room: Notify,
     pub(crate) stdin: RefCell<Option<Rc<AsyncFd<OwnedFd>>>>,
-    /// The way to the command, if it is a job's runner.
+    /// Relays frames between the worker and the command, if that is a job's runner.
     pub(crate) runner: Option<Rc<Relay>>,
     /// The generation of the current connection: a newer connection replaces an older one.
     generation: Cell<u64>,
@@ -372,7 +372,7 @@ impl Exec {
         stdout: &AsyncFd<OwnedFd>,
         stderr: &AsyncFd<OwnedFd>,
     ) {
-        let killed_all = self.processes.killed_all();
+        let kill_all_count = self.processes.kill_all_count();
         let deadline = (self.start.timeout_ms > 0)
             .then(|| self.started_at + Duration::from_millis(self.start.timeout_ms));
         let mut timed_out = false;
@@ -393,7 +393,8 @@ impl Exec {
             // survive.
             self.processes.end_tree(self.subreaper).await;
         }
-        let by_us = timed_out || self.killed.get() || self.processes.killed_all() != killed_all;
+        let by_us =
+            timed_out || self.killed.get() || self.processes.kill_all_count() != kill_all_count;
         let (code, signal, lost) = match ended.map(sys::decode_status) {
             Some((code, signal)) => (code, signal, false),
             None => (None, Some(libc::SIGKILL), !by_us),

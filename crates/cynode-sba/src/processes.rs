@@ -18,7 +18,7 @@ pub(crate) struct Processes {
     owned: RefCell<HashMap<i32, Option<oneshot::Sender<i32>>>>,
     reaped: Notify,
     /// Counts kills of the whole sandbox, so that an exec can tell why it ended.
-    killed_all: Cell<u64>,
+    kill_all_count: Cell<u64>,
 }
 
 /// Time from killing a tree to killing the whole sandbox.
@@ -46,14 +46,14 @@ impl Processes {
         self.reaped.notify_waiters();
     }
 
-    pub(crate) fn killed_all(&self) -> u64 {
-        self.killed_all.get()
+    pub(crate) fn kill_all_count(&self) -> u64 {
+        self.kill_all_count.get()
     }
 
     /// Sends a signal to every process in the sandbox except this one, without forking.
     pub(crate) fn signal_all(&self, signal: i32) {
         if signal == libc::SIGKILL {
-            self.killed_all.set(self.killed_all.get() + 1);
+            self.kill_all_count.set(self.kill_all_count.get() + 1);
         }
         if std::process::id() == 1 {
             // ESRCH means that there is no other process.
@@ -73,7 +73,7 @@ impl Processes {
             drop(sys::kill(subreaper, libc::SIGKILL));
         }
         let deadline = tokio::time::Instant::now() + SWEEP_TIMEOUT;
-        let mut everything = false;
+        let mut is_killing_all = false;
         loop {
             let reaped = self.reaped.notified();
             self.reap();
@@ -81,11 +81,11 @@ impl Processes {
             if gone && self.kill_orphans() == 0 {
                 return;
             }
-            if !everything && tokio::time::Instant::now() >= deadline {
-                everything = true;
+            if !is_killing_all && tokio::time::Instant::now() >= deadline {
+                is_killing_all = true;
                 self.signal_all(libc::SIGKILL);
             }
-            if everything && tokio::time::Instant::now() >= deadline + 3 * SWEEP_TIMEOUT {
+            if is_killing_all && tokio::time::Instant::now() >= deadline + 3 * SWEEP_TIMEOUT {
                 // Uninterruptible sleep: the worker's own timeout ends the container.
                 return;
             }

@@ -1,8 +1,8 @@
 //! Relays frames between a job's runner and the worker's connection.
 //!
-//! Invariants: the runner gets whole frames, whatever happens to the connection that they came
-//! from, and none of an older connection after the first of a newer one. Nothing is read from the
-//! runner while no worker is connected, so it waits.
+//! Invariants: the runner receives only complete frames, even if the worker's connection breaks in
+//! the middle of one, and no frame of an older connection after one of a newer. The runner's output
+//! is not read while no worker is connected, so the runner waits.
 
 use std::{cell::Cell, io, os::fd::OwnedFd, rc::Rc};
 
@@ -22,7 +22,7 @@ const READ_BUFFER_BYTES: usize = 64 * 1024;
 
 #[derive(Debug)]
 pub(crate) struct Relay {
-    /// Frames for the runner. A task of its own writes them, so each is finished.
+    /// Frames for the runner. A separate task writes them, so that each is completed.
     to_runner: mpsc::Sender<Frame>,
     from_runner: Mutex<FrameReader>,
     /// Counts connections; only the newest is served.
@@ -79,7 +79,7 @@ impl Relay {
     }
 
     async fn relay_to_worker(&self, mut worker: OwnedWriteHalf) {
-        // Free as soon as an older connection is dropped.
+        // Becomes free as soon as the older connection is dropped.
         let mut runner = self.from_runner.lock().await;
         let mut out = Vec::new();
         while let Ok(Some(frame)) = runner.next().await {
@@ -143,7 +143,7 @@ mod tests {
 
     use super::*;
 
-    /// A relay, and the runner's end.
+    /// Creates a relay; also returns the runner's end.
     fn relay() -> (Rc<Relay>, UnixStream) {
         let (ours, runner) = std::os::unix::net::UnixStream::pair().expect("a pair");
         for end in [&ours, &runner] {
@@ -155,7 +155,7 @@ mod tests {
         )
     }
 
-    /// A worker's connection, after its answer.
+    /// Connects a worker and reads the answer.
     async fn connect(relay: &Rc<Relay>) -> UnixStream {
         let (ours, mut worker) = UnixStream::pair().expect("a pair");
         let relay = Rc::clone(relay);
@@ -196,7 +196,7 @@ mod tests {
     async fn is_closed(mut stream: UnixStream) -> bool {
         let mut rest = Vec::new();
         let end = tokio::time::timeout(Duration::from_secs(10), stream.read_to_end(&mut rest));
-        // With unread data, the end is a reset.
+        // Closing with unread data resets the connection.
         end.await.is_ok()
     }
 

@@ -255,7 +255,7 @@ pub(crate) fn start_error(start: &ExecStart, report: Report) -> AgentError {
     }
 }
 
-/// What a command gets besides its arguments.
+/// The descriptors that a command inherits.
 struct Inherited<'a> {
     streams: [&'a OwnedFd; 3],
     runner: Option<&'a OwnedFd>,

@@ -31,11 +31,11 @@ pub async fn on_behalf_of<F: Future>(caller: CallerId, future: F) -> F::Output {
 pub(crate) struct FairBudget {
     capacity: usize,
     overtaking: Duration,
-    state: Mutex<State>,
+    state: Mutex<BudgetState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct BudgetState {
     free: usize,
     /// What each caller holds. Work of the role itself is not counted.
     held: BTreeMap<CallerId, usize>,
@@ -50,7 +50,7 @@ struct Waiter {
     grant: oneshot::Sender<Share>,
 }
 
-impl State {
+impl BudgetState {
     fn held(&self, caller: Option<CallerId>) -> usize {
         caller.map_or(0, |caller| self.held.get(&caller).copied().unwrap_or(0))
     }
@@ -127,7 +127,7 @@ impl FairBudget {
         Self {
             capacity,
             overtaking,
-            state: Mutex::new(State {
+            state: Mutex::new(BudgetState {
                 free: capacity,
                 held: BTreeMap::new(),
                 waiting: VecDeque::new(),

@@ -77,7 +77,7 @@ pub fn boundary(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum FormState {
     /// Before the first delimiter.
     Start,
     /// Before the head of a part.
@@ -93,7 +93,7 @@ pub struct Multipart {
     buffer: BytesMut,
     /// Includes the line end before it.
     delimiter: Vec<u8>,
-    state: State,
+    state: FormState,
 }
 
 impl Multipart {
@@ -104,21 +104,21 @@ impl Multipart {
             pieces: body.into_data_stream(),
             buffer: BytesMut::from(&b"\r\n"[..]),
             delimiter: format!("\r\n--{boundary}").into_bytes(),
-            state: State::Start,
+            state: FormState::Start,
         }
     }
 
     /// The name of the next part; `None` after the last one. Skips the unread rest of the current
     /// part.
     pub async fn next_part(&mut self) -> Result<Option<String>, ApiError> {
-        if self.state == State::Start {
-            self.state = State::Within;
+        if self.state == FormState::Start {
+            self.state = FormState::Within;
             if self.next_piece().await?.is_some() {
                 return Err(ApiError::invalid("the body must begin with its boundary"));
             }
         }
         while self.next_piece().await?.is_some() {}
-        if self.state == State::Ended {
+        if self.state == FormState::Ended {
             return Ok(None);
         }
         let head = loop {
@@ -136,13 +136,13 @@ impl Multipart {
                 return Err(cut_off());
             }
         };
-        self.state = State::Within;
+        self.state = FormState::Within;
         part_name(&head[..head.len() - 4]).map(Some)
     }
 
     /// The next bytes of the current part; `None` at its end.
     pub async fn next_piece(&mut self) -> Result<Option<Bytes>, ApiError> {
-        if self.state != State::Within {
+        if self.state != FormState::Within {
             return Ok(None);
         }
         loop {
@@ -175,7 +175,7 @@ impl Multipart {
         match &self.buffer[..2] {
             b"\r\n" => {
                 self.buffer.advance(2);
-                self.state = State::Between;
+                self.state = FormState::Between;
                 Ok(())
             }
             b"--" => {
@@ -186,7 +186,7 @@ impl Multipart {
                         "the body goes on after its last boundary",
                     ));
                 }
-                self.state = State::Ended;
+                self.state = FormState::Ended;
                 Ok(())
             }
             _ => Err(ApiError::invalid(

@@ -196,7 +196,7 @@ async fn serve_http(
         let (router, connection) = (router.clone(), connection.clone());
         async move {
             connection.begin();
-            let served = Served(connection.clone());
+            let served = RequestGuard(connection.clone());
             request.extensions_mut().insert(connection.clone());
             let Ok(response) = router.oneshot(request).await;
             connection.set_streams(is_stream(&response));
@@ -237,9 +237,9 @@ fn is_stream<B>(response: &http::Response<B>) -> bool {
         .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
 }
 
-struct Served(Connection);
+struct RequestGuard(Connection);
 
-impl Drop for Served {
+impl Drop for RequestGuard {
     fn drop(&mut self) {
         self.0.finish();
     }
@@ -251,7 +251,7 @@ struct ResponseBody {
     /// The rest of a large piece. hyper buffers whole pieces and polls for the next one only when
     /// it has room, so small pieces keep the rest here until nearly all of it is sent.
     rest: Bytes,
-    _served: Served,
+    _served: RequestGuard,
 }
 
 /// The largest piece handed to hyper.

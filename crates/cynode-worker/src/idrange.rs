@@ -1,10 +1,11 @@
 //! Host ids for sandboxes: each workspace has its own block, so that no two sandboxes share an
 //! owner.
 //!
-//! A worker claims one of a few ranges: as root above systemd's and below 2³¹, as an ordinary user
-//! within the subordinate ids. A claim names the state directory. A range is free again once its
-//! owner is gone, or does not run and has no workspace left. A block belongs to the workspace
-//! rather than the container, because files keep their owner when a workspace is mounted again.
+//! The workers of a host share a fixed number of ranges: for root above the ids of systemd and below
+//! 2³¹, for an ordinary user within the subordinate ids. A worker claims one by writing its state
+//! directory to the registry. A range is free again when that directory is gone, or when its worker
+//! is not running and has no workspace left. A block belongs to the workspace rather than the
+//! container, because files keep their owner when a workspace is mounted again.
 
 use std::{
     collections::BTreeSet,
@@ -56,15 +57,15 @@ const ROOT_LAYOUT: IdLayout = IdLayout {
 };
 
 impl IdLayout {
-    /// The layout for an ordinary user. Most have ids for 32 sandboxes, which one worker then gets;
-    /// with more, several workers share.
+    /// The layout for an ordinary user: one worker gets all ids if they suffice for at most 32
+    /// sandboxes, as is usual. More ids are divided among several workers.
     fn within(ids: IdMap) -> Self {
-        let all = ids.count / rootless::ROOTLESS_BLOCK_SIZE;
-        let ranges = (all / 32).clamp(1, ROOT_LAYOUT.ranges);
+        let block_count = ids.count / rootless::ROOTLESS_BLOCK_SIZE;
+        let ranges = (block_count / 32).clamp(1, ROOT_LAYOUT.ranges);
         Self {
             first: ids.first,
             size: rootless::ROOTLESS_BLOCK_SIZE,
-            blocks: (all / ranges).min(ROOT_LAYOUT.blocks),
+            blocks: (block_count / ranges).min(ROOT_LAYOUT.blocks),
             ranges,
         }
     }
@@ -90,21 +91,21 @@ pub(crate) fn sandboxes_within(ids: u32) -> u32 {
 
 /// Returns whether no worker runs on this directory and no sandbox files are left in it.
 fn is_unused(directory: &Path) -> bool {
-    let holds_none = |name: &str| {
+    let is_empty = |name: &str| {
         fs_err::read_dir(directory.join(name)).is_ok_and(|mut entries| entries.next().is_none())
     };
     // A shared lock, so that two concurrent checks don't mistake each other for a worker. A worker
     // that starts at this moment retries.
-    let runs = || {
+    let is_locked = || {
         fs_err::File::open(directory.join("lock"))
             .is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockShared).is_err())
     };
-    !directory.is_dir() || (holds_none("workspaces") && holds_none("trash") && !runs())
+    !directory.is_dir() || (is_empty("workspaces") && is_empty("trash") && !is_locked())
 }
 
-/// Removes a world-readable lock file of an earlier version, which another user may still hold
-/// open. Workers hold it only briefly at startup, and nobody else can create another in this
-/// directory.
+/// Removes a lock file that an earlier version created world-readable: another user may have it
+/// open and could block workers. Replacing it is safe: workers lock it only briefly at startup, and
+/// the directory is writable by its owner alone.
 fn replace_open_lock(path: &Path) -> io::Result<()> {
     match fs_err::symlink_metadata(path) {
         Ok(found) if found.is_file() && found.mode() & 0o077 != 0 => fs_err::remove_file(path),
@@ -189,7 +190,7 @@ impl IdBlocks {
         self.space
     }
 
-    /// The separations that these blocks don't provide.
+    /// The limits that this id space can't enforce.
     pub(crate) const fn unenforced(&self) -> &'static [Unenforced] {
         self.space.unenforced()
     }

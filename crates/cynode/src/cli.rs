@@ -148,7 +148,7 @@ pub struct Globals {
         default_value_t,
         value_name = "FORMAT"
     )]
-    pub output: Format,
+    pub output: OutputFormat,
     /// State directory [default: /var/lib/cynode as root, else ~/.local/state/cynode]
     #[arg(long, global = true, env = "CYNODE_STATE_DIR", value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
@@ -161,7 +161,7 @@ pub struct Globals {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Format {
+pub enum OutputFormat {
     #[default]
     Table,
     Json,
@@ -903,7 +903,7 @@ mod tests {
             "cynode", "session", "list", "--output", "json", "--state", "running",
         ])
         .expect("valid");
-        assert_eq!(cli.globals.output, Format::Json);
+        assert_eq!(cli.globals.output, OutputFormat::Json);
     }
 
     #[test]

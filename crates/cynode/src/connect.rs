@@ -16,7 +16,7 @@ use crate::{
 };
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Target {
+struct ServerTarget {
     url: String,
     token: String,
     /// `None` if the address comes from the environment and is not in the state directory.
@@ -97,7 +97,7 @@ fn environment(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-fn target(globals: &Globals) -> Result<Target, Failure> {
+fn target(globals: &Globals) -> Result<ServerTarget, Failure> {
     find(
         environment("CYNODE_URL"),
         environment("CYNODE_TOKEN"),
@@ -105,7 +105,11 @@ fn target(globals: &Globals) -> Result<Target, Failure> {
     )
 }
 
-fn find(url: Option<String>, token: Option<String>, state: &StateDir) -> Result<Target, Failure> {
+fn find(
+    url: Option<String>,
+    token: Option<String>,
+    state: &StateDir,
+) -> Result<ServerTarget, Failure> {
     let endpoints = state.endpoints()?;
     let local = endpoints.as_ref().and_then(preferred);
     match (url, token, local) {
@@ -116,7 +120,7 @@ fn find(url: Option<String>, token: Option<String>, state: &StateDir) -> Result<
             let authority = endpoints
                 .and_then(|endpoints| endpoints.ca)
                 .filter(|_| surface.is_some());
-            Ok(Target {
+            Ok(ServerTarget {
                 url,
                 token,
                 surface,
@@ -129,7 +133,7 @@ fn find(url: Option<String>, token: Option<String>, state: &StateDir) -> Result<
         }
         (Some(_), None, _) => Err(Failure::usage("CYNODE_URL is set but CYNODE_TOKEN is not")
             .remedy("Set both, or neither.")),
-        (None, Some(token), Some(local)) => Ok(Target { token, ..local }),
+        (None, Some(token), Some(local)) => Ok(ServerTarget { token, ..local }),
         (None, None, Some(local)) => with_stored_token(local, state),
         (None, _, None) => Err(Failure::new(
             UNREACHABLE,
@@ -160,8 +164,8 @@ fn is_same_url(one: &str, other: &str) -> bool {
 }
 
 /// The orchestrator if one runs here, else the worker; without a token.
-fn preferred(endpoints: &Endpoints) -> Option<Target> {
-    let target = |url: &String, surface| Target {
+fn preferred(endpoints: &Endpoints) -> Option<ServerTarget> {
+    let target = |url: &String, surface| ServerTarget {
         url: url.clone(),
         token: String::new(),
         surface: Some(surface),
@@ -179,7 +183,7 @@ fn preferred(endpoints: &Endpoints) -> Option<Target> {
         })
 }
 
-fn with_stored_token(target: Target, state: &StateDir) -> Result<Target, Failure> {
+fn with_stored_token(target: ServerTarget, state: &StateDir) -> Result<ServerTarget, Failure> {
     let name = match target.surface {
         Some(Surface::User) => "admin.token",
         _ => "worker.token",
@@ -192,7 +196,7 @@ fn with_stored_token(target: Target, state: &StateDir) -> Result<Target, Failure
         )
         .remedy("Restart CyNode with 'cynode up', or set CYNODE_TOKEN.")
     })?;
-    Ok(Target { token, ..target })
+    Ok(ServerTarget { token, ..target })
 }
 
 #[cfg(test)]
@@ -202,7 +206,7 @@ mod tests {
     fn state(api: bool) -> (tempfile::TempDir, StateDir) {
         let directory = tempfile::tempdir().expect("temporary directory");
         let globals = Globals {
-            output: crate::cli::Format::Table,
+            output: crate::cli::OutputFormat::Table,
             state_dir: Some(directory.path().to_owned()),
             config: None,
             ca: None,

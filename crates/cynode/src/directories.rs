@@ -26,7 +26,7 @@ const MAX_FILE_BYTES: u64 = 16 * 1024 * 1024;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Default, Serialize, Deserialize)]
-struct Content {
+struct DirectoryRecords {
     version: u32,
     /// The newest last.
     directories: Vec<Entry>,
@@ -158,10 +158,12 @@ impl Directories {
         hex::encode(hash.finalize())
     }
 
-    fn read(&self) -> io::Result<Content> {
+    fn read(&self) -> io::Result<DirectoryRecords> {
         let file = match fs_err::File::open(&self.file) {
             Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Content::default()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Ok(DirectoryRecords::default());
+            }
             Err(error) => return Err(error),
         };
         let mut text = Vec::new();

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
-    cli::{Doctor, Format, Globals},
+    cli::{Doctor, Globals, OutputFormat},
     failure::Failure,
     output::{self, Colour},
     postgres, roles, sanitize,
@@ -14,7 +14,7 @@ use crate::{
 };
 
 #[derive(Debug, Deserialize)]
-struct Report {
+struct DoctorReport {
     checks: Vec<Check>,
 }
 
@@ -41,11 +41,11 @@ pub async fn run(globals: &Globals, args: &Doctor) -> Result<ExitCode, Failure> 
     {
         checks.push(database(globals, args)?);
     }
-    let report = Report::deserialize(&value)
+    let report = DoctorReport::deserialize(&value)
         .map_err(|error| Failure::internal(format!("the report can't be read: {error}")))?;
     match globals.output {
-        Format::Json => output::json(&value)?,
-        Format::Table => print(&report)?,
+        OutputFormat::Json => output::json(&value)?,
+        OutputFormat::Table => print(&report)?,
     }
     Ok(if report.checks.iter().any(Check::is_problem) {
         ExitCode::from(1)
@@ -90,7 +90,7 @@ fn database(globals: &Globals, args: &Doctor) -> Result<Value, Failure> {
     )
 }
 
-fn print(report: &Report) -> Result<(), Failure> {
+fn print(report: &DoctorReport) -> Result<(), Failure> {
     let width = report
         .checks
         .iter()

@@ -12,7 +12,7 @@ use serde::Serialize;
 use tokio::time::{Instant, sleep};
 
 use crate::{
-    cli::{Down, Format, Globals},
+    cli::{Down, Globals, OutputFormat},
     connect,
     failure::{Failure, INTERNAL},
     output::{self, Progress},
@@ -85,12 +85,12 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
     drop(progress);
     let was_running = supervised || worker_answered || found_orphans;
     match globals.output {
-        Format::Json => output::json(&DownReport {
+        OutputFormat::Json => output::json(&DownReport {
             was_running,
             sandboxes,
             cleanup,
         })?,
-        Format::Table => {
+        OutputFormat::Table => {
             output::message(match (was_running, sandboxes) {
                 (false, _) => "nothing was running",
                 (true, Sandboxes::End) => "CyNode has stopped; its sandboxes have ended",

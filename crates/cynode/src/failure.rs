@@ -7,7 +7,7 @@ use cynode_api::{ErrorCode, Problem};
 use cynode_client::Error;
 use serde_json::{Map, Value, json};
 
-use crate::{cli::Format, output, sanitize};
+use crate::{cli::OutputFormat, output, sanitize};
 
 /// The request is invalid, or its object does not exist or is in the wrong state.
 pub const USAGE: u8 = 64;
@@ -145,11 +145,11 @@ impl Failure {
 
     /// Prints the failure to stderr: a message with its remedy, or a problem document as one line
     /// of JSON.
-    pub fn report(&self, format: Format) -> ExitCode {
+    pub fn report(&self, format: OutputFormat) -> ExitCode {
         match format {
             _ if self.reported => {}
-            Format::Json => output::message(&ascii(&self.document().to_string())),
-            Format::Table => {
+            OutputFormat::Json => output::message(&ascii(&self.document().to_string())),
+            OutputFormat::Table => {
                 // Details may contain names that a sandbox chose.
                 output::message(&format!(
                     "cynode: error[{}]: {}",
@@ -236,7 +236,7 @@ fn ascii(json: &str) -> String {
 }
 
 /// Reports an error of clap. Help and version are printed as successes.
-pub fn usage(error: &clap::Error, format: Format) -> ExitCode {
+pub fn usage(error: &clap::Error, format: OutputFormat) -> ExitCode {
     if !error.use_stderr() {
         return if error.print().is_ok() {
             ExitCode::SUCCESS
@@ -268,7 +268,7 @@ pub fn usage(error: &clap::Error, format: Format) -> ExitCode {
     // clap renders one line for the error and hints below it.
     let text = error.render().to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
-    if format == Format::Json {
+    if format == OutputFormat::Json {
         let (message, hints) = text
             .split_once("\n\n")
             .unwrap_or((text, "See 'cynode --help'."));
@@ -285,11 +285,11 @@ fn one_line(text: &str) -> String {
 }
 
 /// The output format of a command line that clap may fail to parse.
-pub fn format_of(arguments: impl IntoIterator<Item = OsString>) -> Format {
+pub fn format_of(arguments: impl IntoIterator<Item = OsString>) -> OutputFormat {
     let mut arguments = arguments
         .into_iter()
         .take_while(|argument| argument != "--");
-    let mut format = Format::Table;
+    let mut format = OutputFormat::Table;
     while let Some(argument) = arguments.next() {
         let value = if argument == "--output" {
             arguments.next()
@@ -301,9 +301,9 @@ pub fn format_of(arguments: impl IntoIterator<Item = OsString>) -> Format {
         };
         if let Some(value) = value {
             format = if value == "json" {
-                Format::Json
+                OutputFormat::Json
             } else {
-                Format::Table
+                OutputFormat::Table
             };
         }
     }
@@ -457,14 +457,14 @@ mod tests {
         let format = |arguments: &[&str]| format_of(arguments.iter().map(OsString::from));
         assert_eq!(
             format(&["x", "--nonsense", "--output", "json"]),
-            Format::Json
+            OutputFormat::Json
         );
-        assert_eq!(format(&["--output=json", "x"]), Format::Json);
-        assert_eq!(format(&["x", "--output"]), Format::Table);
-        assert_eq!(format(&["x", "--output", "xml"]), Format::Table);
+        assert_eq!(format(&["--output=json", "x"]), OutputFormat::Json);
+        assert_eq!(format(&["x", "--output"]), OutputFormat::Table);
+        assert_eq!(format(&["x", "--output", "xml"]), OutputFormat::Table);
         assert_eq!(
             format(&["exec", "--", "curl", "--output", "json"]),
-            Format::Table
+            OutputFormat::Table
         );
     }
 

@@ -10,7 +10,7 @@ use cynode_api::{
     Artifact, ArtifactId, Group, GroupId, Image, Job, JobId, Node, Project, ProjectId, Session,
     SessionId, Task, TaskId, Token, TokenId, User, UserId, is_session_name,
 };
-use cynode_client::{Listed, Listing, SessionClient, SessionFilter, Surface, UserClient};
+use cynode_client::{ListItem, Listing, SessionClient, SessionFilter, Surface, UserClient};
 
 use crate::{
     commands::short_id,
@@ -24,7 +24,7 @@ const CANDIDATES: usize = 10;
 const ID_LENGTH: usize = 36;
 
 /// An object that a command can name.
-trait Nameable: Listed {
+trait Nameable: ListItem {
     /// As in `cynode task list`.
     const KIND: &'static str;
     const NOT_FOUND: &'static str = "not_found";

@@ -259,7 +259,7 @@ mod tests {
     fn a_role_starts_alone_or_as_a_child_of_the_holder() {
         let directory = tempfile::tempdir().expect("temporary directory");
         let globals = Globals {
-            output: crate::cli::Format::Table,
+            output: crate::cli::OutputFormat::Table,
             state_dir: Some(directory.path().to_owned()),
             config: None,
             ca: None,

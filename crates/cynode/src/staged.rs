@@ -16,12 +16,12 @@ use crate::{failure::Failure, session::transfer::local_failure};
 
 /// A file under construction, which is removed when this is dropped.
 #[derive(Debug)]
-pub struct Staged {
+pub struct StagedFile {
     path: PathBuf,
     target: PathBuf,
 }
 
-impl Staged {
+impl StagedFile {
     /// Creates an empty file in the directory of `target`, with at most these permissions.
     pub fn create(target: &Path, mode: u32) -> Result<(Self, fs_err::File), Failure> {
         let name = target
@@ -56,7 +56,7 @@ impl Staged {
     }
 }
 
-impl Drop for Staged {
+impl Drop for StagedFile {
     fn drop(&mut self) {
         // The file is missing after a commit.
         drop(fs_err::remove_file(&self.path));
@@ -123,8 +123,8 @@ mod tests {
     fn a_file_appears_whole_or_not_at_all() {
         let root = tempfile::tempdir().expect("a directory");
         let target = root.path().join("out");
-        let (staged, mut file) = Staged::create(&target, 0o644).expect("made");
-        let (other, _) = Staged::create(&target, 0o644).expect("another beside it");
+        let (staged, mut file) = StagedFile::create(&target, 0o644).expect("made");
+        let (other, _) = StagedFile::create(&target, 0o644).expect("another beside it");
         assert_ne!(staged.path(), other.path());
         assert!(
             !staged
@@ -145,7 +145,7 @@ mod tests {
             ("whole".to_owned(), vec!["out".to_owned()])
         );
         // A failed write keeps the existing file.
-        let (staged, mut file) = Staged::create(&target, 0o644).expect("made");
+        let (staged, mut file) = StagedFile::create(&target, 0o644).expect("made");
         file.write_all(b"half").expect("written");
         drop(staged);
         assert_eq!(
@@ -155,7 +155,7 @@ mod tests {
             ),
             ("whole".to_owned(), vec!["out".to_owned()])
         );
-        assert!(Staged::create(Path::new("/"), 0o644).is_err());
+        assert!(StagedFile::create(Path::new("/"), 0o644).is_err());
     }
 
     #[test]
@@ -164,7 +164,7 @@ mod tests {
         let (target, elsewhere) = (root.path().join("out"), root.path().join("elsewhere"));
         fs_err::write(&elsewhere, "untouched").expect("written");
         symlink(&elsewhere, &target).expect("linked");
-        let (staged, mut file) = Staged::create(&target, 0o644).expect("made");
+        let (staged, mut file) = StagedFile::create(&target, 0o644).expect("made");
         file.write_all(b"new").expect("written");
         staged.commit().expect("renamed");
         assert!(
@@ -191,7 +191,7 @@ mod tests {
             (SignalKind::hangup(), 129),
         ] {
             let work = async {
-                let (_staged, _file) = Staged::create(&target, 0o644)?;
+                let (_staged, _file) = StagedFile::create(&target, 0o644)?;
                 assert_eq!(names(root.path()).len(), 1);
                 let sent =
                     rustix::process::Signal::from_named_raw(raw.as_raw_value()).expect("a signal");

@@ -7,7 +7,7 @@ use cynode_client::{Error, Readiness, SessionClient, SessionFilter, Surface, Use
 use serde::Serialize;
 
 use crate::{
-    cli::{Format, Globals},
+    cli::{Globals, OutputFormat},
     connect,
     failure::{Failure, UNREACHABLE},
     output::{self, Colour},
@@ -50,8 +50,8 @@ struct Sessions {
 pub async fn run(globals: &Globals) -> Result<ExitCode, Failure> {
     let status = collect(globals).await?;
     match globals.output {
-        Format::Json => output::json(&status)?,
-        Format::Table => print(&status)?,
+        OutputFormat::Json => output::json(&status)?,
+        OutputFormat::Table => print(&status)?,
     }
     Ok(if status.ready {
         ExitCode::SUCCESS

@@ -22,7 +22,7 @@ use tokio::{
         TcpListener, TcpStream,
         tcp::{OwnedReadHalf, OwnedWriteHalf},
     },
-    task::JoinHandle,
+    task::{JoinHandle, JoinSet},
 };
 
 /// Which API the server has. Ollama has both.
@@ -152,9 +152,11 @@ impl ModelServer {
         });
         let serving = Arc::clone(&shared);
         let task = tokio::spawn(async move {
+            // They end with this task.
+            let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 let shared = Arc::clone(&serving);
-                tokio::spawn(async move { drop(serve(stream, &shared).await) });
+                connections.spawn(async move { drop(serve(stream, &shared).await) });
             }
         });
         Ok(Self {
@@ -380,9 +382,10 @@ async fn answer(
             write.write_all(&whole(200, content_type, &body)).await?;
         }
         ModelReply::Error(status, message) => {
-            let body = match form.is_openai {
-                true => json!({"error": {"message": message, "type": "error", "code": null}}),
-                false => json!({"error": message}),
+            let body = if form.is_openai {
+                json!({"error": {"message": message, "type": "error", "code": null}})
+            } else {
+                json!({"error": message})
             };
             let body = body.to_string();
             write
@@ -507,7 +510,7 @@ impl Form {
             };
             json!({
                 "id": "scripted", "object": "chat.completion", "created": 1, "model": self.model,
-                "choices": [self.choice(message, "message", json!(reason))],
+                "choices": [self.choice(message, "message", &json!(reason))],
                 "usage": usage(),
             })
         } else {
@@ -519,7 +522,7 @@ impl Form {
             .await
     }
 
-    fn choice(&self, message: &Value, name: &str, reason: Value) -> Value {
+    fn choice(&self, message: &Value, name: &str, reason: &Value) -> Value {
         let mut choice = json!({"index": 0, "finish_reason": reason});
         if self.path == "/v1/completions" {
             choice["text"] = message["content"].clone();
@@ -571,9 +574,10 @@ impl Form {
     }
 
     async fn begin_stream(&self, write: &mut OwnedWriteHalf) -> io::Result<()> {
-        let content_type = match self.is_openai {
-            true => "text/event-stream",
-            false => "application/x-ndjson",
+        let content_type = if self.is_openai {
+            "text/event-stream"
+        } else {
+            "application/x-ndjson"
         };
         let head = format!(
             "HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -585,7 +589,7 @@ impl Form {
         let piece = if self.is_openai {
             json!({
                 "id": "scripted", "object": "chat.completion.chunk", "created": 1,
-                "model": self.model, "choices": [self.choice(message, "delta", Value::Null)],
+                "model": self.model, "choices": [self.choice(message, "delta", &Value::Null)],
             })
         } else {
             self.line(message)
@@ -603,7 +607,7 @@ impl Form {
             let empty = json!({"content": ""});
             let last = json!({
                 "id": "scripted", "object": "chat.completion.chunk", "created": 1,
-                "model": self.model, "choices": [self.choice(&empty, "delta", json!(reason))],
+                "model": self.model, "choices": [self.choice(&empty, "delta", &json!(reason))],
             });
             self.framed(write, &last).await?;
             let counted = json!({
@@ -620,9 +624,10 @@ impl Form {
     }
 
     async fn framed(&self, write: &mut OwnedWriteHalf, value: &Value) -> io::Result<()> {
-        let text = match self.is_openai {
-            true => format!("data: {value}\n\n"),
-            false => format!("{value}\n"),
+        let text = if self.is_openai {
+            format!("data: {value}\n\n")
+        } else {
+            format!("{value}\n")
         };
         chunk(write, text.as_bytes()).await
     }

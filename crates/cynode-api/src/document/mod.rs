@@ -1,7 +1,7 @@
-//! JSON as it was written: duplicate fields are kept, so that they can be reported with their path.
+//! A JSON reader that keeps duplicate fields, so that they can be reported with their path.
 //!
-//! Formats that refuse duplicate and unknown fields read their texts here: jobs of `cynode-sba` and
-//! requests to models.
+//! Formats that refuse duplicate and unknown fields are read with it: jobs of `cynode-sba` and
+//! requests to model servers.
 //!
 //! Invariant: reading stops as soon as a text exceeds its bounds, so the values of a text never
 //! take more memory than the bounds allow.
@@ -17,7 +17,7 @@ use serde_json::{Map, Number, Value};
 pub(crate) mod violation;
 
 pub use violation::{
-    MAX_SHOWN_NAME, MAX_VIOLATIONS, Segment, Violation, ViolationCode, Violations, quoted,
+    MAX_SHOWN_NAME, MAX_VIOLATIONS, Segment, Violation, ViolationCode, Violations, quote,
 };
 
 #[derive(Clone, Debug, PartialEq)]
@@ -36,9 +36,9 @@ pub type Members = Vec<(String, JsonValue)>;
 /// Bounds of one text.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// Of the text; of a value that was parsed before, of its strings and names.
+    /// Size of the text. For a value that is already parsed, size of its strings and names.
     pub bytes: usize,
-    /// Values and names.
+    /// Number of values and names.
     pub nodes: usize,
     /// Nesting of objects and lists. serde_json reads at most 127 levels.
     pub depth: usize,
@@ -78,7 +78,7 @@ impl JsonValue {
             })
     }
 
-    /// The value, in which the last of duplicate fields wins.
+    /// Converts to a `serde_json` value. The last of duplicate fields wins.
     #[must_use]
     pub fn into_value(self) -> Value {
         match self {
@@ -105,7 +105,7 @@ impl JsonValue {
     }
 }
 
-/// Keeps the order of fields, and duplicates.
+/// Keeps duplicate fields and the order of fields.
 impl Serialize for JsonValue {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
@@ -121,7 +121,7 @@ impl Serialize for JsonValue {
     }
 }
 
-/// The value of a field; the first of duplicate ones.
+/// The value of a field. Of duplicate fields, the first.
 #[must_use]
 pub fn get<'a>(members: &'a [(String, JsonValue)], name: &str) -> Option<&'a JsonValue> {
     members
@@ -136,7 +136,7 @@ pub(crate) fn into_map(members: Members) -> Map<String, Value> {
 }
 
 fn not_json(error: &dyn fmt::Display) -> Violations {
-    Violations::only(ViolationCode::Syntax, &[], format!("is not JSON: {error}"))
+    Violations::single(ViolationCode::Syntax, &[], format!("is not JSON: {error}"))
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -162,11 +162,11 @@ impl Overrun {
                 format!("is nested deeper than {} levels", bounds.depth),
             ),
         };
-        Violations::only(code, &[], message)
+        Violations::single(code, &[], message)
     }
 }
 
-/// What is left of the bounds.
+/// The remaining budget.
 struct Budget {
     bytes: Cell<usize>,
     nodes: Cell<usize>,
@@ -203,12 +203,12 @@ impl Budget {
 #[derive(Clone, Copy)]
 struct Reader<'a> {
     budget: &'a Budget,
-    /// Levels that a value here may have.
+    /// Remaining nesting levels.
     depth: usize,
 }
 
 impl Reader<'_> {
-    fn inner<E: serde::de::Error>(self) -> Result<Self, E> {
+    fn nested<E: serde::de::Error>(self) -> Result<Self, E> {
         match self.depth.checked_sub(1) {
             Some(depth) => Ok(Self { depth, ..self }),
             None => Err(self.budget.exceeded(Overrun::Depth)),
@@ -268,9 +268,9 @@ impl<'de> Visitor<'de> for Reader<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<JsonValue, A::Error> {
         self.budget.spend(0)?;
-        let inner = self.inner()?;
+        let nested = self.nested()?;
         let mut items = Vec::new();
-        while let Some(item) = list.next_element_seed(inner)? {
+        while let Some(item) = list.next_element_seed(nested)? {
             items.push(item);
         }
         Ok(JsonValue::List(items))
@@ -278,11 +278,11 @@ impl<'de> Visitor<'de> for Reader<'_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<JsonValue, A::Error> {
         self.budget.spend(0)?;
-        let inner = self.inner()?;
+        let nested = self.nested()?;
         let mut members = Vec::new();
         while let Some(name) = map.next_key::<String>()? {
             self.budget.spend(name.len())?;
-            members.push((name, map.next_value_seed(inner)?));
+            members.push((name, map.next_value_seed(nested)?));
         }
         Ok(JsonValue::Object(members))
     }
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_json_is_a_syntax_error() {
+    fn text_that_is_not_json_is_a_syntax_error() {
         for text in [
             "",
             " ",

@@ -1,4 +1,4 @@
-//! What is wrong with a document, and where.
+//! Violations of a document's format, each with its path.
 //!
 //! Names and values in a document are hostile: paths and messages contain printable ASCII only, and
 //! their length is bounded.
@@ -7,9 +7,9 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-/// Violations that are reported; the others are counted.
+/// Violations that are listed; further ones are counted.
 pub const MAX_VIOLATIONS: usize = 64;
-/// Characters of a field's name that a violation repeats.
+/// Characters of a field's name in a violation; the rest is cut.
 pub const MAX_SHOWN_NAME: usize = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -64,12 +64,12 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Everything that is wrong with a document: at least one violation.
+/// The violations of a document; not empty when returned as an error.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Violations {
     /// At most 64.
     pub errors: Vec<Violation>,
-    /// Violations that are not listed.
+    /// Number of violations that are not listed.
     pub omitted: usize,
 }
 
@@ -82,9 +82,9 @@ impl Violations {
         }
     }
 
-    /// A violation after which nothing else can be judged.
+    /// A single violation that ends validation.
     #[must_use]
-    pub fn only(code: ViolationCode, path: &[Segment<'_>], message: String) -> Self {
+    pub fn single(code: ViolationCode, path: &[Segment<'_>], message: String) -> Self {
         let mut violations = Self::none();
         violations.add(code, path, || message);
         violations
@@ -98,7 +98,7 @@ impl Violations {
     ) {
         if self.errors.len() < MAX_VIOLATIONS {
             self.errors.push(Violation {
-                path: rendered(path),
+                path: render(path),
                 code,
                 message: message(),
             });
@@ -128,14 +128,14 @@ impl fmt::Display for Violations {
 
 impl std::error::Error for Violations {}
 
-/// A step from a value to one that it contains.
+/// One part of the path to a value.
 #[derive(Clone, Copy, Debug)]
 pub enum Segment<'a> {
     Field(&'a str),
     Index(usize),
 }
 
-fn rendered(path: &[Segment<'_>]) -> String {
+fn render(path: &[Segment<'_>]) -> String {
     if path.is_empty() {
         return "$".to_owned();
     }
@@ -143,7 +143,7 @@ fn rendered(path: &[Segment<'_>]) -> String {
     segments
         .map(|(position, segment)| match segment {
             Segment::Index(index) => format!("[{index}]"),
-            Segment::Field(name) if !is_plain(name) => format!("[{}]", quoted(name)),
+            Segment::Field(name) if !is_plain(name) => format!("[{}]", quote(name)),
             Segment::Field(name) if position == 0 => (*name).to_owned(),
             Segment::Field(name) => format!(".{name}"),
         })
@@ -159,9 +159,9 @@ fn is_plain(name: &str) -> bool {
             .all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-'))
 }
 
-/// A text of the document, quoted, in printable ASCII, and cut.
+/// Quotes a text of the document: in printable ASCII, cut to [`MAX_SHOWN_NAME`] characters.
 #[must_use]
-pub fn quoted(text: &str) -> String {
+pub fn quote(text: &str) -> String {
     let mut shown = String::from("\"");
     for character in text.chars().take(MAX_SHOWN_NAME) {
         match character {
@@ -190,16 +190,16 @@ mod tests {
             (&[Field("")], r#"[""]"#),
             (&[Field("a\"\\\n\u{202e}")], r#"["a\"\\\u{a}\u{202e}"]"#),
         ] {
-            assert_eq!(rendered(path), expected);
+            assert_eq!(render(path), expected);
         }
     }
 
     #[test]
     fn a_long_name_is_cut() {
-        let path = rendered(&[Segment::Field(&"n".repeat(1_000_000))]);
+        let path = render(&[Segment::Field(&"n".repeat(1_000_000))]);
         assert_eq!(path, format!(r#"["{}"...]"#, "n".repeat(MAX_SHOWN_NAME)));
         let whole = "n".repeat(MAX_SHOWN_NAME);
-        assert_eq!(rendered(&[Segment::Field(&whole)]), whole);
+        assert_eq!(render(&[Segment::Field(&whole)]), whole);
     }
 
     #[test]

@@ -35,7 +35,7 @@ type Conversion<T> = Result<T, Inconsistent>;
 impl From<Inconsistent> for Violations {
     fn from(Inconsistent: Inconsistent) -> Self {
         let message = "passed validation but can't be read".to_owned();
-        Self::only(ViolationCode::InvalidValue, &[], message)
+        Self::single(ViolationCode::InvalidValue, &[], message)
     }
 }
 

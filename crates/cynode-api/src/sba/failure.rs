@@ -15,7 +15,7 @@ macro_rules! failure_codes {
         }
 
         impl FailureCode {
-            /// The codes of our runner.
+            /// The codes that the built-in runner uses.
             pub const ALL: &'static [Self] = &[$(Self::$name),+];
 
             #[must_use]

@@ -10,7 +10,7 @@ use super::{
     },
     shape::{Form, ObjectShape, Rule, Shape, Text, closed, list, optional, required, text},
     validate::{Validator, get},
-    violation::{Segment, quoted},
+    violation::{Segment, quote},
 };
 use crate::{exec_limits, file_limits};
 
@@ -83,7 +83,7 @@ fn unique_ids<'a>(steps: &'a [JsonValue], validator: &mut Validator<'a>) {
             validator.at(Segment::Field("steps"), |steps| {
                 steps.at(Segment::Index(index), |step| {
                     step.at(Segment::Field("id"), |field| {
-                        field.invalid(|| format!("{} is the id of another step", quoted(id)));
+                        field.invalid(|| format!("{} is the id of another step", quote(id)));
                     });
                 });
             });
@@ -92,7 +92,7 @@ fn unique_ids<'a>(steps: &'a [JsonValue], validator: &mut Validator<'a>) {
 }
 
 const UUID: Shape = text(36, 36, Form::Uuid);
-const SECONDS: Shape = Shape::Whole(1, MAX_RUNTIME_SECONDS);
+const SECONDS: Shape = Shape::Integer(1, MAX_RUNTIME_SECONDS);
 
 static CONSTRAINTS: ObjectShape = closed(
     "constraints",
@@ -104,7 +104,7 @@ static CONSTRAINTS: ObjectShape = closed(
         ),
         required(
             "max_output_bytes",
-            &Shape::Whole(1, MAX_OUTPUT_BYTES),
+            &Shape::Integer(1, MAX_OUTPUT_BYTES),
             "Standard output, standard error and returned file content of all steps together.",
         ),
         optional(
@@ -424,17 +424,17 @@ static READ_FILE: ObjectShape = closed(
         required("path", &PATH, "Relative to the workspace."),
         optional(
             "max_bytes",
-            &Shape::Whole(1, MAX_OUTPUT_BYTES),
+            &Shape::Integer(1, MAX_OUTPUT_BYTES),
             "How much is returned; by default what is left of max_output_bytes.",
         ),
         optional(
             "start_line",
-            &Shape::Whole(1, MAX_LINE),
+            &Shape::Integer(1, MAX_LINE),
             "The first line to return.",
         ),
         optional(
             "end_line",
-            &Shape::Whole(1, MAX_LINE),
+            &Shape::Integer(1, MAX_LINE),
             "The last line to return.",
         ),
     ],
@@ -472,12 +472,12 @@ static LIST_TREE: ObjectShape = closed(
         optional("path", &PATH, "Relative to the workspace, the default."),
         optional(
             "max_depth",
-            &Shape::Whole(1, MAX_TREE_DEPTH),
+            &Shape::Integer(1, MAX_TREE_DEPTH),
             "Levels below the path.",
         ),
         optional(
             "max_entries",
-            &Shape::Whole(1, MAX_TREE_ENTRIES),
+            &Shape::Integer(1, MAX_TREE_ENTRIES),
             "Entries to return.",
         ),
     ],

@@ -1,4 +1,4 @@
-//! Results of jobs, as our runner and others report them.
+//! Results of jobs, as the built-in runner and custom runners report them.
 //!
 //! A result comes from inside a sandbox, where a step may have written it: it is read with the
 //! same bounds and checks as a job. Unknown fields are ignored, because results may grow.

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::file_limits;
 
-const COUNT: Shape = Shape::Whole(0, i64::MAX);
+const COUNT: Shape = Shape::Integer(0, i64::MAX);
 const MESSAGE: Shape = text(0, MAX_MESSAGE_BYTES, Form::Free);
 const STREAM: Shape = Shape::Nullable(&text(0, MAX_RESULT_BYTES, Form::Free));
 const TIME: Shape = Shape::Nullable(&text(1, 64, Form::Time));
@@ -88,7 +88,7 @@ pub(super) static STEP: ObjectShape = open(
         ),
         optional(
             "exit_code",
-            &Shape::Nullable(&Shape::Whole(i32::MIN as i64, i32::MAX as i64)),
+            &Shape::Nullable(&Shape::Integer(i32::MIN as i64, i32::MAX as i64)),
             "",
         ),
         optional("stdout", &STREAM, ""),

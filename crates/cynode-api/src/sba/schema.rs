@@ -1,4 +1,4 @@
-//! The JSON Schema of jobs, generated from their shape.
+//! Generates the JSON Schema of jobs from the shape that the parser uses.
 
 use serde_json::{Map, Value, json};
 
@@ -7,7 +7,7 @@ use super::{
     shape::{ObjectShape, Shape, Text},
 };
 
-/// The schema of every named object, so that one that is used twice is described once.
+/// Collects the schemas of named objects, so that each object is defined once and then referenced.
 #[derive(Default)]
 struct Generator {
     definitions: Map<String, Value>,
@@ -19,7 +19,7 @@ impl Generator {
             Shape::Any => json!({}),
             Shape::Boolean => json!({"type": "boolean"}),
             Shape::Text(text) => text_schema(*text),
-            Shape::Whole(least, most) => {
+            Shape::Integer(least, most) => {
                 json!({"type": "integer", "minimum": least, "maximum": most})
             }
             Shape::Choice(choices) => json!({"type": "string", "enum": choices}),
@@ -70,13 +70,13 @@ impl Generator {
             schema["description"] = json!(field.about);
             properties.insert(field.name.to_owned(), schema);
             if let Shape::DependsOn {
-                field: other,
+                field: selector,
                 variants: shapes,
             } = field.shape
             {
                 for (name, shape) in *shapes {
                     variants.push(json!({
-                        "if": {"properties": {*other: {"const": name}}, "required": [other]},
+                        "if": {"properties": {*selector: {"const": name}}, "required": [selector]},
                         "then": {"properties": {field.name: self.value(shape)}},
                     }));
                 }
@@ -110,7 +110,7 @@ impl Generator {
     }
 }
 
-/// JSON Schema counts characters and the parser bytes, so the schema allows more.
+/// JSON Schema counts characters and the parser counts bytes, so the schema accepts longer texts.
 fn text_schema(text: Text) -> Value {
     let mut schema = json!({"type": "string", "maxLength": text.most});
     if text.least > 0 {
@@ -129,7 +129,7 @@ fn generated() -> String {
     schema["$id"] = json!("urn:cynode:schema:job:1");
     schema["title"] = json!("A job that cynode-sba runs");
     schema["$defs"] = Value::Object(generator.definitions);
-    // Another crate of the build may have maps keep the order of insertion.
+    // Another crate of the build may enable serde_json's `preserve_order`.
     schema.sort_all_objects();
     let mut text = serde_json::to_string_pretty(&schema).expect("a schema serialises");
     text.push('\n');

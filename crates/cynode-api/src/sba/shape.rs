@@ -10,7 +10,7 @@ pub(super) enum Shape {
     Boolean,
     Text(Text),
     /// A whole number between two others.
-    Whole(i64, i64),
+    Integer(i64, i64),
     Choice(&'static [&'static str]),
     List {
         items: &'static Self,

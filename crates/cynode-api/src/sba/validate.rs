@@ -9,7 +9,7 @@ use super::{
     document::{JsonValue, Members},
     shape::{ObjectShape, Shape, Text},
     version::ProtocolVersion,
-    violation::{Segment, ViolationCode, Violations, quoted},
+    violation::{Segment, ViolationCode, Violations, quote},
 };
 
 pub(super) struct Validator<'a> {
@@ -73,7 +73,7 @@ impl<'a> Validator<'a> {
                 JsonValue::Text(text) => self.text(text, *shape),
                 _ => self.wrong_type("a string", value),
             },
-            Shape::Whole(least, most) => match value {
+            Shape::Integer(least, most) => match value {
                 JsonValue::Number(number) => self.whole(number, *least, *most),
                 _ => self.wrong_type("a whole number", value),
             },
@@ -113,7 +113,7 @@ impl<'a> Validator<'a> {
 
     fn choice(&mut self, text: &str, choices: &[&str]) {
         if !choices.contains(&text) {
-            self.invalid(|| format!("{} is not one of {}", quoted(text), choices.join(", ")));
+            self.invalid(|| format!("{} is not one of {}", quote(text), choices.join(", ")));
         }
     }
 

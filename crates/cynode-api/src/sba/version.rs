@@ -1,4 +1,4 @@
-//! The version of the protocol between those who write jobs and those who run them.
+//! The version of the job format, which authors and runners of jobs agree on.
 
 use std::{fmt, str::FromStr};
 
@@ -6,7 +6,7 @@ use serde::{Serialize, Serializer};
 
 use super::{
     document::JsonValue,
-    violation::{Segment, ViolationCode, Violations, quoted},
+    violation::{Segment, ViolationCode, Violations, quote},
 };
 
 const FIELD: &str = "protocol_version";
@@ -18,18 +18,19 @@ pub struct ProtocolVersion {
 }
 
 impl ProtocolVersion {
-    /// The newest version whose fields are known here.
+    /// The newest version that this build knows.
     pub const CURRENT: Self = Self { major: 1, minor: 0 };
 
-    /// The version of a document, checked before everything else: a document of another major
-    /// version can't be judged by the rules of this one.
+    /// Reads the version of a document. Callers check it first: the rules of one major version don't
+    /// apply to another.
     pub(super) fn of(document: &JsonValue) -> Result<Self, Violations> {
         let JsonValue::Object(members) = document else {
             let message = "must be an object".to_owned();
-            return Err(Violations::only(ViolationCode::WrongType, &[], message));
+            return Err(Violations::single(ViolationCode::WrongType, &[], message));
         };
-        let refuse =
-            |code, message: String| Err(Violations::only(code, &[Segment::Field(FIELD)], message));
+        let refuse = |code, message: String| {
+            Err(Violations::single(code, &[Segment::Field(FIELD)], message))
+        };
         let mut versions = members.iter().filter(|(name, _)| name == FIELD);
         let Some((_, value)) = versions.next() else {
             return refuse(ViolationCode::MissingField, "is missing".to_owned());
@@ -44,7 +45,7 @@ impl ProtocolVersion {
         match text.parse::<Self>() {
             Err(InvalidVersion) => refuse(
                 ViolationCode::InvalidValue,
-                format!("{} is not a version such as \"1.0\"", quoted(text)),
+                format!("{} is not a version such as \"1.0\"", quote(text)),
             ),
             Ok(version) if version.major != Self::CURRENT.major => refuse(
                 ViolationCode::UnsupportedVersion,
@@ -70,7 +71,7 @@ impl Serialize for ProtocolVersion {
     }
 }
 
-/// A text that is not a version.
+/// The error for a text that is not a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidVersion;
 
@@ -94,7 +95,7 @@ impl FromStr for ProtocolVersion {
     }
 }
 
-/// At most six digits, without leading zeros or a sign.
+/// Parses at most six digits, without leading zeros or a sign.
 fn number(text: &str) -> Result<u32, InvalidVersion> {
     let is_canonical = matches!(text.len(), 1..=6)
         && text.bytes().all(|byte| byte.is_ascii_digit())

@@ -2,21 +2,21 @@
 
 use crate::{limits::MAX_ANSWER_DEPTH, scan::AnswerScan, usage::Usage};
 
-/// What a document says in its outermost fields, and in those of `usage`. The last of duplicate
-/// fields counts.
+/// The values of the fields that the scanner reads: those of the document itself and of its `usage`.
+/// Of duplicate fields, the last counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Found {
+pub(super) struct ScannedFields {
     pub(super) is_done: bool,
     pub(super) has_error: bool,
     prompt_eval_count: Option<u64>,
     eval_count: Option<u64>,
     prompt_tokens: Option<u64>,
     completion_tokens: Option<u64>,
-    /// Whether `remote_host` and `remote_model` name something.
+    /// Whether `remote_host` and `remote_model` are non-empty strings.
     is_remote: [bool; 2],
 }
 
-impl Found {
+impl ScannedFields {
     pub(super) fn is_external(&self) -> bool {
         self.is_remote.contains(&true)
     }
@@ -35,9 +35,9 @@ impl Found {
     }
 }
 
-/// A field that is read.
+/// A field whose value is of interest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Field {
+enum ScannedField {
     Other,
     Done,
     Error,
@@ -50,7 +50,7 @@ enum Field {
     CompletionTokens,
 }
 
-impl Field {
+impl ScannedField {
     fn outermost(name: &[u8]) -> Self {
         match name {
             b"done" => Self::Done,
@@ -73,7 +73,7 @@ impl Field {
     }
 }
 
-/// The name of a field, as far as it can be one of those that are read.
+/// The name of a field. Keeps only as many bytes as the longest name of interest has.
 #[derive(Debug)]
 struct Name {
     bytes: [u8; Self::LONGEST],
@@ -124,7 +124,7 @@ enum Escape {
     None,
     /// After a backslash.
     Start,
-    /// So many digits are read, with this value.
+    /// The number of hexadecimal digits so far, and their value.
     Hexadecimal(u8, u32),
 }
 
@@ -132,7 +132,7 @@ enum Escape {
 enum NumberPart {
     Minus,
     Zero,
-    Whole,
+    Integer,
     Point,
     Fraction,
     ExponentStart,
@@ -141,14 +141,14 @@ enum NumberPart {
 }
 
 impl NumberPart {
-    /// The part after one more byte; nothing if the number can't go on so.
+    /// The part after another byte; `None` if the byte can't continue the number.
     const fn next(self, byte: u8) -> Option<Self> {
         Some(match (self, byte) {
             (Self::Minus, b'0') => Self::Zero,
-            (Self::Minus | Self::Whole, b'0'..=b'9') => Self::Whole,
-            (Self::Zero | Self::Whole, b'.') => Self::Point,
+            (Self::Minus | Self::Integer, b'0'..=b'9') => Self::Integer,
+            (Self::Zero | Self::Integer, b'.') => Self::Point,
             (Self::Point | Self::Fraction, b'0'..=b'9') => Self::Fraction,
-            (Self::Zero | Self::Whole | Self::Fraction, b'e' | b'E') => Self::ExponentStart,
+            (Self::Zero | Self::Integer | Self::Fraction, b'e' | b'E') => Self::ExponentStart,
             (Self::ExponentStart, b'+' | b'-') => Self::ExponentSign,
             (Self::ExponentStart | Self::ExponentSign | Self::Exponent, b'0'..=b'9') => {
                 Self::Exponent
@@ -160,7 +160,7 @@ impl NumberPart {
     const fn is_complete(self) -> bool {
         matches!(
             self,
-            Self::Zero | Self::Whole | Self::Fraction | Self::Exponent
+            Self::Zero | Self::Integer | Self::Fraction | Self::Exponent
         )
     }
 }
@@ -169,22 +169,22 @@ impl NumberPart {
 pub(super) struct JsonScanner {
     state: State,
     depth: u32,
-    /// A bit for each level: whether it is an object. The lowest is the innermost.
+    /// One bit per nesting level, the innermost lowest; set if the level is an object.
     objects: u128,
-    /// Whether the second level is the value of `usage`.
+    /// The second nesting level is the value of `usage`.
     is_in_usage: bool,
     name: Name,
-    /// The field whose value is read, if it is of the document itself or of its usage.
-    field: Field,
-    /// The whole number that is read, if it is one.
+    /// The field that the current value belongs to.
+    field: ScannedField,
+    /// The current number so far, if it is a non-negative integer.
     count: Option<u64>,
-    found: Found,
+    found: ScannedFields,
     length: u64,
-    longest: u64,
+    max_document_bytes: u64,
 }
 
 impl JsonScanner {
-    pub(super) const fn new(longest: u64) -> Self {
+    pub(super) const fn new(max_document_bytes: u64) -> Self {
         Self {
             state: State::Value,
             depth: 0,
@@ -194,9 +194,9 @@ impl JsonScanner {
                 bytes: [0; Name::LONGEST],
                 length: 0,
             },
-            field: Field::Other,
+            field: ScannedField::Other,
             count: None,
-            found: Found {
+            found: ScannedFields {
                 is_done: false,
                 has_error: false,
                 prompt_eval_count: None,
@@ -206,7 +206,7 @@ impl JsonScanner {
                 is_remote: [false; 2],
             },
             length: 0,
-            longest,
+            max_document_bytes,
         }
     }
 
@@ -218,23 +218,24 @@ impl JsonScanner {
 
     pub(super) fn push(&mut self, byte: u8) {
         self.length = self.length.saturating_add(1);
-        if self.length > self.longest {
+        if self.length > self.max_document_bytes {
             self.state = State::Broken;
         }
         self.state = self.next(byte).unwrap_or(State::Broken);
     }
 
     pub(super) const fn is_overlong(&self) -> bool {
-        self.length > self.longest
+        self.length > self.max_document_bytes
     }
 
-    /// Whether only white space came so far.
+    /// Returns whether all bytes so far are white space.
     pub(super) const fn is_blank(&self) -> bool {
         matches!(self.state, State::Value) && self.depth == 0
     }
 
-    /// Ends the document and begins another. What was found is added to the scan.
-    pub(super) fn end(&mut self, scan: &mut AnswerScan) -> Option<Found> {
+    /// Ends the document, adds its fields to the scan, and starts the next document. Returns the
+    /// fields if the document is complete.
+    pub(super) fn end(&mut self, scan: &mut AnswerScan) -> Option<ScannedFields> {
         if let (State::Number(part), 0) = (self.state, self.depth)
             && part.is_complete()
         {
@@ -251,9 +252,9 @@ impl JsonScanner {
         })
     }
 
-    /// Begins another document.
+    /// Starts the next document.
     pub(super) const fn reset(&mut self) {
-        *self = Self::new(self.longest);
+        *self = Self::new(self.max_document_bytes);
     }
 
     fn next(&mut self, byte: u8) -> Option<State> {
@@ -299,7 +300,7 @@ impl JsonScanner {
         }
     }
 
-    /// Begins a value.
+    /// Starts a value with its first byte.
     fn value(&mut self, byte: u8) -> Option<State> {
         let field = self.field_of_value();
         self.begin(field, byte);
@@ -323,38 +324,38 @@ impl JsonScanner {
                 Some(State::Number(if byte == b'0' {
                     NumberPart::Zero
                 } else {
-                    NumberPart::Whole
+                    NumberPart::Integer
                 }))
             }
             _ => None,
         }
     }
 
-    fn field_of_value(&self) -> Field {
+    fn field_of_value(&self) -> ScannedField {
         match (self.depth, self.objects & 1 == 1) {
-            (1, true) => Field::outermost(self.name.get()),
-            (2, true) if self.is_in_usage => Field::of_usage(self.name.get()),
-            _ => Field::Other,
+            (1, true) => ScannedField::outermost(self.name.get()),
+            (2, true) if self.is_in_usage => ScannedField::of_usage(self.name.get()),
+            _ => ScannedField::Other,
         }
     }
 
-    /// Forgets the earlier value of a field, and takes what the first byte of the new one says.
-    fn begin(&mut self, field: Field, byte: u8) {
+    /// Resets a field for a new value. The first byte alone decides the boolean fields.
+    fn begin(&mut self, field: ScannedField, byte: u8) {
         let found = &mut self.found;
         match field {
-            Field::Other => {}
-            Field::Done => found.is_done = byte == b't',
-            Field::Error => found.has_error = byte != b'n',
-            Field::RemoteHost => found.is_remote[0] = false,
-            Field::RemoteModel => found.is_remote[1] = false,
-            Field::PromptEvalCount => found.prompt_eval_count = None,
-            Field::EvalCount => found.eval_count = None,
-            Field::Usage => {
+            ScannedField::Other => {}
+            ScannedField::Done => found.is_done = byte == b't',
+            ScannedField::Error => found.has_error = byte != b'n',
+            ScannedField::RemoteHost => found.is_remote[0] = false,
+            ScannedField::RemoteModel => found.is_remote[1] = false,
+            ScannedField::PromptEvalCount => found.prompt_eval_count = None,
+            ScannedField::EvalCount => found.eval_count = None,
+            ScannedField::Usage => {
                 found.prompt_tokens = None;
                 found.completion_tokens = None;
             }
-            Field::PromptTokens => found.prompt_tokens = None,
-            Field::CompletionTokens => found.completion_tokens = None,
+            ScannedField::PromptTokens => found.prompt_tokens = None,
+            ScannedField::CompletionTokens => found.completion_tokens = None,
         }
     }
 
@@ -363,7 +364,7 @@ impl JsonScanner {
             return None;
         }
         if self.depth == 1 {
-            self.is_in_usage = is_object && self.field == Field::Usage;
+            self.is_in_usage = is_object && self.field == ScannedField::Usage;
         }
         self.depth += 1;
         self.objects = self.objects << 1 | u128::from(is_object);
@@ -400,10 +401,10 @@ impl JsonScanner {
     fn number(&mut self) {
         let found = &mut self.found;
         match self.field {
-            Field::PromptEvalCount => found.prompt_eval_count = self.count,
-            Field::EvalCount => found.eval_count = self.count,
-            Field::PromptTokens => found.prompt_tokens = self.count,
-            Field::CompletionTokens => found.completion_tokens = self.count,
+            ScannedField::PromptEvalCount => found.prompt_eval_count = self.count,
+            ScannedField::EvalCount => found.eval_count = self.count,
+            ScannedField::PromptTokens => found.prompt_tokens = self.count,
+            ScannedField::CompletionTokens => found.completion_tokens = self.count,
             _ => {}
         }
     }
@@ -420,7 +421,7 @@ impl JsonScanner {
             }
             (Escape::Start, b'u') => Escape::Hexadecimal(0, 0),
             (Escape::Start, b'"' | b'\\' | b'/' | b'b' | b'f' | b'n' | b'r' | b't') => {
-                // No name that is read has a character with a short escape.
+                // No name of interest contains such a character, so a placeholder suffices.
                 self.character(b'\\', is_name);
                 Escape::None
             }
@@ -440,12 +441,13 @@ impl JsonScanner {
         Some(State::Text { is_name, escape })
     }
 
-    /// A character of a text. Only names and the first one of two fields matter.
+    /// Handles one character of a string. Only names matter, and whether the two `remote_` fields
+    /// have any character.
     fn character(&mut self, byte: u8, is_name: bool) {
         match self.field {
             _ if is_name => self.name.push(byte),
-            Field::RemoteHost => self.found.is_remote[0] = true,
-            Field::RemoteModel => self.found.is_remote[1] = true,
+            ScannedField::RemoteHost => self.found.is_remote[0] = true,
+            ScannedField::RemoteModel => self.found.is_remote[1] = true,
             _ => {}
         }
     }

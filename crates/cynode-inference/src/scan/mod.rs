@@ -1,10 +1,10 @@
-//! Reads the usage from an answer while it passes through.
+//! Reads the token usage from an answer while the answer is forwarded.
 //!
-//! The scanner sees every byte and keeps none: its state takes a few hundred bytes, whatever the
-//! answer contains. The reader of `cynode_api::document` would need the whole answer in memory,
-//! and the embeddings of one request can take a hundred megabytes.
+//! The scanner buffers nothing: its state takes a few hundred bytes for any answer. The reader of
+//! `cynode_api::document` would need the whole answer in memory, and the embeddings of one request
+//! can take a hundred megabytes.
 //!
-//! Invariant: the result does not depend on how the bytes are split.
+//! Invariant: the result does not depend on how the answer is split into pieces.
 
 mod json;
 mod stream;
@@ -13,7 +13,7 @@ use crate::{
     limits::{MAX_DOCUMENT_BYTES, MAX_LINE_BYTES},
     usage::Usage,
 };
-use json::{Found, JsonScanner};
+use json::{JsonScanner, ScannedFields};
 use stream::{EventScanner, LineScanner};
 
 /// How an answer is framed.
@@ -21,14 +21,14 @@ use stream::{EventScanner, LineScanner};
 pub enum AnswerFormat {
     /// One JSON document.
     Json,
-    /// A JSON document on each line, the last one with `"done": true`: a stream of Ollama.
+    /// A stream of Ollama: one JSON document per line, the last with `"done": true`.
     Lines,
-    /// Server-sent events, the last one `[DONE]`: a stream of OpenAI's API.
+    /// A stream of OpenAI's API: server-sent events, the last one `[DONE]`.
     Events,
 }
 
 impl AnswerFormat {
-    /// The format that a server names. Errors are JSON even where a stream was asked for.
+    /// The format by the response's content type: an error is JSON even if a stream was requested.
     #[must_use]
     pub fn of_content_type(content_type: &str) -> Option<Self> {
         let essence = content_type.split(';').next().unwrap_or_default().trim();
@@ -43,13 +43,13 @@ impl AnswerFormat {
     }
 }
 
-/// What an answer said about itself.
+/// The findings of the scan of one answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AnswerScan {
-    /// As the server counted last; unknown if it did not, or in a part that was not read. Of an
-    /// answer that has not ended it is a lower bound.
+    /// The last counts of the server; `None` if there were none or if a part was too long to be
+    /// read. A lower bound unless `has_ended` is set.
     pub usage: Option<Usage>,
-    /// The answer has its proper end, with nothing after it and no error before it.
+    /// The answer ended as its format requires, without an error.
     pub has_ended: bool,
     /// The server reported an error inside the answer.
     pub has_error: bool,
@@ -57,12 +57,12 @@ pub struct AnswerScan {
     pub is_overlong: bool,
     /// A part of the answer is not JSON, or nested too deeply.
     pub is_malformed: bool,
-    /// Ollama said that another host computed the answer.
+    /// Ollama reported that another host computed the answer.
     pub is_external: bool,
 }
 
 impl AnswerScan {
-    fn add(&mut self, found: &Found) {
+    fn add(&mut self, found: &ScannedFields) {
         self.has_error |= found.has_error;
         self.is_external |= found.is_external();
         if let Some(usage) = found.usage() {
@@ -92,7 +92,7 @@ impl AnswerScanner {
         })
     }
 
-    /// The next bytes of the answer.
+    /// Scans the next bytes of the answer.
     pub fn push(&mut self, bytes: &[u8]) {
         match &mut self.0 {
             Framing::Json(scanner) => scanner.push_all(bytes),
@@ -101,7 +101,7 @@ impl AnswerScanner {
         }
     }
 
-    /// What is known after the last byte.
+    /// Ends the answer and returns the findings.
     #[must_use]
     pub fn finish(self) -> AnswerScan {
         let mut scan = match self.0 {

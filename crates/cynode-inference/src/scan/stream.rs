@@ -2,7 +2,7 @@
 
 use super::{AnswerScan, json::JsonScanner};
 
-/// A document on each line.
+/// Scans a stream with one JSON document on each line.
 #[derive(Debug)]
 pub(super) struct LineScanner {
     json: JsonScanner,
@@ -10,9 +10,9 @@ pub(super) struct LineScanner {
 }
 
 impl LineScanner {
-    pub(super) const fn new(longest: u64) -> Self {
+    pub(super) const fn new(max_document_bytes: u64) -> Self {
         Self {
-            json: JsonScanner::new(longest),
+            json: JsonScanner::new(max_document_bytes),
             scan: EMPTY,
         }
     }
@@ -40,42 +40,42 @@ impl LineScanner {
     }
 }
 
-/// The part of a line that comes next.
+/// The position within a line of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LinePart {
-    /// So many bytes of the line are those of `data:`.
-    Field(usize),
-    /// After the colon.
-    FirstOfValue,
+    /// In the name of the field. All bytes so far match `data`; the value counts them.
+    FieldName(usize),
+    /// Directly after the colon of `data:`, where one space is skipped.
+    ValueStart,
     Value,
-    /// A comment, or a field without a document.
+    /// In a comment, or in another field.
     Ignored,
 }
 
 const DATA: &[u8] = b"data";
 const DONE: &[u8] = b"[DONE]";
 
-/// An event ends at an empty line. The documents are its `data`.
+/// Scans server-sent events. An empty line ends an event; its `data` is the JSON document.
 #[derive(Debug)]
 pub(super) struct EventScanner {
     part: LinePart,
-    /// Whether the last byte was a carriage return, which a line feed may follow.
+    /// The last byte was a carriage return, so a line feed now belongs to the same line end.
     is_after_return: bool,
     has_data: bool,
-    /// So many bytes of the data are those of `[DONE]`; nothing if another byte came.
+    /// The number of bytes of the data so far if they match `[DONE]`; `None` if they don't.
     done: Option<usize>,
     json: JsonScanner,
     scan: AnswerScan,
 }
 
 impl EventScanner {
-    pub(super) const fn new(longest: u64) -> Self {
+    pub(super) const fn new(max_document_bytes: u64) -> Self {
         Self {
-            part: LinePart::Field(0),
+            part: LinePart::FieldName(0),
             is_after_return: false,
             has_data: false,
             done: Some(0),
-            json: JsonScanner::new(longest),
+            json: JsonScanner::new(max_document_bytes),
             scan: EMPTY,
         }
     }
@@ -85,27 +85,29 @@ impl EventScanner {
         match byte {
             b'\n' if is_after_return => {}
             b'\n' | b'\r' => self.end_line(),
-            _ => self.part = self.next(byte),
+            _ => self.part = self.advance(byte),
         }
     }
 
-    fn next(&mut self, byte: u8) -> LinePart {
+    fn advance(&mut self, byte: u8) -> LinePart {
         match self.part {
-            LinePart::Field(count) if count == DATA.len() && byte == b':' => {
+            LinePart::FieldName(count) if count == DATA.len() && byte == b':' => {
                 self.begin_data();
-                LinePart::FirstOfValue
+                LinePart::ValueStart
             }
-            LinePart::Field(count) if DATA.get(count) == Some(&byte) => LinePart::Field(count + 1),
-            LinePart::FirstOfValue if byte == b' ' => LinePart::Value,
-            LinePart::FirstOfValue | LinePart::Value => {
+            LinePart::FieldName(count) if DATA.get(count) == Some(&byte) => {
+                LinePart::FieldName(count + 1)
+            }
+            LinePart::ValueStart if byte == b' ' => LinePart::Value,
+            LinePart::ValueStart | LinePart::Value => {
                 self.data(byte);
                 LinePart::Value
             }
-            LinePart::Field(_) | LinePart::Ignored => LinePart::Ignored,
+            LinePart::FieldName(_) | LinePart::Ignored => LinePart::Ignored,
         }
     }
 
-    /// Lines with data are joined by line feeds.
+    /// Starts a `data` line. Several lines of one event are joined by line feeds.
     fn begin_data(&mut self) {
         if self.has_data {
             self.data(b'\n');
@@ -122,10 +124,10 @@ impl EventScanner {
     }
 
     fn end_line(&mut self) {
-        match std::mem::replace(&mut self.part, LinePart::Field(0)) {
-            LinePart::Field(0) => self.end_event(),
-            // A field without a colon has an empty value.
-            LinePart::Field(count) if count == DATA.len() => self.begin_data(),
+        match std::mem::replace(&mut self.part, LinePart::FieldName(0)) {
+            LinePart::FieldName(0) => self.end_event(),
+            // By the standard, a field without a colon has an empty value.
+            LinePart::FieldName(count) if count == DATA.len() => self.begin_data(),
             _ => {}
         }
     }
@@ -146,7 +148,7 @@ impl EventScanner {
         }
     }
 
-    /// The last event may lack its empty line: some servers end with `data: [DONE]`.
+    /// Ends the stream. The last event may lack its empty line: some servers end with `data: [DONE]`.
     pub(super) fn finish(mut self) -> AnswerScan {
         self.end_line();
         self.end_event();

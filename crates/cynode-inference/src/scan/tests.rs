@@ -258,7 +258,7 @@ fn a_line_may_have_its_longest_length_and_no_more() {
         ..NOTHING
     };
     assert_eq!(of_lines(&line(longest + 1)), overlong);
-    // The usage stays unknown: tokens of the line that was not read may be missing in it.
+    // The usage stays unknown: the unread line may contain counts.
     let scan = of_lines(&format!("{}\n{OLLAMA}", line(longest + 1)));
     assert_eq!(scan.usage, None);
     assert!(scan.is_overlong && scan.has_ended);
@@ -336,7 +336,7 @@ fn formats_have_content_types() {
     }
 }
 
-/// The scan of a document by a parser that builds it.
+/// Scans a document with a parser that builds the whole value.
 fn oracle(document: &Value) -> AnswerScan {
     let count = |value: &Value| value.as_u64();
     let usage = &document["usage"];

@@ -1,4 +1,4 @@
-//! What the tests of requests share.
+//! Helpers for tests of requests.
 #![allow(dead_code, reason = "each test program uses a part")]
 
 use cynode_inference::{
@@ -37,7 +37,7 @@ pub(crate) fn judge(path: &str, body: &[u8]) -> Result<UpstreamRequest, Refusal>
     judge_by(LIMITS, Upstream::Local, path, body)
 }
 
-/// The body that the server gets.
+/// The forwarded body.
 pub(crate) fn forwarded(path: &str, body: &str) -> String {
     match judge(path, body.as_bytes()) {
         Ok(request) => String::from_utf8(request.body.expect("a body")).expect("text"),
@@ -77,7 +77,7 @@ pub(crate) const WITH_BODY: &[&str] = &[
     TEXT_EMBEDDINGS,
 ];
 
-/// A valid body with one more field, or another value of one.
+/// A valid body in which one field is added or replaced.
 pub(crate) fn with(path: &str, field: &str, value: Value) -> String {
     let mut body = smallest(path);
     body[field] = value;

@@ -28,7 +28,7 @@ use time::OffsetDateTime;
 use super::{Body, Id, check_name, check_text, check_version};
 use crate::{
     Orchestrator,
-    audit::{Failure, Surface},
+    audit::{EntryPoint, Failure},
     caller::hash,
     db::{NodeRow, Registration},
     identity,
@@ -96,7 +96,7 @@ async fn authenticate(
             let peer = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
             identity::reject_token(
                 &orchestrator,
-                Failure::new(Surface::Control, peer, &offered),
+                Failure::new(EntryPoint::Control, peer, &offered),
             )
             .await
             .into_response()
@@ -129,7 +129,7 @@ async fn register(
         .await?;
     let Some(node) = registered else {
         let failure = Failure::new(
-            Surface::Control,
+            EntryPoint::Control,
             peer.map(|peer| peer.0.0.ip()),
             &registration.key_hash,
         );

@@ -8,7 +8,7 @@ use cynode_api::{
     Problem, Token, TokenCreate, TokenCreated, TokenId, TokenKind, TokenRenew, User, UserCreate,
     UserId,
 };
-use cynode_policy::{Action, Call, Resource};
+use cynode_policy::{Action, CallContext, Resource};
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
 use serde::Deserialize;
@@ -243,9 +243,9 @@ async fn authorize_creation(
     caller: &Caller,
     body: &TokenCreate,
 ) -> Result<(), ApiError> {
-    let call = Call {
+    let call = CallContext {
         token_kind: Some(body.kind.as_str().to_owned()),
-        ..Call::default()
+        ..CallContext::default()
     };
     let check =
         |resource: &Resource| orchestrator.check(caller, Action::TokenCreate, resource, &call);

@@ -2,7 +2,7 @@
 
 use axum::{Json, extract::State};
 use cynode_api::{Image, ImageCreate, ImageId, ImagePatch, Page, Problem, TokenKind};
-use cynode_policy::{Action, Call, Resource};
+use cynode_policy::{Action, CallContext, Resource};
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
 use serde::Deserialize;
@@ -78,7 +78,7 @@ pub(super) async fn create(
                 agent_compatible,
                 pinned,
             },
-            &Call::default(),
+            &CallContext::default(),
         )?;
     }
     // An agent must not change people's decisions on an image, nor the meaning of a name.

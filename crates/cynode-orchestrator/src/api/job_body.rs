@@ -244,8 +244,8 @@ mod tests {
         assert_eq!(
             places(&body),
             [
-                "invalid_value timeout_seconds",
-                "invalid_value job.steps[1].args.diff"
+                "invalid_value job.steps[1].args.diff",
+                "invalid_value timeout_seconds"
             ]
         );
     }

@@ -29,10 +29,11 @@ use crate::{
 
 /// Bounds `Prefer: wait`, in seconds.
 const MAX_WAIT_SECONDS: u64 = 3_600;
-/// How long a node may take to tell the progress of a job that is shown.
+/// How long to wait for the node's progress report when a job is shown.
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(1);
-/// Titles of open items that a progress lists, and the characters of a text in it.
+/// Open items in a progress report.
 const MAX_PROGRESS_ITEMS: usize = 100;
+/// Characters of a text in a progress report.
 const MAX_PROGRESS_TEXT: usize = 256;
 
 /// Create a job: a command, or a specification for `cynode-sba`. Responds with 202 at once; with
@@ -60,12 +61,12 @@ pub(super) async fn create(
     } else {
         StatusCode::ACCEPTED
     };
-    // Who did not wait for the result does not expect it.
+    // A caller that did not wait for the job gets no result in the response.
     let max_result_bytes = wait.is_none().then_some(0);
     answer(&orchestrator, status, row, max_result_bytes).await
 }
 
-/// A job with its results, each at most so long if that is given.
+/// Responds with a job. `max_result_bytes` limits the size of its result.
 async fn answer(
     orchestrator: &Orchestrator,
     status: StatusCode,
@@ -144,8 +145,8 @@ pub(super) async fn list(
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct ShowQuery {
-    /// Shortens `sba_result` to about so many bytes of JSON: first what steps returned, then the
-    /// list of steps that succeeded. 0 leaves it out.
+    /// Limits `sba_result` to about this many bytes of JSON: first the output of steps is removed,
+    /// then the successful steps. 0 removes the whole result.
     max_result_bytes: Option<usize>,
 }
 
@@ -163,7 +164,7 @@ pub(super) async fn show(
     answer(&orchestrator, StatusCode::OK, row, query.max_result_bytes).await
 }
 
-/// How far an SBA job is, if its node answers at once.
+/// Asks the node for the progress of an SBA job. `None` if it does not answer in time.
 async fn progress(orchestrator: &Orchestrator, row: &JobRow) -> Option<JobProgress> {
     let node_id = row.node_id.filter(|id| {
         row.has_spec() && !row.state.is_final() && !orchestrator.fleet.is_backed_off(*id)

@@ -49,7 +49,7 @@ use crate::{
     mcp,
 };
 
-/// The length of a whole id.
+/// Length of a complete id.
 const MAX_ID_PART: usize = 36;
 
 #[derive(OpenApi)]
@@ -261,6 +261,7 @@ pub(crate) fn router(
 ) -> Router {
     let (routes, _) = documented().split_for_parts();
     let document = Bytes::from(openapi().to_string());
+    // Layers added later run earlier: authentication, then the gate, then the handlers.
     let routes = routes
         .method_not_allowed_fallback(edge::method_not_allowed)
         .fallback(edge::not_found)
@@ -374,7 +375,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Path<T>
     }
 }
 
-/// The id in a path. Text that is not a UUID names nothing, which answers 404.
+/// An id in a path. An invalid UUID is answered with 404, like an unknown id.
 #[derive(Debug)]
 pub(crate) struct Id<T>(pub(crate) T);
 
@@ -491,7 +492,8 @@ impl NamePaging {
     }
 }
 
-/// These lists were not paged once, so the default is the largest page.
+/// Parses the page size of a list that was unpaged in earlier versions: its default is the largest
+/// page.
 pub(crate) fn name_limit(requested: Option<u32>) -> Result<u32, ApiError> {
     limit(Some(requested.unwrap_or(1_000)))
 }

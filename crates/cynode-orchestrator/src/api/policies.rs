@@ -5,7 +5,7 @@ use cynode_api::{
     ErrorCode, Page, Policy, PolicyPut, PolicyRule, PolicyTest, PolicyVerdict, Problem, file_limits,
 };
 use cynode_policy::{
-    Action, Call, MAX_DOCUMENT_BYTES, Policies as Set, Principal, Resource, within_workspace,
+    Action, CallContext, MAX_DOCUMENT_BYTES, Policies as Set, Principal, Resource, within_workspace,
 };
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
@@ -215,43 +215,43 @@ pub(super) async fn test(
 }
 
 /// The context that rules see for such a call, as the gate builds it.
-fn call(action: Action, body: PolicyTest) -> Call {
-    let none = Call::default();
+fn call(action: Action, body: PolicyTest) -> CallContext {
+    let none = CallContext::default();
     let limits = Some(policy_limits(body.limits.unwrap_or_default()));
     match action {
-        Action::SessionExec => Call {
+        Action::SessionExec => CallContext {
             program: body.program,
             ..none
         },
-        Action::SessionPty => Call {
+        Action::SessionPty => CallContext {
             program: body.program,
             pty: true,
             ..none
         },
-        Action::SessionCreate => Call {
+        Action::SessionCreate => CallContext {
             image: body.image,
             network: body.network,
             pty: body.pty,
             limits,
             ..none
         },
-        Action::JobCreate => Call {
+        Action::JobCreate => CallContext {
             program: body.program,
             image: body.image,
             network: body.network,
             limits,
             ..none
         },
-        Action::TokenCreate => Call {
+        Action::TokenCreate => CallContext {
             token_kind: body.token_kind.map(|kind| kind.as_str().to_owned()),
             ..none
         },
         // Without a path, they concern the working directory.
-        Action::FileList | Action::FileSearch | Action::FileMkdir => Call {
+        Action::FileList | Action::FileSearch | Action::FileMkdir => CallContext {
             path: Some(within_workspace(body.path.as_deref().unwrap_or("."))),
             ..none
         },
-        _ if action.as_str().starts_with("file.") => Call {
+        _ if action.as_str().starts_with("file.") => CallContext {
             path: body.path.as_deref().map(within_workspace),
             ..none
         },

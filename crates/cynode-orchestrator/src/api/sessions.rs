@@ -272,7 +272,7 @@ impl NodeCall {
             ));
         }
         let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
-        let below = route
+        let node_path = route
             .strip_prefix("/v1")
             .unwrap_or_default()
             .replace("{id}", &id.to_string())
@@ -281,13 +281,13 @@ impl NodeCall {
                 &exec_id.map(|id| id.to_string()).unwrap_or_default(),
             );
         let query = query.map_or_else(String::new, |query| format!("?{query}"));
-        let path = format!("/v1/worker{below}{query}");
+        let path = format!("/v1/worker{node_path}{query}");
         let is_websocket = request
             .headers()
             .get(http::header::UPGRADE)
             .is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"websocket"));
         let must_end = orchestrator.call_must_end(&caller, node_id);
-        if is_websocket && below.ends_with("/pty") {
+        if is_websocket && node_path.ends_with("/pty") {
             let call_id = request.extensions().get::<CallId>().copied();
             let closed = orchestrator.terminal_close_recorder(&caller, id, call_id);
             forward::upgrade(&client, &path, request, must_end, closed).await

@@ -34,14 +34,14 @@ const MAX_LISTED: usize = 16;
 
 /// The listener or route that received a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Surface {
+pub(crate) enum EntryPoint {
     UserApi,
     Mcp,
     Metrics,
     Control,
 }
 
-impl Surface {
+impl EntryPoint {
     /// The surface of a path on the user API's port.
     pub(crate) fn of_path(path: &str) -> Self {
         if path == "/mcp" || path.starts_with("/mcp/") {
@@ -73,13 +73,13 @@ impl Surface {
 /// which identify it without revealing it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Failure {
-    surface: Surface,
+    surface: EntryPoint,
     address: Option<IpAddr>,
     token: [u8; 4],
 }
 
 impl Failure {
-    pub(crate) fn new(surface: Surface, address: Option<IpAddr>, token_hash: &[u8; 32]) -> Self {
+    pub(crate) fn new(surface: EntryPoint, address: Option<IpAddr>, token_hash: &[u8; 32]) -> Self {
         let [a, b, c, d, ..] = *token_hash;
         Self {
             surface,
@@ -100,7 +100,7 @@ impl Failure {
     }
 }
 
-fn record(surface: Surface, mut detail: Map<String, Value>) -> AuditBody {
+fn record(surface: EntryPoint, mut detail: Map<String, Value>) -> AuditBody {
     detail.insert("route".to_owned(), json!(surface.as_str()));
     AuditBody {
         call_id: None,
@@ -219,7 +219,7 @@ impl Count {
         self.addresses.add(failure.address);
     }
 
-    fn record(&self, surface: Surface, network: Option<Network>) -> AuditBody {
+    fn record(&self, surface: EntryPoint, network: Option<Network>) -> AuditBody {
         let text = |address: &Network| {
             address.map_or_else(|| "unknown".to_owned(), |address| address.to_string())
         };
@@ -262,9 +262,9 @@ struct Source {
 
 #[derive(Debug, Default)]
 struct Sources {
-    known: BTreeMap<(Surface, Network), Source>,
+    known: BTreeMap<(EntryPoint, Network), Source>,
     /// Sources beyond the bound, by surface.
-    others: BTreeMap<Surface, (Instant, Count)>,
+    others: BTreeMap<EntryPoint, (Instant, Count)>,
 }
 
 /// The failures of this process. Cheap to clone.
@@ -371,7 +371,7 @@ mod tests {
 
     use super::*;
 
-    fn failure(surface: Surface, address: &str, token: u32) -> Failure {
+    fn failure(surface: EntryPoint, address: &str, token: u32) -> Failure {
         let mut hash = [0; 32];
         hash[..4].copy_from_slice(&token.to_be_bytes());
         Failure::new(surface, address.parse().ok(), &hash)
@@ -387,7 +387,7 @@ mod tests {
     #[test]
     fn a_source_is_recorded_at_once_and_then_once_per_interval_with_what_identifies_it() {
         let (failures, begin) = (Failures::default(), Instant::now());
-        let one = failure(Surface::UserApi, "192.0.2.1", 7);
+        let one = failure(EntryPoint::UserApi, "192.0.2.1", 7);
         assert!(failures.add(&one, begin));
         assert_eq!(
             Value::Object(one.record().detail),
@@ -444,7 +444,7 @@ mod tests {
     fn the_first_tokens_of_a_source_are_recorded_at_once_and_further_ones_listed_up_to_the_limit() {
         let (failures, now) = (Failures::default(), Instant::now());
         let immediate = (0..100)
-            .filter(|token| failures.add(&failure(Surface::Mcp, "192.0.2.1", *token), now))
+            .filter(|token| failures.add(&failure(EntryPoint::Mcp, "192.0.2.1", *token), now))
             .count();
         assert_eq!(immediate, MAX_IMMEDIATE);
         let records = failures.rest();
@@ -473,7 +473,7 @@ mod tests {
             for _ in 0..3 {
                 immediate += u64::from(failures.add(
                     &failure(
-                        Surface::Control,
+                        EntryPoint::Control,
                         &std::net::Ipv4Addr::from_bits(number).to_string(),
                         number,
                     ),
@@ -515,11 +515,11 @@ mod tests {
         let (failures, now) = (Failures::default(), Instant::now());
         let one = |number: u32| {
             let address = Ipv4Addr::from_bits(0x0a00_0000 + number).to_string();
-            let _immediate = failures.add(&failure(Surface::UserApi, &address, number), now);
+            let _immediate = failures.add(&failure(EntryPoint::UserApi, &address, number), now);
         };
         (0..200).for_each(one);
         for number in 0..60 {
-            let hidden = failure(Surface::UserApi, "192.0.2.1", number);
+            let hidden = failure(EntryPoint::UserApi, "192.0.2.1", number);
             assert!(!failures.add(&hidden, now), "the table is full");
             one(1_000 + number);
         }
@@ -538,18 +538,18 @@ mod tests {
     #[test]
     fn an_ipv6_network_is_one_source_and_its_addresses_are_listed() {
         let (failures, now) = (Failures::default(), Instant::now());
-        assert!(failures.add(&failure(Surface::UserApi, "2001:db8::1", 1), now));
+        assert!(failures.add(&failure(EntryPoint::UserApi, "2001:db8::1", 1), now));
         for last in 1..=3 {
             assert!(!failures.add(
-                &failure(Surface::UserApi, &format!("2001:db8::{last}"), 1),
+                &failure(EntryPoint::UserApi, &format!("2001:db8::{last}"), 1),
                 now
             ));
         }
         // Another network, another surface, and an address in another notation.
-        assert!(failures.add(&failure(Surface::UserApi, "2001:db8:0:1::1", 1), now));
-        assert!(failures.add(&failure(Surface::Mcp, "2001:db8::1", 1), now));
-        assert!(failures.add(&failure(Surface::UserApi, "192.0.2.9", 1), now));
-        assert!(!failures.add(&failure(Surface::UserApi, "::ffff:192.0.2.9", 1), now));
+        assert!(failures.add(&failure(EntryPoint::UserApi, "2001:db8:0:1::1", 1), now));
+        assert!(failures.add(&failure(EntryPoint::Mcp, "2001:db8::1", 1), now));
+        assert!(failures.add(&failure(EntryPoint::UserApi, "192.0.2.9", 1), now));
+        assert!(!failures.add(&failure(EntryPoint::UserApi, "::ffff:192.0.2.9", 1), now));
         let records = failures.rest();
         let of = |address: &str| {
             records
@@ -570,7 +570,7 @@ mod tests {
     #[test]
     fn a_failure_that_could_not_be_written_is_counted() {
         let (failures, now) = (Failures::default(), Instant::now());
-        let one = failure(Surface::UserApi, "192.0.2.1", 1);
+        let one = failure(EntryPoint::UserApi, "192.0.2.1", 1);
         assert!(failures.add(&one, now));
         failures.count(&one);
         assert_eq!(counted(&failures.rest()), 1);

@@ -21,7 +21,7 @@ use crate::{db, fleet};
 pub(crate) use checkpoints::{Checkpoints, Signer};
 pub(crate) use close::{AbandonedCalls, CallCloser, follow_exec};
 pub(crate) use events::{EventCopier, EventPump};
-pub(crate) use failures::{Failure, Failures, Surface, keep as keep_failures};
+pub(crate) use failures::{EntryPoint, Failure, Failures, keep as keep_failures};
 pub(crate) use heads::OwnHeads;
 pub(crate) use node_records::refusals as node_refusals;
 pub(crate) use writer::{Audit, not_started};

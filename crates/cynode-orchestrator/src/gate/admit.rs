@@ -29,9 +29,9 @@ use super::{
 };
 use crate::{db, identity::SessionSnapshot};
 
-/// What the gate knows of a call that may enter.
+/// The findings about a call that is admitted.
 struct Admission {
-    /// What is admitted but flagged.
+    /// Findings that are reported but not refused.
     flags: Flags,
     patch: Option<AdmittedPatch>,
     /// The hunks of the patch that were repaired.
@@ -128,7 +128,7 @@ impl Call<'_> {
             &self.caller.principal(),
             Action::TaskShow,
             &target.resource,
-            &cynode_policy::Call::default(),
+            &cynode_policy::CallContext::default(),
         );
         if decision.allowed {
             return Ok(Some(target));
@@ -514,8 +514,8 @@ impl Call<'_> {
     }
 }
 
-/// Refuses a tool call whose target is not part of its task, or of the task's project. If it is, a
-/// caller with access to the task may know of it.
+/// Refuses a tool call whose target does not belong to its task or to the task's project. A target
+/// that does becomes visible: the caller may see the task.
 fn check_ownership(task: Option<&Target>, target: &mut Target) -> Result<(), Refusal> {
     let Some(task) = task else { return Ok(()) };
     let belongs = match (target.task_id, target.project_id) {

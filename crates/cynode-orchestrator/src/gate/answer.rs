@@ -1,4 +1,5 @@
-//! The outcome of a call: derived from its answer, and recorded before the answer is sent.
+//! An open call: writes its intent, derives its outcome from the answer, and records it before the
+//! answer is sent.
 
 use std::time::Instant;
 

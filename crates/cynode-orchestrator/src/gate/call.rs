@@ -77,7 +77,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Authorizes, records and carries out the call. If the cached identity turns out stale, the
+    /// Authorizes, records and runs the call. If the cached identity turns out to be stale, the
     /// call has had no effect.
     pub(super) async fn attempt(
         mut self,
@@ -163,7 +163,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// The tool that a call came by, for its record.
+/// Detail for the audit record: the tool through which the call was made.
 pub(super) fn tool_detail(tool: Option<ToolOrigin>) -> Map<String, Value> {
     tool.map(|tool| ("tool".to_owned(), json!(tool.name)))
         .into_iter()

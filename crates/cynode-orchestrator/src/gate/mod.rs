@@ -171,7 +171,7 @@ impl Orchestrator {
         caller: &Caller,
         action: Action,
         resource: &Resource,
-        call: &cynode_policy::Call,
+        call: &cynode_policy::CallContext,
     ) -> Result<(), ApiError> {
         let decision = self
             .policies

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::LimitsRequest;
-use cynode_policy::{Action, Call, CallLimits, within_workspace};
+use cynode_policy::{Action, CallContext, CallLimits, within_workspace};
 use cynode_service::ApiError;
 use serde::Deserialize as _;
 use serde_json::{Map, Value, json};
@@ -37,12 +37,12 @@ pub(crate) fn policy_limits(requested: LimitsRequest) -> CallLimits {
     }
 }
 
-/// The call as policies see it: one [`Call`] for each path that it touches, and for each program of
+/// The call as policies see it: one [`CallContext`] for each path that it touches, and for each program of
 /// a job. Each path and each program is in at least one of them; not every path meets every
 /// program.
 #[derive(Debug, Default)]
 pub(crate) struct PolicyCalls<'a> {
-    call: Call,
+    call: CallContext,
     /// The directory of relative paths, stored once because thousands of paths may share it.
     base: Option<String>,
     paths: Vec<Cow<'a, str>>,
@@ -101,14 +101,14 @@ impl<'a> PolicyCalls<'a> {
         self.paths.len().max(self.programs.len()).max(1)
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = Call> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = CallContext> {
         (0..self.len()).map(|number| {
             let path = cyclic(&self.paths, number).map(|path| match &self.base {
                 Some(base) => within_workspace(&format!("{base}/{path}")),
                 None => within_workspace(path),
             });
             let call = self.call.clone();
-            Call {
+            CallContext {
                 path,
                 program: cyclic(&self.programs, number)
                     .map(|program| (*program).to_owned())
@@ -143,9 +143,9 @@ fn cyclic<T>(items: &[T], number: usize) -> Option<&T> {
     items.get(number.checked_rem(items.len())?)
 }
 
-fn call(action: Action, body: &Value, query: &[(String, String)]) -> Call {
+fn call(action: Action, body: &Value, query: &[(String, String)]) -> CallContext {
     let text = |name: &str| body.get(name).and_then(Value::as_str).map(str::to_owned);
-    let mut call = Call::default();
+    let mut call = CallContext::default();
     match action {
         Action::SessionExec => call.program = body["argv"][0].as_str().map(str::to_owned),
         Action::JobCreate => {

@@ -18,7 +18,7 @@ use uuid::Uuid;
 use super::{Identity, attach, peer, reject_token};
 use crate::{
     Orchestrator,
-    audit::{Failure, Surface},
+    audit::{EntryPoint, Failure},
     caller::Caller,
     db::{self, IdentityLookup},
 };
@@ -139,7 +139,7 @@ impl StaleIdentity {
         if let Some(connection) = extensions.get::<Connection>() {
             connection.move_to_unauthenticated();
         }
-        let failure = Failure::new(Surface::UserApi, peer(extensions), &self.token_hash);
+        let failure = Failure::new(EntryPoint::UserApi, peer(extensions), &self.token_hash);
         Err(reject_token(orchestrator, failure).await)
     }
 }

@@ -25,7 +25,7 @@ pub(crate) use cache::{CachedIdentity, IdentityCache, MAX_CACHED_GROUPS, StaleId
 
 use crate::{
     Orchestrator,
-    audit::{Failure, Surface},
+    audit::{EntryPoint, Failure},
     caller::{Caller, hash},
     db::{self, Authenticated, PlacedSession},
 };
@@ -34,8 +34,7 @@ use crate::{
 const SNAPSHOT_MAX_AGE: Duration = Duration::from_millis(100);
 /// Delays the answer to an invalid token, so that guessing tokens is slow.
 const REJECTION_DELAY: Duration = Duration::from_millis(300);
-/// Bounds how many rejections wait at once. Further ones get 429 without delay, which does not
-/// reveal whether the token is valid; all of them are counted.
+/// Bounds how many rejections wait at once. Further ones get 429 without delay; all are counted.
 static DELAYED_REJECTIONS: Semaphore = Semaphore::const_new(32);
 
 /// The token's row, and the session of the call's path if there is one.
@@ -91,7 +90,7 @@ pub(crate) async fn authenticate(
             }
             let Some(identity) = current else {
                 let failure = Failure::new(
-                    Surface::of_path(request.uri().path()),
+                    EntryPoint::of_path(request.uri().path()),
                     peer(request.extensions()),
                     &token_hash,
                 );
@@ -139,7 +138,7 @@ pub(crate) fn metrics_reader(
                 }
                 Some(_) => Err(admin::no_reader("the token is not an administrator's")),
                 None => {
-                    let failure = Failure::new(Surface::Metrics, peer, &token_hash);
+                    let failure = Failure::new(EntryPoint::Metrics, peer, &token_hash);
                     Err(reject_token(&orchestrator, failure).await)
                 }
             }

@@ -58,7 +58,7 @@ use crate::{
 use plan::OwnSession;
 use progress::Running;
 use run::{ToolFailure, ToolOutput};
-use surface::Surface;
+use surface::ToolSet;
 use tools::Tool;
 use view::View;
 
@@ -70,7 +70,7 @@ struct Gateway {
     orchestrator: Orchestrator,
     /// The user API behind authentication: from the gate on.
     routes: Router,
-    surface: Surface,
+    surface: ToolSet,
 }
 
 type Service = StreamableHttpService<Gateway, NeverSessionManager>;
@@ -96,9 +96,9 @@ pub(crate) fn routes(orchestrator: &Orchestrator, routes: &Router) -> Router {
             config,
         )
     };
-    let dotted = service(Surface::Full { underscored: false });
-    let underscored = service(Surface::Full { underscored: true });
-    let coding = gateway(Surface::Coding);
+    let dotted = service(ToolSet::Full { underscored: false });
+    let underscored = service(ToolSet::Full { underscored: true });
+    let coding = gateway(ToolSet::Coding);
     Router::new()
         .route(
             "/mcp",
@@ -113,7 +113,7 @@ pub(crate) fn routes(orchestrator: &Orchestrator, routes: &Router) -> Router {
         )
         .merge(
             Router::new()
-                .route_service("/mcp/coding", service(Surface::Coding))
+                .route_service("/mcp/coding", service(ToolSet::Coding))
                 .layer(middleware::from_fn_with_state(coding, admit_to_coding)),
         )
         .layer(middleware::from_fn_with_state(
@@ -153,7 +153,7 @@ async fn admit_to_coding(State(gateway): State<Gateway>, request: Request, next:
         .and_then(|id| id.to_str().ok());
     let client = Client {
         caller: &caller,
-        surface: Surface::Coding,
+        surface: ToolSet::Coding,
         request_id,
         body_bytes: 0,
         running: &running,
@@ -197,7 +197,7 @@ async fn limit_body(
 /// The client of a tool call, from the HTTP request that it arrived in.
 struct Client<'a> {
     caller: &'a Caller,
-    surface: Surface,
+    surface: ToolSet,
     request_id: Option<&'a str>,
     body_bytes: usize,
     /// The command that the call is running.
@@ -206,7 +206,7 @@ struct Client<'a> {
 
 fn client<'a>(
     context: &'a RequestContext<RoleServer>,
-    surface: Surface,
+    surface: ToolSet,
     running: &'a Running,
 ) -> Result<Client<'a>, ErrorData> {
     let parts = context.extensions.get::<Parts>();

@@ -100,7 +100,7 @@ impl Gateway {
         match self.run_plan(client, tool, plan.clone()).await {
             Err(failure) if is_one_of(&failure, &DOWN) => {}
             Err(failure) => return Err(failure),
-            Ok(output) => return Ok(output.after(note)),
+            Ok(output) => return Ok(output.with_note_before(note)),
         }
         self.resume(client, tool, own).await.map_err(|failure| {
             if !is_one_of(&failure, &GONE) {
@@ -117,7 +117,7 @@ impl Gateway {
             ToolFailure::recorded(Stage::Run, error.with_remedy(remedy))
         })?;
         let output = self.run_plan(client, tool, plan).await?;
-        Ok(output.after(Some(resumed(own.id))))
+        Ok(output.with_note_before(Some(resumed(own.id))))
     }
 
     /// Answers the token's session if it lives, resumes it if its workspace is kept, or creates

@@ -84,8 +84,8 @@ impl ExecPlan {
     }
 }
 
-/// An export of the changes since a session began, or else since the last commit: not every session
-/// has a snapshot of what it began with.
+/// An export of the changes since the session began or, without a snapshot of that state, since the
+/// last commit.
 #[derive(Clone, Debug)]
 pub(crate) struct ExportPlan {
     pub(crate) since_start: ApiRequest,
@@ -97,9 +97,9 @@ pub(crate) struct ExportPlan {
 pub(crate) struct OwnSession {
     pub(crate) task: TaskId,
     pub(crate) id: SessionId,
-    /// 0 if none has been made yet; the id is then that of the first.
+    /// 0 before the first session is created; `id` is then the id that it will get.
     pub(crate) generation: i64,
-    /// Whether this call may make the first one.
+    /// Whether this call may create the first session.
     pub(crate) creates: bool,
 }
 

@@ -18,29 +18,29 @@ const MAX_LINE: usize = 200;
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct RunningExec {
+pub(super) struct FollowedExec {
     pub(super) session: SessionId,
     pub(super) exec: ExecId,
 }
 
 /// The command that a tool call is running, if any.
 #[derive(Debug, Default)]
-pub(super) struct Running(Mutex<Option<RunningExec>>);
+pub(super) struct Running(Mutex<Option<FollowedExec>>);
 
 impl Running {
-    pub(super) fn set(&self, exec: RunningExec) {
+    pub(super) fn set(&self, exec: FollowedExec) {
         *self.0.lock() = Some(exec);
     }
 
-    fn get(&self) -> Option<RunningExec> {
+    fn get(&self) -> Option<FollowedExec> {
         *self.0.lock()
     }
 }
 
 impl Gateway {
-    /// The last line that the running command wrote.
+    /// The last line of output of the running command.
     pub(super) async fn last_line(&self, running: &Running) -> Option<String> {
-        let RunningExec { session, exec } = running.get()?;
+        let FollowedExec { session, exec } = running.get()?;
         let orchestrator = &self.orchestrator;
         let read = async {
             let row = orchestrator.db.any_session(session).await.ok()??;

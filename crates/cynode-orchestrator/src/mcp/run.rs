@@ -18,7 +18,7 @@ use uuid::Uuid;
 use super::{
     Client, Gateway, ToolCall,
     plan::{ApiBody, ApiRequest, ExecPlan, ExportPlan, FilePart, Plan, ResultFormat},
-    progress::RunningExec,
+    progress::FollowedExec,
     text,
     tools::Tool,
     view::View,
@@ -29,8 +29,7 @@ use crate::{
     gate::{Refusal, Stage, ToolBody},
 };
 
-/// The longest answer that becomes a result. Pages of output, listings and searches are limited to
-/// half of it.
+/// Size limit of an answer. Pages of output, listings and searches are limited to half of it.
 const MAX_ANSWER: usize = 8 * 1024 * 1024;
 /// Answers that are buffered at once; further ones take turns.
 const MAX_CONCURRENT_ANSWERS: usize = 16;
@@ -40,7 +39,7 @@ static ANSWERS: FairPermits = FairPermits::new(MAX_CONCURRENT_ANSWERS);
 #[derive(Debug)]
 pub(super) struct ToolOutput {
     pub(super) value: Value,
-    /// What a model should know besides, such as what happened to the session.
+    /// A note for the model, such as that the session was resumed.
     pub(super) note: Option<String>,
 }
 
@@ -51,8 +50,8 @@ impl From<Value> for ToolOutput {
 }
 
 impl ToolOutput {
-    /// Puts another note before the one that there is.
-    pub(super) fn after(self, note: Option<String>) -> Self {
+    /// Puts a note before the existing one, if any.
+    pub(super) fn with_note_before(self, note: Option<String>) -> Self {
         let note = match (note, self.note) {
             (Some(first), Some(second)) => Some(format!("{first} {second}")),
             (first, second) => first.or(second),
@@ -287,7 +286,7 @@ impl Gateway {
     ) -> Result<Value, ToolFailure> {
         let mut exec = exec;
         loop {
-            client.running.set(RunningExec {
+            client.running.set(FollowedExec {
                 session: exec.session,
                 exec: exec.exec_id,
             });
@@ -393,7 +392,7 @@ async fn problem(response: Response) -> ApiError {
     }
 }
 
-/// Turns an answer into the result of a tool.
+/// Converts an answer into the result of a tool.
 async fn result_of(response: Response, format: ResultFormat) -> Result<Value, ApiError> {
     match format {
         ResultFormat::Object => object(response).await,
@@ -497,7 +496,7 @@ fn as_text(bytes: Vec<u8>, truncated: bool) -> Result<String, Vec<u8>> {
     })
 }
 
-/// Reads the requested lines up to the size limit, and whether any were cut off.
+/// Reads the requested lines up to the size limit. Returns whether they were truncated.
 async fn read_part(
     mut pieces: BodyDataStream,
     part: FilePart,

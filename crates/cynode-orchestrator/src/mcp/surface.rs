@@ -1,4 +1,4 @@
-//! The addresses of the gateway: which tools each serves, and how it names and lists them.
+//! The tool sets of the gateway, one per address: their tools, and how these are named and listed.
 
 use std::sync::Arc;
 
@@ -7,19 +7,19 @@ use serde_json::Value;
 
 use super::{
     schema,
-    tools::{self, Kind, Tool},
+    tools::{self, Tool, ToolEffect},
 };
 
-/// The tools that an address serves, and how it names them.
+/// A set of tools that an address serves, with its spelling of their names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Surface {
+pub(crate) enum ToolSet {
     /// `/mcp`: every tool of the caller.
     Full { underscored: bool },
     /// `/mcp/coding`.
     Coding,
 }
 
-impl Surface {
+impl ToolSet {
     pub(super) const fn is_coding(self) -> bool {
         matches!(self, Self::Coding)
     }
@@ -39,12 +39,12 @@ impl Surface {
         tools::find(self.tools(), name, self.underscored())
     }
 
-    /// A text with the names of tools as clients of this address know them.
+    /// Rewrites the names of tools in a text to the spelling of this address.
     pub(super) fn spelled(self, text: &str) -> String {
         tools::spelled(text, self.underscored())
     }
 
-    /// The same for every text in an answer.
+    /// Rewrites the names of tools in all strings of an answer.
     pub(super) fn spelled_in(self, answer: Value) -> Value {
         match answer {
             Value::String(text) => Value::String(self.spelled(&text)),
@@ -60,7 +60,7 @@ impl Surface {
         }
     }
 
-    /// What clients tell models about the server.
+    /// The instructions that clients pass on to models.
     pub(super) fn instructions(self) -> String {
         self.spelled(match self {
             Self::Full { .. } => {
@@ -74,7 +74,7 @@ impl Surface {
         })
     }
 
-    /// A tool as clients see it.
+    /// A tool as it is listed to clients.
     pub(super) fn listed(self, tool: &Tool) -> ListedTool {
         let name = if self.underscored() {
             tool.underscored()
@@ -87,15 +87,15 @@ impl Surface {
                 tool.description,
                 Arc::new(schema::compact(&tool.input)),
             );
-            return if tool.kind == Kind::Reads {
+            return if tool.effect == ToolEffect::ReadOnly {
                 listed.with_annotations(ToolAnnotations::new().read_only(true))
             } else {
                 listed
             };
         }
         let annotations = ToolAnnotations::new()
-            .read_only(tool.kind == Kind::Reads)
-            .destructive(tool.kind == Kind::Changes)
+            .read_only(tool.effect == ToolEffect::ReadOnly)
+            .destructive(tool.effect == ToolEffect::Destructive)
             .open_world(false);
         ListedTool::new(
             name,
@@ -113,7 +113,7 @@ mod tests {
 
     use super::*;
 
-    fn list(surface: Surface) -> ListToolsResult {
+    fn list(surface: ToolSet) -> ListToolsResult {
         let tools = surface.tools().iter().map(|tool| surface.listed(tool));
         ListToolsResult::with_all_items(tools.collect()).with_cache_scope(CacheScope::Private)
     }
@@ -125,11 +125,11 @@ mod tests {
             let list = serde_json::to_string(&list(surface)).expect("JSON");
             list.chars().count()
         };
-        assert!(size(Surface::Coding) <= 8_000, "{}", size(Surface::Coding));
+        assert!(size(ToolSet::Coding) <= 8_000, "{}", size(ToolSet::Coding));
         let lines: Vec<String> = [
-            ("/mcp", Surface::Full { underscored: false }),
-            ("/mcp?names=underscore", Surface::Full { underscored: true }),
-            ("/mcp/coding", Surface::Coding),
+            ("/mcp", ToolSet::Full { underscored: false }),
+            ("/mcp?names=underscore", ToolSet::Full { underscored: true }),
+            ("/mcp/coding", ToolSet::Coding),
         ]
         .into_iter()
         .map(|(path, surface)| {
@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn the_short_list_has_no_output_schemas_and_no_dotted_names() {
-        for tool in list(Surface::Coding).tools {
+        for tool in list(ToolSet::Coding).tools {
             let tool = serde_json::to_value(tool).expect("JSON");
             assert!(tool.get("outputSchema").is_none(), "{tool}");
             assert!(!tool["name"].as_str().unwrap_or_default().contains('.'));

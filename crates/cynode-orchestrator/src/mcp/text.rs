@@ -397,7 +397,7 @@ fn cut_middle(text: &str, limit: usize, place: &str) -> String {
 /// Shortens the lists and texts of a structured result to the size of the text, unless the call asks
 /// for more.
 pub(crate) fn bound(result: &mut Value, view: &View) {
-    if view.asks_for_more {
+    if view.has_own_limit {
         return;
     }
     if shorten::json_size(result) > view.limit {

@@ -1,19 +1,19 @@
-//! How a call is shown to its client: the names that the client uses, the size of the text, and the
-//! call that continues where a result was cut.
+//! The presentation of one call to its client: the spelling of tool names, the size limit of the
+//! text, and the call that continues a truncated result.
 
 use serde_json::{Map, Value};
 
 use super::{
-    surface::Surface,
+    surface::ToolSet,
     tools::{MAX_READ, Tool},
 };
 
-/// The longest text, unless a call on `/mcp/coding` asks for more.
+/// Default size limit of a text. Calls on `/mcp/coding` can raise it.
 pub(crate) const MAX_TEXT: usize = 8 * 1024;
-/// Room for what a text says about a result.
-const NOTES: usize = 1_024;
-/// The bytes of text that one entry of a listing or one match may take.
-const LINE: usize = 256;
+/// Extra space for notes about a result.
+const NOTE_BYTES: usize = 1_024;
+/// Estimated bytes of text per listed entry or search match.
+const LINE_BYTES: usize = 256;
 
 /// The arguments that a continuation repeats.
 const REPEATED: [&str; 18] = [
@@ -39,28 +39,28 @@ const REPEATED: [&str; 18] = [
 
 #[derive(Debug)]
 pub(crate) struct View {
-    surface: Surface,
+    surface: ToolSet,
     pub(super) tool: &'static str,
     arguments: Map<String, Value>,
-    /// The longest text.
+    /// Size limit of the text.
     pub(super) limit: usize,
-    /// The call asks for more than fits the default text.
-    pub(super) asks_for_more: bool,
+    /// The call sets its own size limit.
+    pub(super) has_own_limit: bool,
 }
 
 impl View {
     /// A call whose tool is not known.
-    pub(super) fn unknown(surface: Surface) -> Self {
+    pub(super) fn unknown(surface: ToolSet) -> Self {
         Self {
             surface,
             tool: "",
             arguments: Map::new(),
             limit: MAX_TEXT,
-            asks_for_more: false,
+            has_own_limit: false,
         }
     }
 
-    pub(super) fn new(surface: Surface, tool: &Tool, arguments: &Map<String, Value>) -> Self {
+    pub(super) fn new(surface: ToolSet, tool: &Tool, arguments: &Map<String, Value>) -> Self {
         let number = |name: &str| {
             let number = arguments.get(name).and_then(Value::as_u64);
             number.map(|number| usize::try_from(number).unwrap_or(usize::MAX))
@@ -68,13 +68,13 @@ impl View {
         let bytes = number("max_bytes").or(number("tail_bytes"));
         let streams = number("max_output_bytes").map(|bytes| bytes.saturating_mul(2));
         let lines = number("max_entries").or(number("max_results"));
-        let asked = bytes
+        let requested = bytes
             .or(streams)
-            .or(lines.map(|lines| lines.saturating_mul(LINE)));
-        let most = usize::try_from(2 * MAX_READ).unwrap_or(usize::MAX);
-        // On `/mcp` the text stays short whatever is asked for: the structure has the rest.
-        let limit = match asked {
-            Some(asked) if surface.is_coding() => MAX_TEXT.max(asked.min(most) + NOTES),
+            .or(lines.map(|lines| lines.saturating_mul(LINE_BYTES)));
+        let max = usize::try_from(2 * MAX_READ).unwrap_or(usize::MAX);
+        // On `/mcp` the text stays short whatever is requested for: the structure has the rest.
+        let limit = match requested {
+            Some(requested) if surface.is_coding() => MAX_TEXT.max(requested.min(max) + NOTE_BYTES),
             _ => MAX_TEXT,
         };
         let arguments = REPEATED
@@ -86,7 +86,7 @@ impl View {
             tool: tool.name,
             arguments,
             limit,
-            asks_for_more: asked.is_some(),
+            has_own_limit: requested.is_some(),
         }
     }
 
@@ -98,7 +98,7 @@ impl View {
         self.surface.is_coding()
     }
 
-    /// A call of a tool as this client would write it, in the same session.
+    /// Formats a call of a tool in the same session, as the client would write it.
     pub(super) fn call(&self, tool: &str, repeated: &[&str], more: &[(&str, Value)]) -> String {
         let mut arguments = Map::new();
         for name in ["task_id", "session_id", "job_id"].iter().chain(repeated) {

@@ -11,21 +11,21 @@ use crate::{
     Config,
     db::{Db, JobRow},
     fleet::{CallError, Fleet, is_transient_refusal},
-    job_artifacts::{self, Collector, Source, Wanted},
+    job_artifacts::{self, Collector, ReportSource, Wanted},
     placement::{self, NodeRequirements, Placement},
     signal::EventSignal,
 };
 
 /// Jobs per lease statement.
 const BATCH: usize = 64;
-/// Polls a running job. Its node reports changes, so this only covers lost reports.
+/// Interval of polls of a running job. The node reports changes, so polls only cover lost reports.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
 const RETRY_DELAY: Duration = Duration::from_secs(1);
-/// For jobs of a lost or silent node; its return schedules them.
+/// Next check of a job on a lost or silent node. The return of the node schedules it earlier.
 const LOST_NODE_INTERVAL: Duration = Duration::from_secs(60);
-/// While no node can take the job.
+/// Next attempt while no node has capacity for the job.
 const CAPACITY_INTERVAL: Duration = Duration::from_secs(2);
-/// While other jobs occupy the node's lane.
+/// Next attempt while other jobs occupy the node's lane.
 const LANE_INTERVAL: Duration = Duration::from_secs(1);
 /// Bounds each call of a step. A lease lasts longer.
 const CALL_TIMEOUT: Duration = Duration::from_secs(15);
@@ -96,7 +96,7 @@ impl JobReconciler {
                 Ok(None)
             }
             (None, false) if row.stop_requested => {
-                let object = decided(&row, JobState::Canceled, None);
+                let object = ended_by_orchestrator(&row, JobState::Canceled, None);
                 self.db
                     .advance_job(row.job_id, None, &object, None, true)
                     .await?;
@@ -157,7 +157,7 @@ impl JobReconciler {
             code: ErrorCode::InferenceUnavailable.as_str().to_owned(),
             detail: reason,
         };
-        let object = decided(row, JobState::Failed, Some(error));
+        let object = ended_by_orchestrator(row, JobState::Failed, Some(error));
         self.db
             .advance_job(row.job_id, None, &object, None, true)
             .await?;
@@ -204,7 +204,7 @@ impl JobReconciler {
                     && !problem.is(ErrorCode::NoCapacity)
                     && !problem.is(ErrorCode::NoSpace) =>
             {
-                let object = decided(
+                let object = ended_by_orchestrator(
                     row,
                     JobState::Failed,
                     Some(JobError {
@@ -252,7 +252,7 @@ impl JobReconciler {
                 .await
                 && error.is_refusal(&[ErrorCode::JobNotFound])
             {
-                let object = decided(row, JobState::Canceled, None);
+                let object = ended_by_orchestrator(row, JobState::Canceled, None);
                 // Not acknowledged: a request in flight may still reach the node, and has to be
                 // stopped then.
                 self.db
@@ -293,7 +293,7 @@ impl JobReconciler {
         client: &SessionClient,
         job: Job,
     ) -> Result<Option<Duration>, Error> {
-        let job = storable(of_row(row, node_id, job));
+        let job = storable(restrict_report(row, node_id, job));
         if !job.state.is_final() {
             let job = Job {
                 sba_result: None,
@@ -305,7 +305,7 @@ impl JobReconciler {
                 .await?;
             return Ok(Some(POLL_INTERVAL));
         }
-        let source = Source::new(row, node_id, client);
+        let source = ReportSource::new(row, node_id, client);
         let collected = match self
             .collector
             .collect(source, job, Wanted::Output, Some(row.lease))
@@ -383,7 +383,7 @@ impl JobReconciler {
             code: "node_lost".to_owned(),
             detail: detail.to_owned(),
         };
-        let object = decided(row, JobState::Failed, Some(error));
+        let object = ended_by_orchestrator(row, JobState::Failed, Some(error));
         // Not acknowledged: if the node returns with a result, it is stored as a late result.
         self.db
             .advance_job(row.job_id, Some(node_id), &object, None, false)
@@ -407,7 +407,7 @@ impl JobReconciler {
             {
                 Ok(job) if job.acknowledged => {}
                 Ok(job) if job.state.is_final() => {
-                    let source = Source::new(row, node_id, &client);
+                    let source = ReportSource::new(row, node_id, &client);
                     match self
                         .collector
                         .store_late(source, storable(job), Some(row.lease))
@@ -447,8 +447,8 @@ impl JobReconciler {
     }
 }
 
-/// The job with an end that the orchestrator decided.
-fn decided(row: &JobRow, state: JobState, error: Option<JobError>) -> Job {
+/// The job object for an end that the orchestrator ended_by_orchestrator itself.
+fn ended_by_orchestrator(row: &JobRow, state: JobState, error: Option<JobError>) -> Job {
     Job {
         state,
         error,
@@ -460,7 +460,7 @@ fn decided(row: &JobRow, state: JobState, error: Option<JobError>) -> Job {
 }
 
 /// A node's report, restricted to the fields that a node decides.
-fn of_row(row: &JobRow, node_id: NodeId, job: Job) -> Job {
+fn restrict_report(row: &JobRow, node_id: NodeId, job: Job) -> Job {
     Job {
         job_id: row.job_id,
         task_id: row.task_id,

@@ -10,7 +10,7 @@ use crate::{
     Config,
     db::{Db, OrphanedJob},
     fleet::Fleet,
-    job_artifacts::{Collector, Source},
+    job_artifacts::{Collector, ReportSource},
 };
 
 /// Bounds each call to a node.
@@ -101,7 +101,7 @@ impl NodeReconciler {
             // there: that is not a result.
             Ok(job) if job.acknowledged => self.db.mark_orphan_stopped(job_id, node_id).await?,
             Ok(job) => {
-                let source = Source {
+                let source = ReportSource {
                     job_id,
                     task_id,
                     created_by: &orphan.created_by,

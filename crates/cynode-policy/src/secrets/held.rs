@@ -12,7 +12,7 @@ use super::encoded;
 
 /// The length of a fingerprint's window. Shorter secrets are too likely to be ordinary words.
 const WINDOW_BYTES: usize = 12;
-/// A byte's rotations by the time it leaves the window: one for each byte after it.
+/// How often a byte's value has been rotated when the byte leaves the window: once per later byte.
 const ROTATIONS: u32 = 12;
 /// The number of fingerprint bits that the filter compares.
 const FILTER_BITS: u32 = 16;
@@ -20,9 +20,9 @@ const FILTER_BITS: u32 = 16;
 /// The secrets to detect, at any offset, in plain text and in base64.
 pub struct HeldSecrets {
     key: hmac::Key,
-    /// The value that a byte adds to a fingerprint when it enters the window.
+    /// By byte: the value that is XORed into the fingerprint when the byte enters the window.
     enters: Box<[u64; 256]>,
-    /// The value to remove when it leaves.
+    /// By byte: the value that removes it again when it leaves.
     leaves: Box<[u64; 256]>,
     /// Sorted by fingerprint.
     secrets: Vec<Secret>,
@@ -31,7 +31,7 @@ pub struct HeldSecrets {
 }
 
 struct Secret {
-    what: &'static str,
+    kind: &'static str,
     fingerprint: u64,
     /// The offset of the fingerprint's window in the secret.
     offset: usize,
@@ -68,28 +68,29 @@ impl HeldSecrets {
     /// Adds a secret, without surrounding whitespace, and its base64 forms. Returns false for a
     /// secret shorter than 12 bytes: it is not added, because it would match everywhere.
     #[must_use = "a secret that is too short is not detected"]
-    pub fn add(&mut self, what: &'static str, secret: &[u8]) -> bool {
+    pub fn add(&mut self, kind: &'static str, secret: &[u8]) -> bool {
         let secret = secret.trim_ascii();
         if secret.len() < WINDOW_BYTES {
             return false;
         }
-        self.add_form(what, secret);
+        self.add_form(kind, secret);
         for form in encoded::all_encodings(secret) {
-            self.add_form(what, &form);
+            self.add_form(kind, &form);
         }
         self.secrets.sort_by_key(|secret| secret.fingerprint);
         true
     }
 
-    /// The window is in the middle: secrets of one kind often share a well-known prefix.
-    fn add_form(&mut self, what: &'static str, form: &[u8]) {
+    /// Adds one form. The window lies in the middle, because secrets of one kind often share a
+    /// well-known prefix.
+    fn add_form(&mut self, kind: &'static str, form: &[u8]) {
         let offset = (form.len() - WINDOW_BYTES) / 2;
         let fingerprint = self.fingerprint(&form[offset..offset + WINDOW_BYTES]);
         let (word, bit) = filter_position(fingerprint);
         self.filter[word] |= bit;
         self.longest = self.longest.max(form.len());
         self.secrets.push(Secret {
-            what,
+            kind,
             fingerprint,
             offset,
             length: form.len(),
@@ -110,9 +111,9 @@ impl HeldSecrets {
         let mut fingerprint = self.fingerprint(first);
         for (start, (leaving, entering)) in bytes.iter().zip(rest).enumerate() {
             if self.is_likely(fingerprint)
-                && let Some(what) = self.match_at(bytes, start, fingerprint)
+                && let Some(kind) = self.match_at(bytes, start, fingerprint)
             {
-                return Some(what);
+                return Some(kind);
             }
             fingerprint = fingerprint.rotate_left(1)
                 ^ self.enters[usize::from(*entering)]
@@ -131,10 +132,10 @@ impl HeldSecrets {
         let first = self
             .secrets
             .partition_point(|secret| secret.fingerprint < fingerprint);
-        let alike = self.secrets[first..]
+        let candidates = self.secrets[first..]
             .iter()
             .take_while(|secret| secret.fingerprint == fingerprint);
-        let mut whole = alike.filter(|secret| {
+        let mut matches = candidates.filter(|secret| {
             let Some(start) = window.checked_sub(secret.offset) else {
                 return false;
             };
@@ -143,7 +144,7 @@ impl HeldSecrets {
             };
             hmac::verify(&self.key, bytes, secret.tag.as_ref()).is_ok()
         });
-        whole.next().map(|secret| secret.what)
+        matches.next().map(|secret| secret.kind)
     }
 
     fn fingerprint(&self, window: &[u8]) -> u64 {

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use cynode_policy::{Action, Call, DEFAULTS, Decision, Effect, Policies, Resource};
+use cynode_policy::{Action, CallContext, DEFAULTS, Decision, Effect, Policies, Resource};
 
 use crate::people::{
     OTHER_TASK, OWNER, STRANGER, TASK, administrator, agent, every_question, everybody, everything,
@@ -29,7 +29,7 @@ fn table(policies: &Policies) -> String {
             let mark = |principal| {
                 let Decision {
                     allowed, errors, ..
-                } = policies.decide(principal, action, &resource, &Call::default());
+                } = policies.decide(principal, action, &resource, &CallContext::default());
                 assert_eq!(errors, Vec::<String>::new(), "{action} of {name}");
                 if allowed { "+" } else { "." }
             };
@@ -155,7 +155,7 @@ fn administrative_actions_are_denied_to_all_but_administrators() {
     {
         for (caller, principal) in everybody() {
             let allowed = policies
-                .decide(&principal, action, &resource, &Call::default())
+                .decide(&principal, action, &resource, &CallContext::default())
                 .allowed;
             // A manager reaches this only through a tool that a system setting enables.
             let by_tool = action == Action::ImageAdd && caller.starts_with("manager");
@@ -181,7 +181,7 @@ fn an_analyst_changes_nothing() {
         {
             assert!(
                 !policies
-                    .decide(&principal, action, &resource, &Call::default())
+                    .decide(&principal, action, &resource, &CallContext::default())
                     .allowed,
                 "{caller}: {action} of {name}"
             );
@@ -198,11 +198,11 @@ fn a_sandbox_may_do_nothing_until_a_rule_permits_it() {
     for (action, name, resource) in every_question() {
         assert!(
             !without
-                .decide(&sandbox(), action, &resource, &Call::default())
+                .decide(&sandbox(), action, &resource, &CallContext::default())
                 .allowed,
             "{action} of {name}"
         );
-        let decision = with.decide(&sandbox(), action, &resource, &Call::default());
+        let decision = with.decide(&sandbox(), action, &resource, &CallContext::default());
         assert_eq!(
             decision.allowed,
             action == Action::ArtifactPut,
@@ -219,7 +219,12 @@ fn a_resource_without_an_owner_is_visible_only_to_administrators() {
     };
     for (caller, principal) in everybody() {
         let allowed = defaults()
-            .decide(&principal, Action::SessionShow, &lost, &Call::default())
+            .decide(
+                &principal,
+                Action::SessionShow,
+                &lost,
+                &CallContext::default(),
+            )
             .allowed;
         assert_eq!(allowed, principal == administrator(), "{caller}");
     }
@@ -233,16 +238,21 @@ fn an_agent_without_a_task_or_a_project_reaches_nothing() {
         let elsewhere = agent(role, None, &[OTHER_TASK]);
         for (action, name, resource) in every_question() {
             let of_nothing = defaults()
-                .decide(&nothing, action, &resource, &Call::default())
+                .decide(&nothing, action, &resource, &CallContext::default())
                 .allowed;
             let of_elsewhere = defaults()
-                .decide(&elsewhere, action, &resource, &Call::default())
+                .decide(&elsewhere, action, &resource, &CallContext::default())
                 .allowed;
             assert_eq!(of_nothing, of_elsewhere, "{action} of {name}");
         }
         assert!(
             !defaults()
-                .decide(&nothing, Action::SessionShow, &session(), &Call::default())
+                .decide(
+                    &nothing,
+                    Action::SessionShow,
+                    &session(),
+                    &CallContext::default()
+                )
                 .allowed
         );
     }
@@ -258,7 +268,7 @@ fn an_agent_has_none_of_its_users_rights() {
                 &user(OWNER),
                 Action::SessionExec,
                 &session(),
-                &Call::default()
+                &CallContext::default()
             )
             .allowed
     );
@@ -268,7 +278,7 @@ fn an_agent_has_none_of_its_users_rights() {
                 &elsewhere,
                 Action::SessionExec,
                 &session(),
-                &Call::default()
+                &CallContext::default()
             )
             .allowed
     );
@@ -278,7 +288,7 @@ fn an_agent_has_none_of_its_users_rights() {
 fn a_decision_names_the_rules_that_made_it() {
     let policies = defaults();
     let decide = |principal, action, resource: &Resource| {
-        policies.decide(&principal, action, resource, &Call::default())
+        policies.decide(&principal, action, resource, &CallContext::default())
     };
     assert_eq!(
         decide(user(OWNER), Action::SessionExec, &session()).rules,

@@ -1,6 +1,6 @@
 //! Which documents are accepted as policies, and how flaws are reported.
 
-use cynode_policy::{Action, Call, Flaw, Policies};
+use cynode_policy::{Action, CallContext, Flaw, Policies};
 use proptest::prelude::*;
 
 fn flaws(documents: &[(&str, &str)]) -> Vec<Flaw> {
@@ -78,7 +78,7 @@ fn names_with_special_characters_are_reported_verbatim() {
         &crate::people::administrator(),
         Action::FileRead,
         &crate::people::session(),
-        &Call::default(),
+        &CallContext::default(),
     );
     assert_eq!(decision.rules, [format!("{document}/it's \"mine\"\n")]);
     assert_eq!(policies.rules()[0].to_string(), decision.rules[0]);
@@ -255,7 +255,7 @@ fn nested_conditions_are_evaluated_or_refused_with_a_position() {
                         &crate::people::administrator(),
                         Action::FileRead,
                         &crate::people::session(),
-                        &Call::default(),
+                        &CallContext::default(),
                     );
                     assert!(decision.errors.is_empty(), "{count}: {text}: {decision:?}");
                 }

@@ -7,7 +7,7 @@ use std::{
 
 use cedar_policy::Schema;
 use cynode_policy::{
-    Action, Call, CallLimits, DEFAULTS, Place, Policies, Principal, Resource, SCHEMA,
+    Action, CallContext, CallLimits, DEFAULTS, Place, Policies, Principal, Resource, SCHEMA,
 };
 use proptest::{prelude::*, sample::select};
 use uuid::Uuid;
@@ -116,7 +116,7 @@ fn every_action_can_be_decided_within_the_schema() {
     for (action, name, resource) in every_question() {
         decided.insert(action);
         for (caller, principal) in everybody() {
-            let decision = all.decide(&principal, action, &resource, &Call::default());
+            let decision = all.decide(&principal, action, &resource, &CallContext::default());
             assert!(
                 decision.allowed,
                 "{caller}: {action} of {name}: {decision:?}"
@@ -134,7 +134,7 @@ fn an_action_on_the_wrong_kind_of_resource_is_denied_with_the_reason() {
         &user(OWNER),
         Action::SessionExec,
         &Resource::System,
-        &Call::default(),
+        &CallContext::default(),
     );
     assert!(!decision.allowed && decision.rules.is_empty());
     assert!(
@@ -158,7 +158,7 @@ fn a_rule_sees_the_caller_the_resource_and_the_call() {
         && context has disk_bytes && context.disk_bytes <= 5000 && context has nofile && context.nofile <= 64 };";
     let of_task = r#"permit (principal, action, resource in CyNode::Task::"00000000-0000-0000-0000-00000000000b");"#;
     let of_project = r#"permit (principal, action, resource in CyNode::Project::"00000000-0000-0000-0000-00000000000a");"#;
-    let call = Call {
+    let call = CallContext {
         path: Some("/workspace/a".to_owned()),
         program: Some("git".to_owned()),
         image: Some("registry.example/a".to_owned()),
@@ -205,7 +205,7 @@ fn a_rule_sees_the_caller_the_resource_and_the_call() {
         );
         assert!(
             !policies
-                .decide(&nobody, Action::FileRead, &nowhere, &Call::default())
+                .decide(&nobody, Action::FileRead, &nowhere, &CallContext::default())
                 .allowed,
             "{text}"
         );
@@ -228,9 +228,9 @@ fn a_rule_about_a_program_holds_for_its_path_too() {
                 &user(OWNER),
                 action,
                 &resource,
-                &Call {
+                &CallContext {
                     program: program.map(str::to_owned),
-                    ..Call::default()
+                    ..CallContext::default()
                 },
             )
             .allowed
@@ -272,7 +272,7 @@ fn a_rule_bounds_what_a_sandbox_may_ask_for() {
         forbid (principal, action, resource) when { context has nofile && context.nofile > 64 };";
     let policies = Policies::parse([("one", text)]).expect("rules without flaw");
     let allowed = |memory_bytes, millicpus, pids, disk_bytes, nofile| {
-        let call = Call {
+        let call = CallContext {
             limits: Some(CallLimits {
                 memory_bytes,
                 millicpus,
@@ -280,7 +280,7 @@ fn a_rule_bounds_what_a_sandbox_may_ask_for() {
                 disk_bytes,
                 nofile,
             }),
-            ..Call::default()
+            ..CallContext::default()
         };
         policies
             .decide(
@@ -308,7 +308,12 @@ fn rules_see_the_attributes_of_resources() {
     let policies = Policies::parse([("one", pinned)]).expect("a rule without flaw");
     let allowed = |resource| {
         policies
-            .decide(&user(OWNER), Action::ImageUse, &resource, &Call::default())
+            .decide(
+                &user(OWNER),
+                Action::ImageUse,
+                &resource,
+                &CallContext::default(),
+            )
             .allowed
     };
     assert!(allowed(image(true, false)));
@@ -323,7 +328,12 @@ fn rules_see_the_attributes_of_resources() {
     };
     let allowed = |resource| {
         policies
-            .decide(&user(OWNER), Action::TokenShow, &resource, &Call::default())
+            .decide(
+                &user(OWNER),
+                Action::TokenShow,
+                &resource,
+                &CallContext::default(),
+            )
             .allowed
     };
     assert!(allowed(token("sandbox", STRANGER)));
@@ -339,7 +349,7 @@ fn rules_see_the_attributes_of_resources() {
                 &Resource::Setting {
                     key: key.to_owned(),
                 },
-                &Call::default(),
+                &CallContext::default(),
             )
             .allowed
     };
@@ -357,7 +367,7 @@ fn rules_see_the_attributes_of_resources() {
                 },
                 Action::FileRead,
                 &session(),
-                &Call::default(),
+                &CallContext::default(),
             )
             .allowed
     };
@@ -376,7 +386,7 @@ fn a_user_who_asks_about_themselves_is_known_as_the_caller() {
             &user(OWNER),
             Action::UserShow,
             &Resource::User { id: of },
-            &Call::default(),
+            &CallContext::default(),
         )
     };
     assert!(show(OWNER).allowed);
@@ -404,7 +414,7 @@ fn a_rule_that_fails_denies_whatever_others_permit() {
             &user(OWNER),
             Action::SessionExec,
             &session(),
-            &Call::default(),
+            &CallContext::default(),
         );
         assert!(!decision.allowed);
         assert_eq!(
@@ -434,7 +444,7 @@ fn a_denial_by_rule_and_by_failure_names_both() {
                 &user(OWNER),
                 Action::SessionExec,
                 &session(),
-                &Call::default()
+                &CallContext::default()
             )
             .rules,
         ["site/1", "site/2"]
@@ -490,12 +500,12 @@ fn any_document() -> impl Strategy<Value = String> {
 }
 
 prop_compose! {
-    fn any_call()(pty in any::<bool>(), path in prop::option::of(select(vec!["/workspace/a", "/etc/passwd"]))) -> Call {
-        Call { pty, path: path.map(ToOwned::to_owned), ..Call::default() }
+    fn any_call()(pty in any::<bool>(), path in prop::option::of(select(vec!["/workspace/a", "/etc/passwd"]))) -> CallContext {
+        CallContext { pty, path: path.map(ToOwned::to_owned), ..CallContext::default() }
     }
 }
 
-fn any_question() -> impl Strategy<Value = (Principal, Action, Resource, Call)> {
+fn any_question() -> impl Strategy<Value = (Principal, Action, Resource, CallContext)> {
     let principals: Vec<Principal> = everybody()
         .into_iter()
         .map(|(_, principal)| principal)
@@ -629,9 +639,9 @@ proptest! {
             agent_compatible: false,
             pinned: false,
         };
-        let call = |path: &str| Call {
+        let call = |path: &str| CallContext {
             path: Some(path.to_owned()),
-            ..Call::default()
+            ..CallContext::default()
         };
         let node_allowed = |group: &str, id: &str| {
             policies
@@ -703,7 +713,7 @@ proptest! {
                 },
             ),
         ] {
-            let call = Call {
+            let call = CallContext {
                 path: Some(name.clone()),
                 program: Some(name.clone()),
                 image: Some(name.clone()),

@@ -12,22 +12,22 @@ const READ_BUFFER_BYTES: usize = 32 * 1024;
 const NAMES_PER_CLOCK_CHECK: u32 = 1_024;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Name {
+pub(super) struct DirectoryEntry {
     pub(super) bytes: Vec<u8>,
     /// The type from the directory entry; some file systems don't store it.
     pub(super) kind: Kind,
 }
 
-/// The `limit` smallest names that `wanted` accepts, sorted; and whether these are all. `directory`
-/// must be freshly opened.
+/// Returns the `limit` smallest names that `wanted` accepts, sorted, and whether the result is
+/// complete. `directory` must be freshly opened.
 pub(super) fn smallest(
     directory: &OwnedFd,
     limit: usize,
     deadline: Instant,
     wanted: impl Fn(&[u8]) -> bool,
-) -> Result<(Vec<Name>, bool), Errno> {
+) -> Result<(Vec<DirectoryEntry>, bool), Errno> {
     let mut heap: BinaryHeap<(Vec<u8>, u8)> = BinaryHeap::new();
-    let mut all = true;
+    let mut is_complete = true;
     for_each(
         directory,
         |name, kind| {
@@ -35,7 +35,7 @@ pub(super) fn smallest(
                 return true;
             }
             if heap.len() >= limit {
-                all = false;
+                is_complete = false;
                 if heap
                     .peek()
                     .is_none_or(|(largest, _)| largest.as_slice() <= name)
@@ -53,23 +53,23 @@ pub(super) fn smallest(
         (
             heap.into_sorted_vec()
                 .into_iter()
-                .map(|(bytes, kind)| Name {
+                .map(|(bytes, kind)| DirectoryEntry {
                     bytes,
                     kind: from_code(kind),
                 })
                 .collect(),
-            all && complete,
+            is_complete && complete,
         )
     })
 }
 
-/// All names that fit into `max_bytes`, sorted; and whether these are all. `directory` must be
-/// freshly opened.
+/// Returns the names that fit into `max_bytes`, sorted, and whether the result is complete.
+/// `directory` must be freshly opened.
 pub(super) fn all(
     directory: &OwnedFd,
     max_bytes: usize,
     deadline: Option<Instant>,
-) -> Result<(Vec<Name>, bool), Errno> {
+) -> Result<(Vec<DirectoryEntry>, bool), Errno> {
     let mut names = Vec::new();
     let mut bytes = 0;
     let complete = for_each_until(directory, deadline, |name, kind| {
@@ -77,7 +77,7 @@ pub(super) fn all(
         if bytes > max_bytes {
             return false;
         }
-        names.push(Name {
+        names.push(DirectoryEntry {
             bytes: name.to_vec(),
             kind,
         });
@@ -89,7 +89,7 @@ pub(super) fn all(
 
 /// The approximate memory of a name.
 pub(super) const fn cost(name: &[u8]) -> usize {
-    name.len() + size_of::<Name>()
+    name.len() + size_of::<DirectoryEntry>()
 }
 
 fn for_each(
@@ -100,8 +100,8 @@ fn for_each(
     for_each_until(directory, Some(deadline), take)
 }
 
-/// Passes every name except `.` and `..` to `take`, until that returns false or the deadline
-/// passes; true if all were passed.
+/// Passes every name except `.` and `..` to `take`, until `take` returns false or the deadline
+/// passes. Returns whether every name was passed.
 pub(super) fn for_each_until(
     directory: &OwnedFd,
     deadline: Option<Instant>,
@@ -129,7 +129,7 @@ pub(super) fn for_each_until(
     Ok(true)
 }
 
-// The heap needs an order, which `FileType` lacks.
+// `BinaryHeap` needs `Ord`, which `FileType` lacks.
 const fn to_code(kind: Kind) -> u8 {
     match kind {
         Kind::RegularFile => 1,
@@ -146,6 +146,7 @@ const fn from_code(code: u8) -> Kind {
         2 => Kind::Directory,
         3 => Kind::Symlink,
         0 => Kind::Unknown,
+        // Stands for every other kind.
         _ => Kind::Fifo,
     }
 }

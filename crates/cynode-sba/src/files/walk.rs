@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::{
     error::{Failure, FailureContext, Outcome, shown},
-    names::{self, Name},
+    names::{self, DirectoryEntry},
     path,
 };
 
@@ -55,7 +55,7 @@ pub(super) enum AtLimit {
 
 struct OpenDirectory {
     directory: OwnedFd,
-    names: std::vec::IntoIter<Name>,
+    names: std::vec::IntoIter<DirectoryEntry>,
     /// The length of this directory's path.
     path: usize,
     bytes: usize,

@@ -1,4 +1,4 @@
-//! Runs the command of a step, on the code that runs the commands of a session.
+//! Runs the command of a step with the same code that runs a session's commands.
 
 use std::rc::Rc;
 
@@ -12,7 +12,8 @@ use super::{
 };
 use crate::exec::Exec;
 
-/// From SIGTERM to SIGKILL when the job is stopped. The node waits a second for the whole job.
+/// Time between SIGTERM and SIGKILL when the job is stopped. The node waits one second for the
+/// whole job.
 const STOP_GRACE: std::time::Duration = std::time::Duration::from_millis(400);
 
 impl Work {
@@ -76,7 +77,7 @@ struct Running<'a> {
     exec: &'a Rc<Exec>,
     stdout: Vec<u8>,
     stderr: Vec<u8>,
-    /// It returned more than the job may, and was killed.
+    /// The command exceeded the job's output limit and was killed.
     has_exceeded: bool,
     stopped: Option<StopReason>,
 }
@@ -140,7 +141,7 @@ impl<'a> Running<'a> {
     }
 
     fn signal(&self, signal: i32, scope: SignalScope) {
-        // It may have ended.
+        // Fails if the command has already ended.
         drop(self.work.execs.signal(self.exec.id, signal, scope));
     }
 

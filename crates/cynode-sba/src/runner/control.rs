@@ -1,10 +1,12 @@
-//! The conversation with the worker, through process 1 ([`cynode_sba_proto::runner`]).
+//! The runner's side of the protocol with the worker ([`cynode_sba_proto::runner`]), which process
+//! 1 relays.
 //!
-//! Two tasks own the socket: one reads, one writes. Whatever is not acknowledged is kept, and sent
-//! again to a worker that attaches.
+//! Two tasks own the socket: one reads, one writes. Events that are not acknowledged are kept, and
+//! resent when a worker attaches again.
 //!
-//! Invariants: frames are written whole and documents are not interleaved with anything; after an
-//! `Attach`, `Attached` comes before everything else, and what was being sent is dropped.
+//! Invariants: each frame is written completely, and no other frame comes between those of a
+//! document. After an `Attach`, the rest of the current document is dropped, and `Attached` is sent
+//! before anything else.
 
 use std::{
     cell::{Cell, RefCell},
@@ -33,7 +35,7 @@ use tokio::{
 use super::after;
 use crate::relay::FrameReader;
 
-/// The job, as the worker gave it.
+/// The job as the worker sent it.
 #[derive(Debug)]
 pub(super) struct Assignment {
     pub(super) attempt: u32,
@@ -49,15 +51,15 @@ pub(super) struct Assignment {
 pub(super) struct Control {
     /// Events that the worker has not acknowledged.
     unacknowledged: RefCell<VecDeque<Outgoing>>,
-    /// The last event.
+    /// The number of the last event.
     number: Cell<u64>,
     acknowledged: watch::Sender<u64>,
-    /// Counts the `Attach` messages.
+    /// Number of `Attach` messages so far.
     attachments: Cell<u64>,
     has_job: watch::Sender<bool>,
-    /// Until the runner takes it.
+    /// Set until the runner has taken it.
     assignment: RefCell<Option<Assignment>>,
-    /// Replaced by newer progress until it is sent.
+    /// The latest progress that is not sent yet.
     progress: RefCell<Option<JobProgress>>,
     work: Notify,
     lost: watch::Sender<bool>,
@@ -71,7 +73,7 @@ struct Outgoing {
 }
 
 impl Control {
-    /// Starts both tasks.
+    /// Starts the reading and the writing task.
     pub(super) fn start(stream: UnixStream) -> Rc<Self> {
         let control = Rc::new(Self {
             unacknowledged: RefCell::default(),
@@ -91,7 +93,8 @@ impl Control {
         control
     }
 
-    /// The end of a task, also by a panic, must not leave the job waiting for acknowledgements.
+    /// Sets `lost` when a task ends or panics, so that the job does not wait for acknowledgements
+    /// forever.
     fn watch<T: 'static>(self: &Rc<Self>, task: JoinHandle<T>) {
         let control = Rc::clone(self);
         tokio::task::spawn_local(async move {
@@ -106,12 +109,12 @@ impl Control {
         let assignment = self.assignment.borrow_mut().take();
         match assignment {
             Some(assignment) => assignment,
-            // It was taken before.
+            // The assignment has been taken already.
             None => std::future::pending().await,
         }
     }
 
-    /// Waits until process 1 has closed its end.
+    /// Waits until process 1 has closed its end of the socket.
     pub(super) async fn lost(&self) {
         drop(self.lost.subscribe().wait_for(|lost| *lost).await);
     }
@@ -229,14 +232,14 @@ impl Control {
         }
     }
 
-    /// The first event after this one that the worker does not have.
+    /// The first unacknowledged event after this number.
     fn next_after(&self, number: u64) -> Option<Outgoing> {
         let unacknowledged = self.unacknowledged.borrow();
         let mut later = unacknowledged.iter();
         later.find(|outgoing| outgoing.number > number).cloned()
     }
 
-    /// Sends a document, unless the worker attaches again.
+    /// Sends a document. Stops if the worker attaches again.
     async fn send_document(
         &self,
         worker: &mut OwnedWriteHalf,
@@ -267,7 +270,7 @@ async fn send(worker: &mut OwnedWriteHalf, message: &FromRunner) -> io::Result<(
     worker.write_all(&out).await
 }
 
-/// A job of which some documents have arrived.
+/// A job whose documents are still arriving.
 #[derive(Debug)]
 struct Incoming {
     assignment: Assignment,
@@ -289,7 +292,7 @@ impl Incoming {
         }
     }
 
-    /// Returns false if a document is too long.
+    /// Appends to the current document. Returns false if it is too long.
     fn add(&mut self, piece: &[u8]) -> bool {
         let (document, limit) = if self.has_job {
             (&mut self.assignment.finished, MAX_RESULT_BYTES)

@@ -1,8 +1,8 @@
-//! The directory of a job.
+//! The job directory.
 //!
-//! Steps can write everything in it. So nothing here follows a link or opens a file that may
-//! block, a file is replaced as a whole, and the space for the result is set aside in a file
-//! without a name.
+//! Steps can write everything in it. Therefore no link is followed, no file that may block is
+//! opened, files are replaced as a whole, and the space for the result is reserved in an unnamed
+//! file.
 
 use std::{
     cell::RefCell,
@@ -29,14 +29,14 @@ pub(super) const ARTIFACTS: &str = "artifacts";
 pub(super) const TRANSCRIPT: &str = "transcript.jsonl";
 pub(super) const CHANGES: &str = "changes.patch";
 
-/// Set aside for the result, so that a job that fills the disk can still have one.
+/// Disk space that is reserved for the result, in case the job fills the disk.
 const RESERVE_BYTES: u64 = 1024 * 1024;
 const FILE_MODE: u32 = 0o644;
 
 #[derive(Debug)]
 pub(super) struct JobDirectory {
     directory: OwnedFd,
-    /// Gives its space back when it is dropped.
+    /// Frees its space when dropped.
     reserve: RefCell<Option<StagedFile>>,
 }
 
@@ -49,8 +49,8 @@ impl JobDirectory {
         })
     }
 
-    /// Sets space aside for the result, removes that of an earlier run, and makes the directory of
-    /// artifacts. A job runs without any of this too.
+    /// Reserves space for the result, removes the result of an earlier run, and creates the
+    /// directory of artifacts. Failures are ignored: the job can run without these.
     pub(super) fn prepare(&self) {
         let _gone = unlinkat(&self.directory, RESULT_FILE, AtFlags::empty());
         let _made = mkdirat(&self.directory, ARTIFACTS, Mode::from_raw_mode(0o755));
@@ -62,7 +62,7 @@ impl JobDirectory {
         *self.reserve.borrow_mut() = reserve;
     }
 
-    /// Reads a regular file, up to one byte more than it may have.
+    /// Reads a regular file up to its limit plus one byte, which shows that it is too long.
     pub(super) fn read(&self, name: &str, max_bytes: usize) -> io::Result<Vec<u8>> {
         let flags =
             OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
@@ -79,13 +79,13 @@ impl JobDirectory {
         rustix::fs::statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW).is_ok()
     }
 
-    /// Replaces a file that may be lost when the machine stops.
+    /// Replaces a file without flushing it to disk: a crash of the machine may lose it.
     pub(super) fn replace(&self, name: &str, content: &[u8]) -> io::Result<()> {
         self.stage(content)
             .and_then(|staged| self.publish(name, staged))
     }
 
-    /// Replaces a file durably. The first call gives the reserved space back.
+    /// Replaces a file durably. The first call frees the reserved space.
     pub(super) fn replace_durably(&self, name: &str, content: &[u8]) -> io::Result<()> {
         self.reserve.borrow_mut().take();
         let mut staged = self.stage(content)?;
@@ -146,7 +146,7 @@ impl JobDirectory {
         })
     }
 
-    /// A step made a directory where a file belongs.
+    /// Renames a directory that a step has created at the path of a file.
     fn put_aside(&self, name: &str) -> Result<(), Errno> {
         let aside = format!(".{name}.{}", std::process::id());
         rustix::fs::renameat(&self.directory, name, &self.directory, aside)

@@ -1,5 +1,5 @@
-//! The steps that work on files, each in a forked child: memory that a step needs is the child's,
-//! so an out-of-memory kill ends the step and not the runner.
+//! Runs the steps that work on files. Each runs in a forked child, which needs the memory, so that
+//! an out-of-memory kill ends the step but not the runner.
 
 use std::{io, os::unix::net::UnixStream, path::Path, rc::Rc, time::Duration};
 
@@ -28,7 +28,7 @@ use crate::{
     relay::FrameReader,
 };
 
-/// One document of a child's answer.
+/// Size limit of one document of a child's answer.
 const MAX_DOCUMENT_BYTES: usize = 32 * 1024 * 1024;
 
 impl Work {
@@ -84,7 +84,7 @@ impl Work {
                 start: file.start_line.unwrap_or(1),
                 end: file.end_line,
             },
-            // One byte more shows that the job's limit is exceeded.
+            // Reads one byte more, which shows that the job's limit is exceeded.
             max_bytes: file.max_bytes.unwrap_or(u64::MAX).min(left + 1),
         };
         let (output, mut content) = match self.serve(operation, 2, deadline).await {
@@ -132,8 +132,7 @@ impl Work {
         }
     }
 
-    /// Runs an operation in a child, whose answer consists of `documents`. The error is the outcome
-    /// of the step.
+    /// Runs an operation in a child that answers with `documents`. The error is the step's outcome.
     async fn serve(
         &self,
         operation: Operation<'_>,
@@ -163,8 +162,10 @@ impl Work {
                 let mut outcome = failed(refusal.message.clone());
                 if !refusal.rejects.is_empty() {
                     let value = json!({ "rejects": refusal.rejects });
-                    self.budget.take_structured(&value);
-                    outcome.output = Some(value);
+                    if self.budget.has_room_for(&value) {
+                        self.budget.take_structured(&value);
+                        outcome.output = Some(value);
+                    }
                 }
                 return Err(outcome);
             }
@@ -181,7 +182,7 @@ impl Work {
     }
 }
 
-/// The list of artifacts, empty if it can't be made in time.
+/// Lists the artifacts with their hashes. Returns an empty list if that takes too long.
 pub(super) async fn artifacts(
     processes: &Rc<Processes>,
     directory: &Path,
@@ -239,10 +240,10 @@ fn drop_split_character(content: &mut Vec<u8>) {
 
 struct FileChild {
     processes: Rc<Processes>,
-    /// None if there was no room for a process.
+    /// `None` if the fork failed.
     pid: Option<i32>,
     answer: FrameReader,
-    /// Keeps the connection open: its end would end the child.
+    /// Keeps the connection open; the child ends when it closes.
     _writer: tokio::net::unix::OwnedWriteHalf,
 }
 
@@ -267,7 +268,7 @@ impl FileChild {
         })
     }
 
-    /// The documents of the answer.
+    /// Receives the documents of the answer.
     async fn answer(&mut self, count: usize) -> Result<Vec<Vec<u8>>, ChildFailure> {
         let (mut documents, mut document) = (Vec::new(), Vec::new());
         while documents.len() < count {
@@ -289,7 +290,7 @@ impl FileChild {
         Ok(documents)
     }
 
-    /// Kills the child, and returns when it is gone.
+    /// Kills the child and waits until it is gone.
     async fn kill(&self) {
         if let Some(pid) = self.pid {
             self.processes.end_tree(pid).await;

@@ -1,6 +1,6 @@
-//! Copies the output of steps to the runner's own streams as it arrives.
+//! Copies the output of steps to the runner's own standard output and error as it arrives.
 //!
-//! Invariants: a reader that is slow or gone delays no step and no deadline. What waits for it is
+//! Invariants: a slow or missing reader delays no step and no deadline. The queue for it is
 //! bounded, because the output of a job is.
 
 use std::{
@@ -44,8 +44,8 @@ impl LiveOutput {
         }
     }
 
-    /// Where the result goes. If standard output and standard error are one pipe, the result comes
-    /// after the output that still waits, and not in the midst of it.
+    /// The sink for the result. If standard output and standard error are the same pipe, the result
+    /// is queued behind the remaining output, so that they don't mix.
     pub(super) fn stdout(&self) -> Rc<Sink> {
         match &self.stdout {
             Some(stdout) => Rc::clone(stdout),
@@ -54,7 +54,7 @@ impl LiveOutput {
         }
     }
 
-    /// Waits until everything is written, for a limited time.
+    /// Waits up to `limit` until everything is written.
     pub(super) async fn flush(&self, limit: Duration) {
         let flushed = async {
             for sink in [Some(&self.stderr), self.stdout.as_ref()]
@@ -74,20 +74,20 @@ fn is_same_file(one: &impl AsFd, other: &impl AsFd) -> bool {
         .is_ok_and(|(one, other)| (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino))
 }
 
-/// A descriptor and what waits to be written to it.
+/// A descriptor with a queue of output to write.
 #[derive(Debug, Default)]
 pub(super) struct Sink {
     queue: RefCell<VecDeque<Vec<u8>>>,
-    /// A write is under way.
+    /// A write is in progress.
     is_writing: Cell<bool>,
-    /// Its reader is gone.
+    /// The reader is gone.
     is_closed: Cell<bool>,
     pushed: Notify,
     written: Notify,
 }
 
 impl Sink {
-    /// `number` is that of the descriptor.
+    /// Starts a task that writes to the stream with this descriptor number.
     pub(super) fn start(stream: &impl AsFd, number: i32) -> Rc<Self> {
         let sink = Rc::new(Self::default());
         match SinkWriter::open(stream, number) {
@@ -106,7 +106,7 @@ impl Sink {
         }
     }
 
-    /// Waits until everything is written, or nobody can read it any more.
+    /// Waits until everything is written. Fails if the reader is gone.
     pub(super) async fn flush(&self) -> io::Result<()> {
         loop {
             let written = self.written.notified();
@@ -142,9 +142,9 @@ impl Sink {
 }
 
 enum SinkWriter {
-    /// Writes wait for the reader.
+    /// A pipe, socket or terminal, whose writes can block.
     Waiting(AsyncFd<OwnedFd>),
-    /// A file or device that always takes what is written.
+    /// A file or device, whose writes don't block.
     Direct(OwnedFd),
 }
 
@@ -160,7 +160,7 @@ impl SinkWriter {
         };
         rustix::io::ioctl_fionbio(&fd, true)?;
         let direct = fd.try_clone()?;
-        // Devices such as /dev/null can't be watched.
+        // epoll does not support devices such as /dev/null.
         Ok(sys::watch(fd, Interest::WRITABLE).map_or(Self::Direct(direct), Self::Waiting))
     }
 
@@ -182,8 +182,8 @@ impl SinkWriter {
     }
 }
 
-/// Opens a pipe or terminal once more: other processes share the descriptor that was inherited, and
-/// must not find it in another mode.
+/// Opens a pipe or terminal again, in non-blocking mode. Other processes share the inherited
+/// descriptor, so its mode must not change.
 fn reopened(number: i32) -> Option<OwnedFd> {
     let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     rustix::fs::open(format!("/proc/self/fd/{number}"), flags, Mode::empty()).ok()

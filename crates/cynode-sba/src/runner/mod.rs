@@ -1,12 +1,12 @@
-//! `cynode-sba run`: works one job and reports its result.
+//! `cynode-sba run`: runs one job and reports its result.
 //!
-//! Three modes differ in where the job comes from and where the result goes: files in the job's
-//! directory, standard input and output, or the worker. In the last one the runner is a command of
+//! Three modes differ in the source of the job and the destination of the result: files in the job
+//! directory, standard input and output, or the worker. In the last mode the runner is a command in
 //! the sandbox, and process 1 relays between it and the worker ([`control`]).
 //!
-//! Invariants: commands and file operations run on the code that serves sessions; like process 1,
-//! the runner is single-threaded, reaps its descendants and has no rights that steps lack; it
-//! reports a complete result however the job ends, also when it panics.
+//! Invariants: commands and file operations use the same code as those of sessions. Like process 1,
+//! the runner is single-threaded, reaps its descendants, and has no rights that steps lack. It
+//! reports a complete result however the job ends, even if it panics.
 
 mod agent;
 mod command;
@@ -60,9 +60,9 @@ pub(crate) use self::agent::{
 
 /// How long the runner waits for a reader of its streams at the end of the job.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time for hashing artifacts. The node hashes them again.
+/// Time limit for hashing artifacts. The node hashes them again.
 const ARTIFACTS_TIMEOUT: Duration = Duration::from_secs(6);
-/// The same when the job is stopped: the node waits a second for the whole job.
+/// Time limit for hashing artifacts of a stopped job: the node waits one second for the whole job.
 const STOPPED_TIMEOUT: Duration = Duration::from_millis(200);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +72,7 @@ enum Mode {
     Supervised,
 }
 
-/// What `cynode-sba run` is called with.
+/// The arguments of `cynode-sba run`.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Options {
     mode: Mode,
@@ -96,7 +96,7 @@ impl Options {
                 return None;
             }
         }
-        // Also drops a slash at the end.
+        // `components` also drops a trailing slash.
         let absolute = |path: &str| {
             let path = std::path::absolute(path).ok()?;
             Some(path.components().collect())
@@ -109,16 +109,16 @@ impl Options {
     }
 }
 
-/// Where the job comes from.
+/// The source of the job.
 enum Input {
-    /// Its JSON, or why it can't be read.
+    /// The JSON of the job, or the error of reading it.
     Json(io::Result<Vec<u8>>),
     Worker(OwnedFd),
 }
 
-/// Works a job; the exit code says how it ended.
+/// Runs a job. The exit code tells how it ended.
 pub(crate) fn main(options: &Options) -> ExitCode {
-    // First, before another descriptor gets the number.
+    // Must come first, before another descriptor gets this number.
     let channel = match options.mode {
         Mode::Supervised => match worker_channel() {
             Ok(channel) => Some(channel),
@@ -166,7 +166,7 @@ pub(crate) fn main(options: &Options) -> ExitCode {
     let run = || runtime.block_on(LocalSet::new().run_until(runner));
     let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
     ExitCode::from(code.unwrap_or_else(|_| {
-        // A panic of the steps ends in a result; this is one while a result was made.
+        // A panic of a step becomes a result earlier. This one happened while the result was built.
         let result = JobResult::failed(None, FailureCode::Internal, PANICKED);
         let published = async {
             let live = LiveOutput::start(options.mode != Mode::Stdio);
@@ -189,7 +189,7 @@ fn worker_channel() -> io::Result<OwnedFd> {
     }
 }
 
-/// One byte more than a job may have is enough to refuse it.
+/// Reads a job up to its limit plus one byte, which shows that it is too long.
 fn read_stdin() -> io::Result<Vec<u8>> {
     let mut json = Vec::new();
     let stdin = io::stdin().lock();
@@ -215,7 +215,7 @@ async fn publish(directory: Option<&JobDirectory>, live: &LiveOutput, result: &J
     published.is_ok()
 }
 
-/// A job that is ready to be worked.
+/// A validated job with its starting state.
 struct ReadyJob {
     job: JobSpec,
     sha256: String,
@@ -240,7 +240,7 @@ impl<'a> Runner<'a> {
         let stop = watch::Sender::new(None);
         let signals = sys::signal_fd(&[libc::SIGCHLD, libc::SIGTERM, libc::SIGINT])
             .and_then(|fd| sys::watch(fd, Interest::READABLE))?;
-        // Steps can signal the runner of a worker, and must not cancel the job.
+        // With a worker, only its processes may stop the job: steps can send signals too.
         let senders = (options.mode == Mode::Supervised).then(processes::ancestors);
         tokio::task::spawn_local({
             let (execs, stop) = (Rc::clone(&execs), stop.clone());
@@ -297,7 +297,7 @@ impl<'a> Runner<'a> {
                 let ready = from_worker(assignment, self.directory.as_deref());
                 self.work(ready, Some(control)).await
             }
-            // Without a job there is no result either.
+            // Without a job, no result is reported.
             _ = stopped.wait_for(Option::is_some) => EXIT_FAILURE,
         }
     }
@@ -342,7 +342,7 @@ impl<'a> Runner<'a> {
         Ok(ready)
     }
 
-    /// Works the job, and reports its result.
+    /// Runs the steps and reports the result.
     async fn work(&self, ready: Result<ReadyJob, JobResult>, control: Option<Rc<Control>>) -> u8 {
         if let Some(directory) = &self.directory {
             directory.prepare();
@@ -388,7 +388,7 @@ impl<'a> Runner<'a> {
             .await
             .unwrap_or_else(|_| Ending::failure(FailureCode::Internal, PANICKED));
         reporting.abort();
-        // What a step left running must not change what is reported.
+        // Processes that steps left behind must not change the reported files.
         self.execs.end_all().await;
         let is_stopped = self.stop.borrow().is_some();
         let agent = work.agent.take();
@@ -449,7 +449,7 @@ impl<'a> Runner<'a> {
         }
         let is_published = publish(self.directory.as_deref(), &self.live, &result).await;
         match control {
-            // The worker waits for the exit of this process too, so its output comes first.
+            // The worker also waits for this process to exit, so the output is flushed before that.
             Some(control) => {
                 let document = result::to_json(&result);
                 drop(result);
@@ -467,7 +467,7 @@ impl<'a> Runner<'a> {
     }
 }
 
-/// The variables of this process, which steps inherit.
+/// The environment of this process, which steps inherit.
 fn environment() -> Vec<(String, String)> {
     let variables = std::env::vars_os();
     let texts =
@@ -475,7 +475,7 @@ fn environment() -> Vec<(String, String)> {
     texts.flatten().collect()
 }
 
-/// The first reason counts.
+/// Stops the job. Of several reasons, the first counts.
 fn stop_job(stop: &watch::Sender<Option<StopReason>>, reason: StopReason) {
     stop.send_if_modified(|stopped| {
         let is_first = stopped.is_none();
@@ -515,7 +515,7 @@ fn from_worker(
     })
 }
 
-/// Reads a list of results of steps, with the bounds and checks of a whole result.
+/// Parses a list of step results with the bounds and checks of a whole result.
 fn finished_steps(json: &[u8]) -> Option<Vec<StepResult>> {
     let before = br#"{"protocol_version":"1.0","job_id":null,"status":"success","steps":"#;
     let after = br#","artifacts":[],"failure_code":null,"failure_message":null}"#;

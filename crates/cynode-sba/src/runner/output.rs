@@ -1,4 +1,4 @@
-//! What the steps of a job return, within the bounds of the job and of its result.
+//! Bounds the output of steps by the limits of the job and of its result.
 
 use std::cell::Cell;
 
@@ -11,26 +11,26 @@ use serde_json::Value;
 
 use crate::files::workspace::{Room, count_nodes};
 
-/// Output and content of files in the JSON of a result: the most that a job may return, in base64,
+/// Space for output and file contents in the JSON of a result: the largest output limit in base64,
 /// and some room for text that escapes make longer than that.
 const MAX_ENCODED_BYTES: usize = 22 * 1024 * 1024;
-/// What steps return apart from that, such as lists of files, as JSON.
+/// Space for other data of steps, such as lists of files, as JSON.
 const MAX_STRUCTURED_BYTES: usize = 5 * 1024 * 1024;
-/// Values and names in it.
+/// Values and names in that data.
 const MAX_STRUCTURED_NODES: usize = 350_000;
 
-/// What is left of the job's bounds. Counts over all steps.
+/// The remaining budget of the job, shared by all steps.
 #[derive(Debug)]
 pub(super) struct Budget {
     /// `max_output_bytes`.
     limit: u64,
-    /// Bytes of output and content, of the limit.
+    /// The remaining bytes of output and file contents.
     left: Cell<u64>,
     encoded_left: Cell<usize>,
     room: Cell<Room>,
 }
 
-/// Bytes that belong together, as text or in base64.
+/// Several streams in one encoding: text or base64.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Encoded<const N: usize> {
     pub(super) texts: [String; N],
@@ -62,15 +62,15 @@ impl Budget {
         self.room.get()
     }
 
-    /// Takes as much of the limit as is left of it; less than `bytes` means that it is exceeded.
+    /// Takes up to `bytes` from the limit. Returns less if the limit is exceeded.
     pub(super) fn take(&self, bytes: usize) -> usize {
         let taken = self.left.get().min(bytes as u64);
         self.left.set(self.left.get() - taken);
         usize::try_from(taken).unwrap_or(bytes)
     }
 
-    /// Encodes bytes that were taken. Text becomes base64 only if it is not UTF-8, or if escapes
-    /// make it so long that the result would have no room for what else the job may return.
+    /// Encodes bytes that were taken from the limit. Uses base64 only if they are not UTF-8, or if
+    /// escapes would make the text so long that the result lacks room for the rest of the limit.
     pub(super) fn encode<const N: usize>(&self, bytes: [Vec<u8>; N]) -> Encoded<N> {
         let reserved = base64_bytes(usize::try_from(self.left.get()).unwrap_or(usize::MAX));
         let room = self.encoded_left.get().saturating_sub(reserved);
@@ -95,6 +95,12 @@ impl Budget {
         Encoded { texts, encoding }
     }
 
+    /// Whether there is room for what a step returns apart from output and content.
+    pub(super) fn has_room_for(&self, value: &Value) -> bool {
+        let room = self.room.get();
+        value.to_string().len() <= room.bytes && count_nodes(value) <= room.nodes
+    }
+
     /// Counts what a step returned apart from output and content.
     pub(super) fn take_structured(&self, value: &Value) {
         let room = self.room.get();
@@ -104,7 +110,7 @@ impl Budget {
         });
     }
 
-    /// Counts the result of a step that an earlier runner finished.
+    /// Subtracts the result of a step that an earlier runner finished.
     pub(super) fn count(&self, step: &StepResult) {
         let is_base64 = step.encoding == StreamEncoding::Base64;
         for text in [&step.stdout, &step.stderr].into_iter().flatten() {
@@ -137,7 +143,7 @@ impl Budget {
     }
 }
 
-/// The bytes of JSON for this many bytes in base64.
+/// The length in JSON of this many bytes in base64.
 const fn base64_bytes(bytes: usize) -> usize {
     bytes.div_ceil(3).saturating_mul(4).saturating_add(24)
 }

@@ -1,7 +1,7 @@
-//! How far a job is: `status.json`, `todo.json`, and messages to the worker.
+//! Progress reports of a job: `status.json`, `todo.json`, and messages to the worker.
 //!
-//! `status.json` is written before each step, so a runner that is started again without a worker
-//! knows where the last one was. In a job with a worker the files are for people only.
+//! `status.json` is written before each step, so that a restarted runner without a worker knows
+//! where to resume. With a worker, the files only inform people.
 
 use std::{
     cell::{Cell, RefCell},
@@ -16,7 +16,7 @@ use cynode_api::{
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
-use tokio::time::Instant;
+use tokio::{sync::Notify, time::Instant};
 
 use super::{
     control::Control,
@@ -24,17 +24,17 @@ use super::{
     todo::TodoList,
 };
 
-/// `todo.json` is written at most this often while the job runs.
+/// Shortest interval between writes of `todo.json`.
 const TODO_INTERVAL: Duration = Duration::from_millis(200);
-/// How often the worker is told what is left of the job's time.
+/// Interval of reports of the remaining time to the worker.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
-/// Open items in what the worker is told.
+/// Open items in a report to the worker.
 const MAX_REPORTED_TITLES: usize = 10;
-/// `status.json` and `todo.json`, when they are read again.
+/// Size limits of `status.json` and `todo.json` when a runner resumes.
 const MAX_STATUS_BYTES: usize = 64 * 1024;
 const MAX_TODO_BYTES: usize = 16 * 1024 * 1024;
 
-/// `status.json`.
+/// The content of `status.json`.
 #[derive(Debug, Serialize)]
 struct Status<'a> {
     job_id: JobId,
@@ -44,9 +44,9 @@ struct Status<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     failure_code: Option<&'a FailureCode>,
     attempt: u32,
-    /// Identifies the job among others with its id.
+    /// Distinguishes the job from others with the same id.
     job_sha256: &'a str,
-    /// The steps before this one succeeded.
+    /// The index of the current step. All earlier ones succeeded.
     step: u64,
     /// Unless an agent makes them.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -60,7 +60,7 @@ struct Status<'a> {
     updated_at: OffsetDateTime,
 }
 
-/// What a runner that is started again has to know of `status.json`.
+/// The fields of `status.json` that a restarted runner needs.
 #[derive(Debug, Deserialize)]
 struct StoredStatus {
     status: String,
@@ -69,17 +69,17 @@ struct StoredStatus {
     step: u64,
 }
 
-/// Where an earlier runner of the same job was.
+/// The state in which an earlier runner of the same job was killed.
 #[derive(Debug)]
 pub(super) struct Resumption {
-    /// Of the runner that continues.
+    /// The attempt of the resuming runner.
     pub(super) attempt: u32,
-    /// The step that was in flight. Those before it succeeded.
+    /// The step that was in flight. All earlier ones succeeded.
     pub(super) step: usize,
     pub(super) todo: Option<TodoList>,
 }
 
-/// Finds out whether an earlier runner was killed while it worked this job.
+/// Returns the state of an earlier runner if it was killed while it ran this job.
 pub(super) fn resumption(
     directory: &JobDirectory,
     sha256: &str,
@@ -108,7 +108,7 @@ pub(super) fn stored_todo(directory: &JobDirectory, job: &JobSpec) -> Option<Tod
 
 const IN_PROGRESS: &str = "in_progress";
 
-/// Identifies a job.
+/// The hash that identifies a job's specification.
 pub(super) fn digest(json: &[u8]) -> String {
     hex::encode(Sha256::digest(json))
 }
@@ -125,6 +125,8 @@ pub(super) struct Progress {
     control: Option<Rc<Control>>,
     pub(super) todo: RefCell<TodoList>,
     todo_written: Cell<Option<Instant>>,
+    /// A step began too soon after the last write.
+    todo_is_stale: Notify,
     step: Cell<u64>,
     activity: RefCell<Option<String>>,
     /// Of an agent: its turn, and the tokens of its models.
@@ -153,6 +155,7 @@ impl Progress {
             control,
             todo: RefCell::new(todo),
             todo_written: Cell::new(None),
+            todo_is_stale: Notify::new(),
             step: Cell::new(0),
             activity: RefCell::new(None),
             turn: Cell::new(None),
@@ -160,17 +163,20 @@ impl Progress {
         }
     }
 
-    /// The step that runs next.
+    /// Records the step that runs next.
     pub(super) fn begin(&self, index: usize, activity: &'static str) {
         self.step.set(index as u64);
         self.set_activity(activity);
     }
 
     /// An agent's next turn.
-    pub(super) fn begin_turn(&self, turn: u64, tokens: u64) {
+    pub(super) fn begin_turn(&self, turn: u64) {
         self.turn.set(Some(turn));
-        self.tokens.set(tokens);
         self.set_activity("thinking");
+    }
+
+    pub(super) fn set_tokens(&self, tokens: u64) {
+        self.tokens.set(tokens);
     }
 
     pub(super) fn set_activity(&self, activity: &str) {
@@ -185,19 +191,31 @@ impl Progress {
             .is_none_or(|written| written.elapsed() >= TODO_INTERVAL);
         if is_due {
             self.write_todo();
+        } else {
+            // The step may take long.
+            self.todo_is_stale.notify_one();
         }
         self.report();
     }
 
-    /// Reports the time that is left, for ever.
+    /// Reports the remaining time at intervals, and writes the todo list when it is stale, forever.
     pub(super) async fn report_regularly(self: Rc<Self>) {
+        let mut report_at = Instant::now() + REPORT_INTERVAL;
         loop {
-            tokio::time::sleep(REPORT_INTERVAL).await;
-            self.report();
+            tokio::select! {
+                () = tokio::time::sleep_until(report_at) => {
+                    report_at = Instant::now() + REPORT_INTERVAL;
+                    self.report();
+                }
+                () = self.todo_is_stale.notified() => {
+                    tokio::time::sleep(TODO_INTERVAL).await;
+                    self.write_todo();
+                }
+            }
         }
     }
 
-    /// Writes how the job ended.
+    /// Writes the final status of the job.
     pub(super) fn end(&self, result: &JobResult) {
         self.activity.take();
         self.write_todo();
@@ -228,7 +246,7 @@ impl Progress {
         }
     }
 
-    // A full disk must not end a job that needs no disk, so failures are ignored.
+    // Failures are ignored: a full disk must not end a job that needs no disk.
     fn write_status(&self, status: &str, failure_code: Option<&FailureCode>) {
         let Some(directory) = &self.directory else {
             return;

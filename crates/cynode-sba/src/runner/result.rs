@@ -1,7 +1,7 @@
-//! The result of a job.
+//! Builds and writes the result of a job.
 //!
-//! Invariants: a result is complete JSON in every case, and within the bounds of
-//! [`cynode_api::sba::limits`]; a disk without room for it gets a shorter one.
+//! Invariants: a written result is always complete JSON within the bounds of
+//! [`cynode_api::sba::limits`]. If the disk has no room for it, a shorter one is written.
 
 use std::io;
 
@@ -22,7 +22,7 @@ pub(super) const EXIT_FAILURE: u8 = 1;
 pub(super) const EXIT_TIMEOUT: u8 = 124;
 pub(super) const EXIT_INTERNAL: u8 = 70;
 
-/// What a result is made of.
+/// The parts of a result.
 #[derive(Debug)]
 pub(super) struct JobReport {
     pub(super) job_id: Option<JobId>,
@@ -64,8 +64,8 @@ impl JobReport {
     }
 }
 
-/// A message within its bound. Escapes in JSON count as the characters that they stand for, so a
-/// message full of control characters is cut more.
+/// Cuts a message to its bound. The bound applies to the escaped JSON, so a message with many
+/// control characters is cut more.
 pub(super) fn bounded(message: &str) -> String {
     bounded_to(message, MAX_MESSAGE_BYTES)
 }
@@ -92,8 +92,7 @@ pub(super) fn exit_code(result: &JobResult) -> u8 {
     }
 }
 
-/// Writes a result; without room for all of it, one without what the steps returned, or without
-/// the steps.
+/// Writes a result. If the disk is full, leaves out the output of the steps, then the steps.
 pub(super) fn write(directory: &JobDirectory, result: &JobResult) -> io::Result<()> {
     let write = |result: &JobResult| directory.replace_durably(RESULT_FILE, &to_json(result));
     let mut failure = match write(result) {

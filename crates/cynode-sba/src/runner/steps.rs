@@ -1,8 +1,7 @@
 //! Runs steps: those of a job, in order, until one fails, and the tool calls of an agent.
 //!
-//! Invariants: in a job with a worker, a step starts only when the worker has its start in the
-//! journal; a step that was in flight when an earlier runner was killed runs again only if the job
-//! says that it may.
+//! Invariants: with a worker, a step starts only after the worker has its start in the journal. A
+//! step that was in flight when an earlier runner was killed runs again only if it is idempotent.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -22,9 +21,12 @@ use super::{
     live::LiveOutput,
     output::{Budget, Encoded},
     progress::Progress,
-    result::bounded,
+    result::{bounded, bounded_to},
 };
 use crate::{exec::Execs, files::workspace::Workspace};
+
+/// The error of an agent's step.
+const MAX_AGENT_ERROR_BYTES: usize = 300;
 
 /// Why a job ends before its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +52,7 @@ impl StopReason {
     }
 }
 
-/// How a job ended.
+/// The end of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Ending {
     Success,
@@ -66,23 +68,23 @@ impl Ending {
     }
 }
 
-/// How a step ended.
+/// The end of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum StepEnd {
     Success,
     Failure(String),
-    /// It returned more than the job may.
+    /// The steps exceeded the job's output limit.
     TooMuchOutput,
     TimedOut,
     Stopped(StopReason),
 }
 
-/// What a step did.
+/// The outcome of a step.
 #[derive(Debug)]
 pub(super) struct StepOutcome {
     pub(super) end: StepEnd,
     pub(super) exit_code: Option<i32>,
-    /// Of a command: standard output and standard error.
+    /// Standard output and standard error of a command.
     pub(super) streams: Option<Encoded<2>>,
     pub(super) output: Option<Value>,
     pub(super) truncated: bool,
@@ -148,7 +150,7 @@ pub(super) enum Effect {
 /// Everything that the steps of a job need.
 pub(super) struct Work {
     pub(super) job: JobSpec,
-    /// The step that an earlier runner had started and not ended.
+    /// The step that an earlier runner started but did not end.
     pub(super) in_flight: Option<u64>,
     pub(super) deadline: Instant,
     pub(super) workspace: Workspace,
@@ -158,7 +160,7 @@ pub(super) struct Work {
     pub(super) control: Option<Rc<Control>>,
     pub(super) progress: Rc<Progress>,
     pub(super) budget: Budget,
-    /// Of the steps that ended, those of an earlier runner included.
+    /// The results of the ended steps, including those of an earlier runner.
     pub(super) results: RefCell<Vec<StepResult>>,
     pub(super) stop: watch::Receiver<Option<StopReason>>,
     /// What is reported of an agent, apart from its steps.
@@ -247,16 +249,22 @@ impl Work {
         }
     }
 
-    /// Completes when the job has to end.
+    /// Completes when the job must stop.
     pub(super) async fn stopped(&self) -> StopReason {
         match self.stop.clone().wait_for(Option::is_some).await.as_deref() {
             Ok(Some(reason)) => *reason,
-            // Nobody can stop the job any more.
+            // The sender is gone, so no stop can come.
             _ => std::future::pending().await,
         }
     }
 
-    fn end(&self, index: usize, result: StepResult) {
+    fn end(&self, index: usize, mut result: StepResult) {
+        if self.job.steps.is_empty() {
+            // All steps of an agent may fail, and one result has to hold them.
+            result.error = result
+                .error
+                .map(|error| bounded_to(&error, MAX_AGENT_ERROR_BYTES));
+        }
         let succeeded = result.status == StepStatus::Success;
         self.progress.todo.borrow_mut().set_step(index, succeeded);
         if self.control.is_some() {
@@ -284,7 +292,7 @@ impl Work {
         Ending::failure(FailureCode::RunnerInterrupted, named(index, task, error))
     }
 
-    /// The ending that a step of an earlier runner brought about.
+    /// The end of the job if a step of an earlier runner failed.
     fn earlier_ending(&self) -> Option<Ending> {
         let results = self.results.borrow();
         let last = results.last()?;
@@ -292,7 +300,7 @@ impl Work {
             StepStatus::Success => return None,
             StepStatus::Timeout => FailureCode::Timeout,
             StepStatus::Interrupted => FailureCode::RunnerInterrupted,
-            // Only the limit of output truncates what a failed step returned.
+            // The result of a failed step is truncated only by the output limit.
             StepStatus::Failure if last.truncated => FailureCode::ConstraintViolation,
             StepStatus::Failure => FailureCode::StepFailed,
         };
@@ -416,7 +424,7 @@ fn step_result(
     }
 }
 
-/// The result of a step that succeeded in an earlier run whose results are gone.
+/// The result of a step that succeeded in an earlier attempt, whose results are lost.
 pub(super) fn forgotten(index: usize, step: &Step) -> StepResult {
     let outcome = StepOutcome {
         truncated: true,

@@ -3,10 +3,10 @@ use serde_json::json;
 
 use super::*;
 
-/// A step that lists this path panics.
+/// A step that lists this path panics, to test the handling of panics.
 const PANIC: &str = "a path that panics";
 
-/// Called by each step.
+/// Called before each step.
 pub(super) fn panic_on_request(action: &Action) {
     if let Action::ListTree(tree) = action
         && tree.path.as_deref() == Some(PANIC)
@@ -127,6 +127,60 @@ fn the_largest_result_of_a_job_can_be_read_again() {
     assert!(json.len() <= MAX_RESULT_BYTES, "{}", json.len());
     let read = JobResult::parse(&json).expect("a valid result");
     assert_eq!(read.steps.len(), MAX_STEPS);
+}
+
+#[test]
+fn the_largest_result_of_an_agents_job_can_be_read_again() {
+    use cynode_api::sba::{
+        CriterionResult, ResultArtifact, Step, Verifier,
+        limits::{MAX_ARTIFACTS, MAX_CONTEXT_ITEMS, MAX_OUTPUT_BYTES, MAX_RESULT_BYTES},
+    };
+    let step = Step::parse(br#"{"type": "apply_unified_diff", "args": {"diff": ""}}"#);
+    let step = step.expect("a step");
+    let budget = Budget::new(MAX_OUTPUT_BYTES.unsigned_abs());
+    let each = usize::try_from(MAX_OUTPUT_BYTES).expect("positive") / agent::MAX_AGENT_STEPS;
+    let criteria = (0..MAX_CONTEXT_ITEMS as u64).map(|index| CriterionResult {
+        index,
+        is_met: false,
+        verified_by: Verifier::Job,
+        detail: Some(result::bounded_to(&"\u{1}".repeat(9_999), 512)),
+    });
+    let room = budget.room();
+    let list = json!(vec![json!(vec!["\u{1}".repeat(80); 2]); room.bytes / 1_000]);
+    let steps = (0..agent::MAX_AGENT_STEPS).map(|index| {
+        let mut result = steps::forgotten(index, &step);
+        assert_eq!(budget.take(each), each);
+        let [stdout, stderr] = budget
+            .encode([vec![b'\n'; each / 2], vec![0xff; each / 2]])
+            .texts;
+        (result.stdout, result.stderr) = (Some(stdout), Some(stderr));
+        result.error = Some(result::bounded_to(&"\u{1}".repeat(9_999), 300));
+        result.output = Some(if index == 0 {
+            list.clone()
+        } else {
+            json!({"sha256": "0".repeat(64), "size": 5})
+        });
+        result
+    });
+    let report = JobReport {
+        job_id: None,
+        ending: Ending::failure(FailureCode::NoProgress, "\u{1}".repeat(1 << 20)),
+        steps: steps.collect(),
+        artifacts: Vec::new(),
+        todo: None,
+        criteria: criteria.collect(),
+        usage: None,
+    };
+    let mut result = report.into_result();
+    let artifacts = (0..MAX_ARTIFACTS).map(|_| ResultArtifact {
+        path: "x".repeat(1_024),
+        size: Some(u64::from(u32::MAX)),
+        sha256: Some("0".repeat(64)),
+    });
+    result.artifacts = artifacts.collect();
+    let json = result::to_json(&result);
+    assert!(json.len() <= MAX_RESULT_BYTES, "{}", json.len());
+    assert!(JobResult::parse(&json).is_ok());
 }
 
 #[test]

@@ -1,25 +1,25 @@
 //! The todo list of a job.
 //!
-//! It begins with the job's requirements, acceptance criteria and steps. Steps check themselves
-//! off; a requirement or criterion stays open until whoever verifies it says so, so that the list
-//! of a job whose steps all succeeded still shows what nobody has verified.
+//! Initially it has the job's requirements, acceptance criteria and steps. A step is checked off
+//! when it succeeds. A requirement or criterion stays open until it is verified explicitly, so the
+//! list of a successful job still shows what is unverified.
 //!
-//! Invariants: ids are never reused; the parts of an item follow it, and it is done exactly when
-//! all of them are; the list stays within its bounds.
+//! Invariants: ids are never reused. The parts of an item directly follow it, and it is done if and
+//! only if all of them are. The list stays within its bounds.
 
 use std::fmt;
 
 use cynode_api::sba::{Action, JobSpec, Step, TodoSummary};
 use serde::{Deserialize, Serialize};
 
-/// Items of a list. Those of the largest job leave room for as many more.
+/// Items per list: twice as many as the largest job starts with.
 const MAX_ITEMS: usize = 12_288;
 /// Longer titles are cut.
 const MAX_TITLE_BYTES: usize = 256;
-/// Titles in a summary.
+/// Open titles in a summary.
 const MAX_OPEN_TITLES: usize = 100;
 
-/// Where an item comes from.
+/// The origin of an item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Source {
@@ -36,7 +36,7 @@ pub(super) struct Item {
     pub(super) title: String,
     pub(super) source: Source,
     pub(super) done: bool,
-    /// The item that this is a part of.
+    /// The item of which this one is a part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) parent: Option<u64>,
 }
@@ -48,16 +48,16 @@ pub(super) struct TodoList {
     next_id: u64,
 }
 
-/// Why a change is refused. The list stays as it was.
+/// Why a change was refused. The list is unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TodoError {
     /// No item has this id.
     Unknown(u64),
-    /// The list has no room.
+    /// The list is full.
     Full,
-    /// The parts of the item decide whether it is done.
+    /// The item has parts, which determine whether it is done.
     HasParts(u64),
-    /// The new order does not name each item once, or puts parts elsewhere than after their item.
+    /// The new order does not contain each id once, or separates parts from their item.
     NotAnOrder,
 }
 
@@ -75,7 +75,7 @@ impl fmt::Display for TodoError {
 }
 
 impl TodoList {
-    /// The list that a job begins with. The ids of its items follow from the job.
+    /// The initial list of a job. The ids depend on the job only.
     pub(super) fn of(job: &JobSpec) -> Self {
         let mut list = Self::default();
         if let Some(context) = &job.context {
@@ -92,7 +92,8 @@ impl TodoList {
         list
     }
 
-    /// Reads a stored list, which must be that of the job, changed by the operations here.
+    /// Parses a stored list. Refuses one that the operations below can't have produced for this
+    /// job.
     pub(super) fn resumed(json: &[u8], job: &JobSpec) -> Option<Self> {
         let list: Self = serde_json::from_slice(json).ok()?;
         let fresh = Self::of(job);
@@ -132,7 +133,7 @@ impl TodoList {
         position.ok_or(TodoError::Unknown(id))
     }
 
-    /// Checks a step of the job off with its parts, or opens it again.
+    /// Marks a step and its parts as done or open.
     pub(super) fn set_step(&mut self, index: usize, done: bool) {
         self.set(Source::Step, index, done);
     }
@@ -167,7 +168,7 @@ impl TodoList {
         Ok(self.next_id - 1)
     }
 
-    /// Marks an item as done, and the items that consist of nothing else any more.
+    /// Marks an item as done, and each parent whose parts are now all done.
     pub(super) fn complete(&mut self, id: u64) -> Result<(), TodoError> {
         let position = self.position(id)?;
         if self.items.iter().any(|item| item.parent == Some(id)) {
@@ -187,7 +188,7 @@ impl TodoList {
         Ok(())
     }
 
-    /// Splits an item into parts, which follow it; returns their ids.
+    /// Splits an item into parts, which follow it. Returns their ids.
     pub(super) fn split(&mut self, id: u64, parts: &[&str]) -> Result<Vec<u64>, TodoError> {
         let position = self.position(id)?;
         if self.items.iter().any(|item| item.parent == Some(id)) {
@@ -219,7 +220,7 @@ impl TodoList {
         }
     }
 
-    /// Puts the items into another order, by their ids.
+    /// Reorders the items by a list of their ids.
     pub(super) fn reorder(&mut self, ids: &[u64]) -> Result<(), TodoError> {
         if ids.len() != self.items.len() {
             return Err(TodoError::NotAnOrder);
@@ -241,8 +242,7 @@ impl TodoList {
         Ok(())
     }
 
-    /// Whether ids are unique, and every part comes after its item and before what is no part of
-    /// it.
+    /// Returns whether ids are unique and the parts of each item directly follow it.
     fn is_ordered(&self) -> bool {
         let mut seen = std::collections::BTreeSet::new();
         let mut above: Vec<u64> = Vec::new();
@@ -278,7 +278,7 @@ impl TodoList {
     }
 }
 
-/// One line of bounded length.
+/// Cuts a title to one line of bounded length.
 fn title(text: &str) -> String {
     let mut title = String::new();
     for word in text.split(|character: char| character.is_whitespace() || character.is_control()) {

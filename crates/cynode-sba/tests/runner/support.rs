@@ -132,14 +132,6 @@ impl Sandbox {
             output,
         )
     }
-
-    /// A file that a step can run.
-    pub(crate) fn script(&self, name: &str, text: &str) -> String {
-        self.put(name, format!("#!/bin/sh\n{text}\n"));
-        let path = self.path(name);
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("mode");
-        path.to_str().expect("text").to_owned()
-    }
 }
 
 /// A program that runs with the rights of a sandbox.

@@ -126,7 +126,7 @@ struct FileContent {
 }
 
 /// Collects a content and its hash.
-struct Collector {
+struct BodyCollector {
     file: SpooledTempFile,
     /// What the file does not have yet: an edit makes many small pieces.
     buffer: Vec<u8>,
@@ -134,7 +134,7 @@ struct Collector {
     hash: Sha256,
 }
 
-impl Collector {
+impl BodyCollector {
     fn new(api: &Api) -> Self {
         let directory = api.sessions.config.directory();
         Self {
@@ -196,7 +196,7 @@ impl FileContent {
             if stat.size > MAX_EDITED_FILE_BYTES {
                 return Err(too_large());
             }
-            let mut content = Collector::new(api);
+            let mut content = BodyCollector::new(api);
             while let Some(piece) = channel.data(READ_TIMEOUT).await? {
                 content.add(&piece)?;
             }
@@ -223,7 +223,7 @@ impl FileContent {
                 .read_to_end(&mut bytes)
                 .map_err(|error| stored(&error))?;
             let edit = Edit::plan(&bytes, &request.old, &request.new, request.all)?;
-            let mut edited = Collector::new(api);
+            let mut edited = BodyCollector::new(api);
             for piece in edit.pieces() {
                 edited.add(piece)?;
             }

@@ -10,7 +10,7 @@ use axum::{
 use cynode_api::{
     ErrorCode, Exec as ExecObject, ExecAccepted, ExecForm, ExecId, ExecOutcome, ExecRequest,
     ExecResult, ExecVia, OutputPage, OutputQuery, Page, Problem, SessionId, SignalExec,
-    SignalOutcome, StdinMember, StdinOutcome, StdinWrite,
+    SignalOutcome, StdinField, StdinOutcome, StdinWrite,
     exec_limits::{MAX_OUTPUT_BYTES, MAX_REQUEST_BYTES, MAX_STDIN_BYTES, MAX_TIMEOUT_MS},
 };
 use cynode_sba_proto::{MAX_DATA, Request, WORKSPACE};
@@ -133,7 +133,7 @@ pub(super) async fn start(
     recorder: Option<Extension<ResultRecorder>>,
     request: axum::extract::Request,
 ) -> Result<Response, ApiError> {
-    let begun_at = std::time::Instant::now();
+    let started_at = std::time::Instant::now();
     let (request, form) = receive(&headers, request).await?;
     check(&request)?;
     let (entry, live) = api.sessions.live(id)?;
@@ -174,7 +174,7 @@ pub(super) async fn start(
     }
     let _watch_guard = exec.watch();
     let answer = exec.answer().await?;
-    metrics::histogram!("cynode_exec_seconds").record(begun_at.elapsed().as_secs_f64());
+    metrics::histogram!("cynode_exec_seconds").record(started_at.elapsed().as_secs_f64());
     let outcome = ExecOutcome {
         exec_id: answer.exec_id,
         exit: answer.exit.clone(),
@@ -182,7 +182,7 @@ pub(super) async fn start(
     Ok(with_result(&outcome, answer.into_response().await?))
 }
 
-/// Reads the request; of a form, also the unread stdin part.
+/// Reads the request. For a form, also returns the stdin part, which is still unread.
 async fn receive(
     headers: &HeaderMap,
     mut request: axum::extract::Request,
@@ -234,12 +234,12 @@ async fn spool_field(entry: &SessionEntry, request: &ExecRequest) -> Result<Exec
     Ok(spool.finish().await?.0)
 }
 
-/// A request with the standard input that arrived outside of it.
+/// A request, and the standard input from a form or from the request's own field.
 struct ReceivedExec {
     request: ExecRequest,
     input: ExecInput,
     input_sha256: Option<String>,
-    /// The caller reads events and needs no collected result.
+    /// The caller reads an event stream, so output need not be collected for a response.
     is_streamed: bool,
 }
 
@@ -263,7 +263,9 @@ async fn run(
     } else {
         cwd.to_string_lossy().into_owned()
     };
-    let open_exec = entry.execs.begin(&request, cwd, input_sha256.as_deref())?;
+    let open_exec = entry
+        .execs
+        .register(&request, cwd, input_sha256.as_deref())?;
     if let (Some(Extension(recorder)), OpenExec::New(exec) | OpenExec::Existing(exec)) =
         (recorder, &open_exec)
     {
@@ -291,13 +293,13 @@ async fn run(
         is_runner: false,
         may_be_running: false,
     };
-    let (execs, started) = (Arc::clone(&entry.execs), Arc::clone(&exec));
+    let (execs, exec_to_start) = (Arc::clone(&entry.execs), Arc::clone(&exec));
     let via = api.sessions.config.exec_via;
     // A caller that disconnects now must not leave a command that is neither started nor voided.
     let starting = tokio::spawn(async move {
         match via {
-            ExecVia::Agent => execs::start_by_agent(live, execs, started, command).await,
-            ExecVia::Runtime => execs::start_by_runtime(live, execs, started, command).await,
+            ExecVia::Agent => execs::start_by_agent(live, execs, exec_to_start, command).await,
+            ExecVia::Runtime => execs::start_by_runtime(live, execs, exec_to_start, command).await,
         }
     });
     starting.await.map_err(|_| {
@@ -332,12 +334,12 @@ pub(super) async fn list(
         query.limit,
         query.cursor.as_deref(),
         |exec| exec.id(),
-        |exec| Some(exec.object()),
+        |exec| Some(exec.to_api()),
     )
     .map(Json)
 }
 
-/// Looks up a session with execs: an ended session has none.
+/// Looks up a session whose execs still exist; refuses an ending or ended one.
 fn session_with_execs(api: &Api, id: SessionId) -> Result<Arc<SessionEntry>, ApiError> {
     let entry = api.sessions.get(id)?;
     if matches!(
@@ -360,7 +362,7 @@ pub(super) async fn show(
     ExecPath(id, exec_id): ExecPath,
 ) -> Result<Json<ExecObject>, ApiError> {
     Ok(Json(
-        session_with_execs(&api, id)?.execs.get(exec_id)?.object(),
+        session_with_execs(&api, id)?.execs.get(exec_id)?.to_api(),
     ))
 }
 
@@ -444,12 +446,12 @@ pub(super) async fn stdin(
             format!("data_b64: more than {MAX_STDIN_BYTES} bytes in one call"),
         ));
     }
-    let sha256 = StdinMember {
+    let sha256 = StdinField {
         stdin: hex::encode(Sha256::digest(&data)),
     };
     let outcome = StdinOutcome {
         exec_id,
-        bytes: StdinMember {
+        bytes: StdinField {
             stdin: data.len() as u64,
         },
         sha256,
@@ -485,15 +487,15 @@ async fn write_stdin<F: Future<Output = StdinDelivery>>(
         .map(|piece| Some(piece.to_vec()))
         .chain(eof.then_some(None));
     for piece in pieces {
-        let (length, end) = (piece.as_ref().map_or(0, Vec::len), piece.is_none());
+        let (length, is_eof) = (piece.as_ref().map_or(0, Vec::len), piece.is_none());
         let delivery = offer(piece).await;
         match delivery {
             StdinDelivery::Taken => taken += length,
-            // The command read everything and exited: that is an end too.
-            StdinDelivery::Closed if end && taken > 0 => return Ok(()),
+            // The command has read everything and exited, so end of input is moot.
+            StdinDelivery::Closed if is_eof && taken > 0 => return Ok(()),
             StdinDelivery::Closed => return Err(stdin_closed()),
-            StdinDelivery::Waiting | StdinDelivery::Refused => {
-                if delivery == StdinDelivery::Waiting {
+            StdinDelivery::Queued | StdinDelivery::QueueFull => {
+                if delivery == StdinDelivery::Queued {
                     taken += length;
                 }
                 let detail = format!(

@@ -26,7 +26,7 @@ use super::{
     sessions::{Id, page, parse_id},
 };
 use crate::{
-    jobs::{JobEntry, WholeJob},
+    jobs::{JobEntry, JobWithResult},
     sessions::check_version,
 };
 
@@ -63,10 +63,10 @@ fn responds_async(headers: &HeaderMap) -> bool {
     })
 }
 
-/// The job with its result, which is written as it is stored: as values it would take many times the
-/// memory.
-fn whole(whole: WholeJob) -> Result<Response, ApiError> {
-    let WholeJob { job, result } = whole;
+/// Responds with a job and its result. The stored JSON of the result is copied unparsed, because
+/// parsed it would take many times the memory.
+fn respond(job: JobWithResult) -> Result<Response, ApiError> {
+    let JobWithResult { job, result } = job;
     let mut json = serde_json::to_vec(&job)
         .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
     if let Some(result) = result {
@@ -81,7 +81,7 @@ fn whole(whole: WholeJob) -> Result<Response, ApiError> {
 }
 
 /// Waits for the end of a job. Fails if the worker shuts down: the next worker resumes the job.
-async fn result(api: &Api, entry: &JobEntry) -> Result<WholeJob, ApiError> {
+async fn result(api: &Api, entry: &JobEntry) -> Result<JobWithResult, ApiError> {
     tokio::select! {
         () = entry.wait_until_ended() => api.jobs.object(entry).await,
         () = api.stop.cancelled() => Err(ApiError::new(
@@ -108,7 +108,7 @@ pub(super) async fn run(
 ) -> Result<Response, ApiError> {
     let entry = api.jobs.run(request).await?;
     if !responds_async(&headers) {
-        return whole(result(&api, &entry).await?);
+        return respond(result(&api, &entry).await?);
     }
     let job = api.jobs.object(&entry).await?;
     let status = if job.job.state.is_final() {
@@ -117,7 +117,7 @@ pub(super) async fn run(
         StatusCode::ACCEPTED
     };
     let applied = [("preference-applied", "respond-async")];
-    Ok((status, applied, whole(job)?).into_response())
+    Ok((status, applied, respond(job)?).into_response())
 }
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -176,7 +176,7 @@ pub(super) async fn list(
         (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn show(State(api): State<Api>, Id(id): Id<JobId>) -> Result<Response, ApiError> {
     let entry = api.jobs.get(id)?;
-    whole(api.jobs.object(&entry).await?)
+    respond(api.jobs.object(&entry).await?)
 }
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -304,7 +304,7 @@ pub(super) async fn stop(
     JsonBody(request): JsonBody<JobStop>,
 ) -> Result<Response, ApiError> {
     let entry = api.jobs.stop(&request).await?;
-    whole(result(&api, &entry).await?)
+    respond(result(&api, &entry).await?)
 }
 
 #[cfg(test)]

@@ -43,7 +43,7 @@ pub(crate) async fn start(
     exec: Arc<Exec>,
     command: Command,
 ) -> Result<(), ApiError> {
-    let channel = match begin(&live, &exec, &command).await {
+    let channel = match request_start(&live, &exec, &command).await {
         Ok(channel) => Some(channel),
         Err(error) if command.may_be_running && error.is(ErrorCode::ExecIdInUse) => None,
         Err(error) => {
@@ -92,7 +92,8 @@ async fn feed(live: Arc<Live>, exec: Arc<Exec>, mut input: ExecInput, stdin_open
     }
 }
 
-async fn begin(live: &Live, exec: &Exec, command: &Command) -> Result<Channel, ApiError> {
+/// Asks the agent to start the command and waits for its confirmation.
+async fn request_start(live: &Live, exec: &Exec, command: &Command) -> Result<Channel, ApiError> {
     let link = live.link()?;
     let request = Request::Exec(ExecStart {
         exec_id: exec.id(),

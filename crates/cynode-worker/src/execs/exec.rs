@@ -127,7 +127,7 @@ impl Exec {
         self.inner.lock().ended.as_ref().map(|ended| ended.ended_at)
     }
 
-    pub(crate) fn object(&self) -> ExecObject {
+    pub(crate) fn to_api(&self) -> ExecObject {
         let inner = self.inner.lock();
         let state = match &inner.ended {
             None => ExecState::Running,

@@ -178,7 +178,7 @@ impl SessionExecs {
 
     /// Registers a request. A retry with the same id and the same request returns the existing
     /// exec. `input` is the hash of standard input sent outside the request itself.
-    pub(crate) fn begin(
+    pub(crate) fn register(
         &self,
         request: &ExecRequest,
         cwd: String,

@@ -15,9 +15,9 @@ pub(crate) enum StdinDelivery {
     /// The piece is in the command's pipe.
     Taken,
     /// The piece is queued and reaches the command when it reads.
-    Waiting,
+    Queued,
     /// The queue is full: an earlier piece is still in it.
-    Refused,
+    QueueFull,
     /// The command accepts no more input.
     Closed,
 }
@@ -37,7 +37,7 @@ impl Exec {
         let slot = match timeout_at(deadline, sender.reserve()).await {
             Ok(Ok(slot)) => slot,
             Ok(Err(_)) => return StdinDelivery::Closed,
-            Err(_) => return StdinDelivery::Refused,
+            Err(_) => return StdinDelivery::QueueFull,
         };
         if data.is_none() {
             self.stdin.lock().take();
@@ -47,7 +47,7 @@ impl Exec {
         match timeout_at(deadline, answer).await {
             Ok(Ok(true)) => StdinDelivery::Taken,
             Ok(_) => StdinDelivery::Closed,
-            Err(_) => StdinDelivery::Waiting,
+            Err(_) => StdinDelivery::Queued,
         }
     }
 }
@@ -111,11 +111,11 @@ mod tests {
         // Nobody reads any more: the first piece is queued, the second does not fit.
         assert_eq!(
             exec.offer_stdin(piece(), SHORT_WAIT).await,
-            StdinDelivery::Waiting
+            StdinDelivery::Queued
         );
         assert_eq!(
             exec.offer_stdin(piece(), SHORT_WAIT).await,
-            StdinDelivery::Refused
+            StdinDelivery::QueueFull
         );
         assert!(
             receiver.try_recv().is_ok() && receiver.try_recv().is_err(),
@@ -124,7 +124,7 @@ mod tests {
 
         assert_eq!(
             exec.offer_stdin(None, SHORT_WAIT).await,
-            StdinDelivery::Waiting
+            StdinDelivery::Queued
         );
         assert_eq!(
             exec.offer_stdin(piece(), SHORT_WAIT).await,

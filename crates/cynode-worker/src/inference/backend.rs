@@ -270,7 +270,7 @@ impl Backend {
         let Some(model) = list.find(name) else {
             return Err(unavailable(format!(
                 "the node's model server does not serve {}",
-                cynode_api::document::quoted(name)
+                cynode_api::document::quote(name)
             )));
         };
         if model.locality == Locality::External
@@ -332,7 +332,7 @@ pub(super) fn external(name: &str) -> Refusal {
         RefusalCode::ModelNotAllowed,
         format!(
             "the node's model server has another host run {}; external models can't be used yet",
-            cynode_api::document::quoted(name)
+            cynode_api::document::quote(name)
         ),
     )
 }

@@ -1,9 +1,9 @@
-//! The artifacts of a job: files that it left in `/job/artifacts`, kept on the node until the job is
-//! acknowledged.
+//! The artifacts of a job: the files in `/job/artifacts` when it ends. They are copied to the node's
+//! own directory and kept until the job is acknowledged.
 //!
-//! Invariants: only regular files are taken, and no link is followed. They come through the agent,
-//! or from the disk once the sandbox is gone; the host opens nothing that a live sandbox can change.
-//! The list is written last, so a worker that dies before starts over.
+//! Invariants: only regular files are copied, and no link is followed. The agent reads them; the host
+//! opens the job directory only when the sandbox is gone, so that no process can change it. The list
+//! is written last, so a worker that dies before that starts over.
 
 use std::{
     ffi::CStr,
@@ -35,17 +35,17 @@ use crate::{
     tree,
 };
 
-/// All artifacts of a job together.
+/// Total size of a job's artifacts.
 const MAX_TOTAL_BYTES: u64 = 1 << 30;
-/// The orchestrator stores an artifact below `jobs/<job_id>/`.
+/// Length of `jobs/<job_id>/`, below which the orchestrator stores an artifact.
 const PREFIX_BYTES: usize = 42;
-/// How long the agent may take to hash a file before it sends the first byte.
+/// Time for the agent to hash a file before it sends the first byte.
 const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// An artifact on this node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct KeptArtifact {
-    /// Relative to the directory of artifacts.
+    /// Relative to `/job/artifacts`.
     pub(crate) path: String,
     pub(crate) size: u64,
     pub(crate) sha256: String,
@@ -54,18 +54,18 @@ pub(crate) struct KeptArtifact {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ArtifactList {
     pub(super) artifacts: Vec<KeptArtifact>,
-    /// Files that were not kept.
+    /// Number of files that were not kept.
     pub(super) omitted: u64,
 }
 
 impl ArtifactList {
-    /// The list of artifacts that were kept completely, if they were.
+    /// Reads the list of a complete collection; `None` if there is none.
     pub(super) fn read(files: &JobFiles) -> io::Result<Option<Self>> {
         let list = files.read_artifact_list()?;
         Ok(list.as_deref().map(serde_json::from_slice).transpose()?)
     }
 
-    /// The members of the job object.
+    /// The list as it appears in the job object.
     pub(super) fn to_json(&self) -> Vec<serde_json::Value> {
         let artifacts = self.artifacts.iter();
         artifacts
@@ -89,7 +89,7 @@ pub(super) fn open(files: &JobFiles, path: &str) -> io::Result<Option<(KeptArtif
     Ok(Some((artifact, file.into_parts().0)))
 }
 
-/// Artifacts while they are taken.
+/// A collection of artifacts in progress.
 #[derive(Debug)]
 struct Collection {
     files: JobFiles,
@@ -99,7 +99,7 @@ struct Collection {
 }
 
 impl Collection {
-    /// Starts over after an attempt that a crash interrupted.
+    /// Removes the leftovers of an interrupted attempt and starts over.
     fn new(files: &JobFiles) -> io::Result<Self> {
         let staged = files.artifacts().with_extension("new");
         for leftover in [&staged, &files.artifacts()] {
@@ -114,7 +114,7 @@ impl Collection {
         })
     }
 
-    /// Returns whether another file may be kept, by its path and what it says about its size.
+    /// Returns whether the limits allow another file with this path and claimed size.
     fn admits(&self, path: &str, size: u64) -> bool {
         artifact_limits::is_path(path)
             && path.len() + PREFIX_BYTES <= artifact_limits::MAX_PATH
@@ -141,7 +141,7 @@ impl Collection {
     }
 
     fn finish(self) -> io::Result<ArtifactList> {
-        // A file that was begun and not kept.
+        // A file that was started and then rejected.
         let unlisted = self.staged.join(self.list.artifacts.len().to_string());
         drop(fs_err::remove_file(unlisted));
         fs_err::rename(&self.staged, self.files.artifacts())?;
@@ -151,18 +151,18 @@ impl Collection {
     }
 }
 
-/// A file of a collection while it is written.
+/// A file of a collection that is being written.
 #[derive(Debug)]
 struct KeptFile {
     file: File,
     hash: Sha256,
     size: u64,
-    /// What may still be written.
+    /// Bytes that may still be written.
     left: u64,
 }
 
 impl KeptFile {
-    /// Returns false if the file turns out to be larger than what may be kept.
+    /// Appends a piece. Returns false if the file exceeds the limit.
     fn push(&mut self, piece: &[u8]) -> io::Result<bool> {
         let length = piece.len() as u64;
         let Some(left) = self.left.checked_sub(length) else {
@@ -174,7 +174,7 @@ impl KeptFile {
         Ok(true)
     }
 
-    /// Makes the file survive a crash of the host; returns its size and its hash.
+    /// Flushes the file to disk; returns its size and its hash.
     fn store(self) -> io::Result<(u64, String)> {
         self.file.sync_data()?;
         Ok((self.size, hex::encode(self.hash.finalize())))
@@ -184,15 +184,15 @@ impl KeptFile {
 /// A regular file as the agent lists it.
 #[derive(Debug)]
 struct ListedFile {
-    /// Absolute, as bytes.
+    /// The absolute path, as bytes.
     full: Vec<u8>,
-    /// Relative to the directory of artifacts; `None` if it is not UTF-8.
+    /// The path relative to `/job/artifacts`; `None` if it is not UTF-8.
     path: Option<String>,
     size: u64,
 }
 
-/// Takes the artifacts through the agent. Everything else in the sandbox is killed first, so that
-/// nothing changes meanwhile. An error is the agent's or the disk's.
+/// Copies the artifacts through the agent. Kills all other processes of the sandbox first, so that
+/// the files no longer change. Fails only if the agent or the node's disk does.
 pub(super) async fn take_by_agent(live: &Live, files: &JobFiles) -> Result<ArtifactList, ApiError> {
     if list(live, files).await?.0.is_empty() {
         return Ok(ArtifactList::default());
@@ -227,8 +227,8 @@ fn not_stored(error: &io::Error) -> ApiError {
     )
 }
 
-/// The regular files below the directory of artifacts, and whether there are more than are listed.
-/// Lists from the directory above, because links are followed only in the listed path itself.
+/// Lists the regular files below `/job/artifacts`; true if the list is truncated. Lists `/job`
+/// itself, because a listing follows links in its own path but not below it.
 async fn list(live: &Live, files: &JobFiles) -> Result<(Vec<ListedFile>, bool), ApiError> {
     let request = ListRequest {
         path: Some(JOB.to_owned()),
@@ -242,7 +242,7 @@ async fn list(live: &Live, files: &JobFiles) -> Result<(Vec<ListedFile>, bool), 
     let body = channel.body::<ListResult>(REPLY_TIMEOUT, spool).await;
     let ListResult { entries, truncated } = match body {
         Ok(body) => body.value,
-        // A sandbox of an earlier version has no such directory.
+        // Sandboxes of earlier versions have no job directory.
         Err(error) if error.is(ErrorCode::NotFound) => return Ok((Vec::new(), false)),
         Err(error) => return Err(error),
     };
@@ -264,7 +264,7 @@ async fn list(live: &Live, files: &JobFiles) -> Result<(Vec<ListedFile>, bool), 
     Ok((entries.into_iter().filter_map(file).collect(), truncated))
 }
 
-/// Takes one file; `None` if it can't be read, or is larger than it was listed.
+/// Copies one file; `None` if it can't be read, or exceeds the limit.
 async fn take_file(
     live: &Live,
     collection: &Collection,
@@ -297,12 +297,12 @@ async fn take_file(
     }
 }
 
-/// Takes the artifacts from the job directory of a sandbox that is gone.
+/// Copies the artifacts from the job directory of a sandbox that is gone.
 pub(super) fn take_from_disk(job: &OwnedFd, files: &JobFiles) -> io::Result<ArtifactList> {
     let name = ARTIFACTS.rsplit('/').next().unwrap_or_default();
     let top = match open_directory(job, name) {
         Ok(top) => top,
-        // The job removed it, or put something else in its place.
+        // The job removed the directory, or replaced it with something else.
         Err(error) if is_absent(&error) => return Ok(ArtifactList::default()),
         Err(error) => return Err(error),
     };
@@ -344,7 +344,7 @@ fn copy(mut file: File, mut kept: KeptFile) -> io::Result<Option<KeptFile>> {
     }
 }
 
-/// Regular files below a directory, and the number of those whose paths can't be listed.
+/// Lists the regular files below a directory, and counts those that can't be listed.
 fn walk(top: &OwnedFd) -> io::Result<(Vec<String>, u64)> {
     let (mut found, mut omitted, mut seen) = (Vec::new(), 0, 0);
     let mut directories = vec![(".".to_owned(), 0)];
@@ -385,7 +385,7 @@ fn walk(top: &OwnedFd) -> io::Result<(Vec<String>, u64)> {
     Ok((found, omitted))
 }
 
-/// The type of an entry on a file system that does not list it.
+/// The type of an entry, for file systems whose directory entries lack it.
 fn kind_of(top: &OwnedFd, directory: &str, name: &CStr) -> io::Result<Kind> {
     let directory = open_directory(top, directory)?;
     let stat = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
@@ -404,7 +404,7 @@ fn is_absent(error: &io::Error) -> bool {
     )
 }
 
-/// No link, mount or `..` leads out of the directory.
+/// Opening fails if the path has a link or crosses a mount, and if it leads out of the directory.
 const CONFINED: ResolveFlags = ResolveFlags::BENEATH
     .union(ResolveFlags::NO_SYMLINKS)
     .union(ResolveFlags::NO_MAGICLINKS)
@@ -416,7 +416,7 @@ pub(crate) fn open_directory(at: &OwnedFd, path: &str) -> io::Result<OwnedFd> {
     Ok(openat2(at, path, flags, Mode::empty(), CONFINED)?)
 }
 
-/// Opens a regular file below a directory. Nothing that could block is opened.
+/// Opens a regular file below a directory. Does not block, even on a pipe.
 pub(super) fn open_beneath(at: &OwnedFd, path: &str) -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let opened = openat2(at, path, flags, Mode::empty(), CONFINED)?;

@@ -1,9 +1,11 @@
-//! Runs a specification with our runner, which is started a second time if it dies without a result.
+//! Runs a specification with the built-in runner, and starts it a second time if it dies without a
+//! result.
 //!
-//! Invariants: the second runner gets what is in the journal of steps, never what is in the sandbox,
-//! where every step can write. There is no third one. A job therefore ends with the result that a
-//! runner reported through process 1, or with one that the worker makes from the journal. Only if
-//! every step succeeded, and the runner had no chance to say so, does the result file count.
+//! Invariants: a runner is started at most twice. The second one gets its state from the journal of
+//! steps, never from files in the sandbox, which every step can write. A job therefore ends with a
+//! result that a runner reported through process 1, or with one that the worker makes from the
+//! journal. The result file counts only if the journal has every step as successful and the runner
+//! could not report the result itself.
 
 use std::{pin::pin, sync::Arc, time::Duration};
 
@@ -30,20 +32,20 @@ use crate::{
     sessions::{Live, SessionEntry as Sandbox},
 };
 
-/// Starts of the runner.
+/// How often the runner is started.
 const MAX_ATTEMPTS: usize = 2;
-/// Added to the time of the job, which the runner enforces, before the agent ends the runner.
+/// The runner enforces the job's deadline itself; the agent ends the runner this much later.
 const DEADLINE_SLACK: Duration = Duration::from_secs(10);
-/// What a runner that is told to stop has to end its step and to report its result.
+/// Time for a stopped runner to end its step and to report its result.
 const STOP_GRACE: Duration = Duration::from_secs(5);
-/// How long a runner may live on after it has reported its result.
+/// Time for a runner to exit after it has reported its result.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long reports of a runner that has exited may be on their way.
+/// Time to receive the last reports of a runner that has exited.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
-/// Between reports of progress to the orchestrator.
+/// Shortest interval between progress notifications to the orchestrator.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A job that our runner runs.
+/// A job that the built-in runner runs.
 pub(super) struct RunnerJob<'a> {
     pub(super) jobs: &'a Arc<Jobs>,
     pub(super) entry: &'a Arc<JobEntry>,
@@ -55,7 +57,7 @@ pub(super) struct RunnerJob<'a> {
 }
 
 impl Jobs {
-    pub(super) async fn run_our_runner(
+    pub(super) async fn run_builtin_runner(
         self: &Arc<Self>,
         entry: &Arc<JobEntry>,
         run: &JobRun,
@@ -102,7 +104,7 @@ impl RunnerJob<'_> {
                 },
                 (None, Err(outcome)) => return outcome.clone(),
             };
-            // Only the first start needs it.
+            // Only the first start fills the job directory with it.
             self.specification = None;
             let known = self.sandbox.execs.get(attempt.exec_id).ok();
             let exec = match (known.filter(|exec| !exec.is_running()), &live) {
@@ -149,21 +151,21 @@ impl RunnerJob<'_> {
         JobOutcome::interrupted("the sandbox was lost before the runner reported a result")
     }
 
-    /// The time that the job may take.
+    /// The time limit of the job: the smaller of the request's and the specification's.
     fn limit(&self) -> Duration {
         let requested = self.run.sandbox.timeout_seconds;
         let seconds = self.plan.max_runtime_seconds;
         Duration::from_secs(requested.map_or(seconds, |requested| requested.min(seconds)))
     }
 
-    /// When the job's time is over.
+    /// The job's deadline, which both attempts share.
     fn deadline(&self, attempt: &Attempt) -> OffsetDateTime {
         attempt
             .job_began_at
             .saturating_add(time::Duration::try_from(self.limit()).unwrap_or(time::Duration::MAX))
     }
 
-    /// The exec of the runner. A repeated start needs the same one.
+    /// The exec request of the runner. Must be the same for each retry of one attempt.
     fn request(&self, attempt: &Attempt) -> ExecRequest {
         let argv = std::iter::once(AGENT_BINARY).chain(RUNNER_ARGUMENTS);
         ExecRequest {
@@ -193,7 +195,8 @@ impl RunnerJob<'_> {
         Ok(attempt)
     }
 
-    /// Prepares the second start of the runner: nothing of the first may run any more.
+    /// Prepares the second start of the runner: kills all processes of the first and records the
+    /// attempt.
     async fn begin_again(
         &self,
         live: &Live,
@@ -223,7 +226,7 @@ impl RunnerJob<'_> {
         steps
             .begin(attempt)
             .map_err(|error| not_journaled(&error))?;
-        // For readers of the output, who find it here.
+        // Readers of the output find the second exec through the job's record.
         let set = move |record: &mut super::JobRecord| {
             record.second_exec = Some(id);
             true
@@ -234,7 +237,8 @@ impl RunnerJob<'_> {
         Ok(())
     }
 
-    /// Talks with the runner until it has ended. Returns why it is not believed, if so.
+    /// Communicates with the runner until it has ended. Returns the reason if the runner violated
+    /// the protocol.
     async fn attend(
         &self,
         live: &Live,
@@ -283,8 +287,8 @@ impl RunnerJob<'_> {
         }
     }
 
-    /// The outcome after the end of a runner; `None` if it is to be started again, or if the
-    /// sandbox is gone.
+    /// Determines the outcome after the end of a runner; `None` if the runner must be started again,
+    /// or if the sandbox is gone.
     async fn outcome(
         &self,
         live: Option<&Arc<Live>>,
@@ -316,7 +320,7 @@ impl RunnerJob<'_> {
             .then(|| JobOutcome::interrupted(interruption(&exit)))
     }
 
-    /// The outcome that the result file claims, if it is one of this job.
+    /// The outcome by the result file, if that is a valid result of this job.
     async fn claimed(&self, live: Option<&Arc<Live>>) -> Option<JobOutcome> {
         let claimed = match live {
             Some(live) => directory::read_result(live).await.ok()?,
@@ -345,7 +349,7 @@ impl RunnerJob<'_> {
         ))
     }
 
-    /// Adds the output of all runners.
+    /// Adds the exit of the last runner and the output of all of them.
     fn with_output(&self, outcome: JobOutcome, exec: &Exec, steps: &Steps) -> JobOutcome {
         let earlier: Vec<Arc<Exec>> = steps
             .attempts()
@@ -362,14 +366,14 @@ impl RunnerJob<'_> {
         }
     }
 
-    /// The runner has found the job valid.
+    /// Handles the runner's acceptance of the job.
     pub(super) async fn accepted(&self, attempt: &Attempt) {
         self.jobs
             .set_in_progress(self.entry, attempt.job_began_at)
             .await;
     }
 
-    /// The runner has told how far it is.
+    /// Handles a progress report of the runner.
     pub(super) fn progressed(&self, progress: JobProgress, attempt: &Attempt) {
         let deadline = self.deadline(attempt);
         if self
@@ -381,7 +385,7 @@ impl RunnerJob<'_> {
     }
 }
 
-/// Why a job has no result although its runner was started twice.
+/// The error detail of a job whose second runner ended without a result.
 fn interruption(exit: &ExecExit) -> String {
     let end = match (exit.exit_code, &exit.signal) {
         _ if exit.oom_killed => "was killed because the sandbox's memory limit was reached".into(),

@@ -1,8 +1,8 @@
-//! The directory of a job in its sandbox, `/job`: what the worker puts there, and what it takes from
-//! there.
+//! The job directory of a sandbox, `/job`: the worker puts the specification and its context there,
+//! and reads the result file.
 //!
-//! Invariants: the worker writes there only through the agent and before anything of the job runs.
-//! What it reads from there can be written by every process of the job: it is bounded, parsed
+//! Invariants: the worker writes there only through the agent, and before any process of the job
+//! runs. Every process of the job can write what the worker reads there, so that is bounded, parsed
 //! strictly, and proves nothing.
 
 use std::{
@@ -26,12 +26,13 @@ use crate::{
     sessions::Live,
 };
 
-/// The result that runners write.
+/// The result file that runners write.
 const RESULT: &str = "result.json";
-/// Characters of a skill's name in the name of its file.
+/// Longest part of a file name that is taken from a skill's name, in characters.
 const MAX_FILE_NAME: usize = 64;
 
-/// Fills the directory. The job has not begun, so nobody else uses it.
+/// Fills the directory. No process of the job runs yet, so the files are complete when one reads
+/// them.
 pub(super) async fn fill(
     live: &Live,
     job: &JobSpec,
@@ -127,7 +128,7 @@ fn item(text: &str) -> String {
     format!("- {}\n", text.trim_end().replace('\n', "\n  "))
 }
 
-/// A name that any file system and shell takes.
+/// Replaces the characters that are special to file systems or shells.
 fn file_name(name: &str) -> String {
     let plain = |character: char| {
         if character.is_ascii_alphanumeric() || matches!(character, '.' | '_' | '-') {
@@ -139,17 +140,17 @@ fn file_name(name: &str) -> String {
     name.chars().take(MAX_FILE_NAME).map(plain).collect()
 }
 
-/// Kills every process but process 1, so that nothing changes any more.
+/// Kills every process except process 1, so that files no longer change.
 pub(super) async fn kill_everything(live: &Live) -> Result<(), ApiError> {
     let signal = SignalName::KILL.number();
     let request = Request::SignalAll { signal };
     live.link()?.call(&request).await.map(drop)
 }
 
-/// A result that a file claims. An error says what is wrong with the file.
+/// The content of a result file, or the reason why it is invalid.
 pub(super) type ClaimedResult = Result<JobResult, String>;
 
-/// Reads the result file through the agent. The outer error is the agent's.
+/// Reads the result file through the agent. The outer error means that the agent failed.
 pub(super) async fn read_result(live: &Live) -> Result<ClaimedResult, ApiError> {
     let path = Base64Bytes(format!("{JOB}/{RESULT}").into_bytes());
     let op = FileOp::Read {

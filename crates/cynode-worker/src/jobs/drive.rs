@@ -27,21 +27,21 @@ use super::{
 };
 use crate::{
     execs::{self, Command, Exec, ExecInput, OpenExec, WatchGuard},
-    sessions::{Admission, JobSandboxRequest, Live, SessionEntry as Sandbox, exec_environment},
+    sessions::{Admission, JobSandboxRequest, Live, SessionEntry, exec_environment},
 };
 
 /// Attempts to start the command while the agent does not answer.
 const START_ATTEMPTS: u32 = 5;
-/// From KILL until the container is killed too.
+/// Time between SIGKILL for the exec and the kill of the whole container.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// The id of a job's command, and of the first start of our runner.
+/// The exec id of the job's command, or of the first attempt of the built-in runner.
 pub(super) fn exec_id(record: &JobRecord) -> ExecId {
     ExecId::from_uuid(*record.job.job_id.as_uuid())
 }
 
-/// The command that the caller named, with a deadline.
+/// The exec of the caller's command, with a deadline.
 fn exec_request(record: &JobRecord, run: &JobRun, seconds: u64) -> ExecRequest {
     ExecRequest {
         argv: run.sandbox.command.clone(),
@@ -53,7 +53,7 @@ fn exec_request(record: &JobRecord, run: &JobRun, seconds: u64) -> ExecRequest {
     }
 }
 
-/// A specification, and the JSON that runners get.
+/// A parsed specification, and its JSON as runners receive it.
 #[derive(Debug)]
 pub(super) struct Specification {
     pub(super) job: JobSpec,
@@ -89,9 +89,9 @@ impl Jobs {
                 Err(outcome) => return outcome,
             };
             return if run.sandbox.command.is_empty() {
-                Box::pin(self.run_our_runner(entry, &run, &sandbox, specification)).await
+                Box::pin(self.run_builtin_runner(entry, &run, &sandbox, specification)).await
             } else {
-                Box::pin(self.run_own_runner(entry, &run, &sandbox, specification)).await
+                Box::pin(self.run_custom_runner(entry, &run, &sandbox, specification)).await
             };
         }
         let seconds = run.sandbox.timeout_seconds;
@@ -102,7 +102,7 @@ impl Jobs {
         }
     }
 
-    /// Reads and checks what the job is to do.
+    /// Reads the job's specification from disk and parses it.
     async fn specification(&self, record: &JobRecord) -> Result<Specification, JobOutcome> {
         let unreadable = |reason: String| {
             JobOutcome::interrupted(format!("the job's specification is unreadable: {reason}"))
@@ -117,19 +117,19 @@ impl Jobs {
         Ok(Specification { job, json })
     }
 
-    /// Runs the command that the caller named to its end. A specification is in the sandbox before
-    /// the command starts.
+    /// Runs the caller's command to its end. Copies the specification, if any, into the sandbox
+    /// before the command starts.
     pub(super) async fn run_command(
         self: &Arc<Self>,
         entry: &Arc<JobEntry>,
         run: &JobRun,
-        sandbox: &Arc<Sandbox>,
+        sandbox: &Arc<SessionEntry>,
         seconds: u64,
         specification: Option<&Specification>,
     ) -> Result<Arc<Exec>, JobOutcome> {
         let record = entry.record();
-        // The exec of an earlier worker process. Watch it from the start, so that it is never
-        // considered abandoned.
+        // An earlier worker process may have started the exec. It is watched from here on, so that it
+        // is never ended as abandoned.
         let exec = sandbox.execs.get(exec_id(&record)).ok();
         let _watch_guard = exec.as_ref().map(Exec::watch);
         if let Some(exec) = exec.as_ref().filter(|exec| !exec.is_running()) {
@@ -162,7 +162,7 @@ impl Jobs {
         Ok(exec)
     }
 
-    /// Puts the specification into a sandbox in which nothing has run yet.
+    /// Fills the job directory of a sandbox in which nothing has run yet.
     pub(super) async fn fill_directory(
         &self,
         live: &Live,
@@ -185,13 +185,13 @@ impl Jobs {
         }
     }
 
-    /// Looks up the job's sandbox. If it was admitted but never recorded, it is created now:
-    /// nothing has run.
+    /// Looks up the job's sandbox. Creates it if the worker died between admitting the job and
+    /// recording the sandbox: nothing has run in it.
     async fn sandbox(
         self: &Arc<Self>,
         record: &JobRecord,
         run: &JobRun,
-    ) -> Result<Arc<Sandbox>, JobOutcome> {
+    ) -> Result<Arc<SessionEntry>, JobOutcome> {
         if let Some(sandbox) = self.sessions.job_sandbox(record.session_id) {
             return Ok(sandbox);
         }
@@ -229,7 +229,7 @@ impl Jobs {
     /// Starts an exec of the job, unless it has started already.
     pub(super) async fn start(
         &self,
-        sandbox: &Sandbox,
+        sandbox: &SessionEntry,
         live: &Arc<Live>,
         request: &ExecRequest,
         is_runner: bool,
@@ -238,7 +238,7 @@ impl Jobs {
         loop {
             let (OpenExec::New(exec) | OpenExec::Existing(exec)) = sandbox
                 .execs
-                .begin(request, WORKSPACE.to_owned(), None)
+                .register(request, WORKSPACE.to_owned(), None)
                 .map_err(|error| JobOutcome::failed(&error))?;
             let watch_guard = exec.watch();
             if exec.is_started() || !exec.is_running() {
@@ -271,8 +271,8 @@ impl Jobs {
             attempts += 1;
             match result {
                 Ok(()) => return Ok((exec, watch_guard)),
-                // Unknown whether it started. A retry is safe, because the agent starts an id only
-                // once.
+                // The command may have started. A retry is safe, because the agent starts an exec id
+                // only once.
                 Err(error) if error.is(ErrorCode::AgentUnavailable) => {
                     if attempts >= START_ATTEMPTS || live.is_gone() || via == ExecVia::Runtime {
                         return Err(JobOutcome::interrupted(format!(
@@ -297,7 +297,7 @@ impl Jobs {
             is_new
         };
         if let Err(error) = self.update(entry, set).await {
-            // The sandbox's log has the start already; this record only repeats it.
+            // The sandbox's exec log already has the start, so nothing is lost.
             tracing::error!(%error, "Failed to record the start of a job.");
             let mut record = entry.record();
             set(&mut record);
@@ -314,7 +314,7 @@ impl Jobs {
         }
     }
 
-    /// Sends KILL to everything that an exec started, and as a last resort kills the container.
+    /// Sends KILL to all processes of an exec, and as a last resort kills the container.
     pub(super) async fn kill(&self, live: &Live, exec: &Exec) {
         self.signal(live, exec, SignalName::KILL, SignalScope::Tree)
             .await;
@@ -328,7 +328,7 @@ impl Jobs {
 
     async fn signal(&self, live: &Live, exec: &Exec, signal: SignalName, scope: SignalScope) {
         match live.link() {
-            // An error means that it has ended meanwhile.
+            // An error means that the exec has ended in the meantime.
             Ok(link) => drop(
                 link.call(&Request::Signal {
                     exec_id: exec.id(),
@@ -341,7 +341,7 @@ impl Jobs {
         }
     }
 
-    /// Records the end, retrying until it succeeds: a result must not be lost.
+    /// Records the end of the job. Retries until it succeeds: a result must not be lost.
     pub(super) async fn conclude(&self, entry: &Arc<JobEntry>, outcome: JobOutcome) {
         loop {
             let outcome = outcome.clone();
@@ -349,7 +349,7 @@ impl Jobs {
                 .update(entry, move |record| {
                     let open = !record.is_final();
                     if open {
-                        record.conclude(outcome);
+                        record.set_outcome(outcome);
                     }
                     open
                 })
@@ -384,11 +384,11 @@ impl Jobs {
     }
 }
 
-/// Waits until commands can run in the sandbox. A stop ends the wait if nothing has been started
-/// there.
+/// Waits until commands can run in the sandbox. If `can_stop` is set, a requested stop ends the wait
+/// and cancels the job.
 pub(super) async fn until_live(
     entry: &JobEntry,
-    sandbox: &Sandbox,
+    sandbox: &SessionEntry,
     can_stop: bool,
 ) -> Result<Arc<Live>, JobOutcome> {
     let live = tokio::select! {
@@ -416,7 +416,7 @@ pub(super) fn check_command(run: &JobRun) -> Result<(), ApiError> {
         error
     };
     let env: &BTreeMap<String, String> = &run.sandbox.env;
-    // Without one, our runner runs the specification.
+    // Without a command, the built-in runner runs the specification.
     if run.job.is_none() || !run.sandbox.command.is_empty() {
         checks::check_argv("command", &run.sandbox.command).map_err(prefix)?;
     }

@@ -1,8 +1,8 @@
-//! The files of a job on the node, beside its record: its specification, the journal of its steps,
-//! its result and its artifacts. They are kept until the job is acknowledged.
+//! The files of a job on the node besides its record: specification, journal of steps, result and
+//! artifacts. They are kept until the job is acknowledged.
 //!
-//! Nothing here is kept in memory, because a node holds many jobs: a specification and a result may
-//! have tens of megabytes.
+//! None of them is cached in memory: a node has many jobs, and a specification or result can have
+//! tens of megabytes.
 
 use std::{
     io,
@@ -20,7 +20,7 @@ pub(crate) struct JobFiles {
     directory: PathBuf,
 }
 
-/// The members of a kept result that decide the state of its job.
+/// The fields of a stored result that decide the state of its job.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub(super) struct Verdict {
     pub(super) status: ResultStatus,
@@ -42,12 +42,12 @@ impl JobFiles {
         self.directory.join("steps")
     }
 
-    /// The artifacts, each named by its number in the list.
+    /// The directory of artifacts. Each file is named by its index in the list.
     pub(super) fn artifacts(&self) -> PathBuf {
         self.directory.join("artifacts")
     }
 
-    /// The list of artifacts. It exists if they are complete.
+    /// The list of artifacts. It exists only when all of them are complete.
     pub(super) fn artifact_list(&self) -> PathBuf {
         self.directory.join("artifacts.json")
     }
@@ -60,13 +60,13 @@ impl JobFiles {
         self.directory.join("result.json")
     }
 
-    /// Stores what the job is to do.
+    /// Stores the specification.
     pub(super) fn write_specification(&self, job: &JobSpec) -> io::Result<()> {
         fs_err::create_dir_all(&self.directory)?;
         files::replace(&self.specification_path(), &serde_json::to_vec(job)?)
     }
 
-    /// The JSON of what the job is to do.
+    /// The JSON of the specification.
     pub(super) fn specification(&self) -> io::Result<Vec<u8>> {
         fs_err::read(self.specification_path())
     }
@@ -107,18 +107,18 @@ impl JobFiles {
         files::replace(&self.result_path(), json)
     }
 
-    /// The JSON of the kept result, if there is one.
+    /// The JSON of the stored result, if there is one.
     pub(super) fn result(&self) -> io::Result<Option<Vec<u8>>> {
         if_found(fs_err::read(self.result_path()))
     }
 
-    /// What the kept result decides.
+    /// Reads the verdict of the stored result.
     pub(super) fn verdict(&self) -> io::Result<Verdict> {
         let json = self.result()?.ok_or(io::ErrorKind::NotFound)?;
         Ok(serde_json::from_slice(&json)?)
     }
 
-    /// The kept list of artifacts, if they are complete.
+    /// The JSON of the list of artifacts, if they are complete.
     pub(super) fn read_artifact_list(&self) -> io::Result<Option<Vec<u8>>> {
         if_found(fs_err::read(self.artifact_list()))
     }

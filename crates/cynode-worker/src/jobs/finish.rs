@@ -1,7 +1,7 @@
-//! What is kept of a job when its command or runner has ended: its artifacts, and a complete result.
+//! Collects the artifacts and the result of a job after its command or runner has ended.
 //!
-//! Each step can be repeated: a worker that is killed meanwhile starts over with what is left of the
-//! sandbox.
+//! Each step is idempotent: if the worker is killed, the next one starts over with what is left of
+//! the sandbox.
 
 use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
@@ -27,9 +27,9 @@ use super::{
 };
 use crate::journal::blocking;
 
-/// How long all artifacts of a job may take. Then they are read from the disk.
+/// Time to copy all artifacts through the agent. After it, they are read from the disk.
 const ARTIFACTS_TIMEOUT: Duration = Duration::from_secs(900);
-/// Attempts to take artifacts while the node's disk is full or the runtime does not answer.
+/// Attempts to copy artifacts while the node's disk is full or the runtime does not respond.
 const TAKE_ATTEMPTS: u32 = 10;
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
@@ -38,7 +38,7 @@ impl Jobs {
         JobFiles::new(self.journal.job_directory(id))
     }
 
-    /// Takes the artifacts of a job that has run.
+    /// Copies the artifacts of a job whose command was started.
     pub(super) async fn take_artifacts(self: &Arc<Self>, entry: &Arc<JobEntry>) -> ArtifactList {
         let record = entry.record();
         let files = self.files(record.job.job_id);
@@ -106,7 +106,7 @@ impl Jobs {
             .map_err(|error| crate::sessions::journal_error(&error))
     }
 
-    /// Reads the result file of a job whose sandbox is gone; `None` if its disk is gone, too.
+    /// Reads the result file of a job whose sandbox is gone; `None` if its job directory is gone too.
     pub(super) async fn read_result_on_disk(
         self: &Arc<Self>,
         entry: &JobEntry,
@@ -143,7 +143,7 @@ impl Jobs {
         Some(JobOutcome::from_verdict(verdict, reported_by))
     }
 
-    /// Makes a result for a job with a specification that has none.
+    /// Makes and stores a result for a job that has a specification but no result.
     pub(super) async fn complete_result(&self, entry: &JobEntry, outcome: &JobOutcome) {
         let record = entry.record();
         if !record.has_specification || outcome.has_result {
@@ -226,7 +226,7 @@ fn failure_code(code: &str) -> FailureCode {
         .unwrap_or_else(|| FailureCode::Other(code.to_owned()))
 }
 
-/// The results of steps in the journal, and the one that was interrupted, as members of a list.
+/// The step results in the journal, and one for the interrupted step, as comma-separated JSON.
 fn reported_steps(files: &JobFiles) -> std::io::Result<Vec<u8>> {
     let steps = Steps::open(&files.steps())?;
     let mut json = Vec::new();
@@ -267,10 +267,10 @@ fn reported_steps(files: &JobFiles) -> std::io::Result<Vec<u8>> {
     Ok(json)
 }
 
-/// Puts steps into the JSON of a result without any.
+/// Inserts steps into the JSON of a result that has none.
 fn with_steps(result: &[u8], steps: &[u8]) -> Vec<u8> {
     const EMPTY: &[u8] = b"\"steps\":[]";
-    // What precedes it are a version, an id and a status.
+    // The first match is the field itself: only a version, an id and a status precede it.
     let Some(at) = memchr::memmem::find(result, EMPTY) else {
         return result.to_vec();
     };

@@ -1,4 +1,5 @@
-//! Runs a specification with the runner that the caller names: a command in an image of its own.
+//! Runs a specification with a custom runner: a command of the caller, usually in the caller's own
+//! image.
 //!
 //! Invariant: the worker itself sees only how such a runner exits. What it did is in a report by the
 //! callback or else in a file, and every process of the job can make either. So the job says that
@@ -24,14 +25,14 @@ use super::{
 };
 use crate::{journal::blocking, sessions::SessionEntry as Sandbox};
 
-/// Added to the time of the job, so that a runner that enforces it can report that.
+/// Time beyond the job's limit, in which a runner that enforces the limit can report the timeout.
 const DEADLINE_SLACK_SECONDS: u64 = 10;
 /// Attempts to read the result file while the agent does not answer.
 const READ_ATTEMPTS: u32 = 3;
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 impl Jobs {
-    pub(super) async fn run_own_runner(
+    pub(super) async fn run_custom_runner(
         self: &Arc<Self>,
         entry: &Arc<JobEntry>,
         run: &JobRun,
@@ -104,7 +105,7 @@ impl Jobs {
             if live.is_gone() {
                 break;
             }
-            // Processes that the runner left behind must not change it while it is read.
+            // Processes that the runner left behind could change the file while it is read.
             let read = async {
                 directory::kill_everything(&live).await?;
                 directory::read_result(&live).await
@@ -122,14 +123,14 @@ impl Jobs {
     }
 }
 
-/// What counts of a runner that the worker does not know.
+/// What decides the outcome of a custom runner.
 #[derive(Debug)]
 enum Judgement {
     /// The result file decides.
     Believed(JobResult),
     /// The result file is missing, or contradicts the exit.
     Broken(String),
-    /// The runner did not exit by itself.
+    /// The exit decides: the runner was lost, or was ended by a limit.
     ByExit,
 }
 

@@ -64,8 +64,8 @@ pub(crate) struct Jobs {
     sessions: Arc<Sessions>,
     journal: Journal,
     by_id: Mutex<BTreeMap<JobId, Arc<JobEntry>>>,
-    /// Held from the lookup of an id to its admission. The value is true once the worker shuts down
-    /// and admits no more jobs.
+    /// Held from the lookup of an id to its admission. The value is true once the worker is shutting
+    /// down and admits no more jobs.
     admission_lock: tokio::sync::Mutex<bool>,
     drivers: TaskTracker,
     /// Ids of changed jobs, for the reports to the orchestrator. Lossy: the orchestrator polls for
@@ -73,11 +73,11 @@ pub(crate) struct Jobs {
     changes: mpsc::Sender<JobId>,
 }
 
-/// A job with everything that is kept of it.
+/// A job, with its result once it has ended.
 #[derive(Debug)]
-pub(crate) struct WholeJob {
+pub(crate) struct JobWithResult {
     pub(crate) job: Job,
-    /// The JSON of its result.
+    /// The job's result as JSON.
     pub(crate) result: Option<Vec<u8>>,
 }
 
@@ -137,8 +137,8 @@ impl Jobs {
         }
     }
 
-    /// Runs a job, or returns the one that the same request created before. The job is on disk when
-    /// this returns.
+    /// Runs a job, or returns the job that an identical request created earlier. The job is on disk
+    /// when this returns.
     pub(crate) async fn run(self: &Arc<Self>, request: JobRun) -> Result<Arc<JobEntry>, ApiError> {
         check_version(request.version)?;
         drive::check_command(&request)?;
@@ -187,7 +187,7 @@ impl Jobs {
         if let Some(existing) = self.existing(&request, &fingerprint)? {
             return Ok(existing);
         }
-        // Unknown whether it already ran, so it must not run now.
+        // A job with an unreadable record may have run already, so it must not run now.
         self.check_readable(id)?;
         if *stopping {
             return Err(ApiError::new(
@@ -211,7 +211,7 @@ impl Jobs {
         let specification = request.job.take();
         let image = match image {
             Ok(image) => image,
-            // The job itself fails, as with any other error in what it asks to run.
+            // A wrong image is an error of the job, not of this call: the job fails.
             Err(error)
                 if error.is(ErrorCode::ImageNotFound)
                     || error.is(ErrorCode::ImageDigestMismatch) =>
@@ -221,7 +221,7 @@ impl Jobs {
                 let outcome = JobOutcome::failed(&error);
                 let entry = JobEntry::new(record.clone(), self.usage(id));
                 self.complete_result(&entry, &outcome).await;
-                record.conclude(outcome);
+                record.set_outcome(outcome);
                 return self.record_job(record).await;
             }
             Err(error) => return Err(error),
@@ -261,7 +261,8 @@ impl Jobs {
             }
         };
         if let Err(error) = reservation.commit().await {
-            // The job is accepted: its driver retries, and reports the error if that fails too.
+            // The job is on disk, so it counts as accepted: its driver retries, and fails the job if
+            // that fails too.
             tracing::error!(
                 job_id = %id,
                 error = %error,
@@ -325,12 +326,12 @@ impl Jobs {
         })
     }
 
-    /// The job as callers see it; includes the output and the result from its end to its
-    /// acknowledgement.
-    pub(crate) async fn object(&self, entry: &JobEntry) -> Result<WholeJob, ApiError> {
+    /// The job as callers see it. Output and result are included from the end of the job until it is
+    /// acknowledged.
+    pub(crate) async fn object(&self, entry: &JobEntry) -> Result<JobWithResult, ApiError> {
         let job = entry.job();
         if !job.state.is_final() || job.acknowledged {
-            return Ok(WholeJob { job, result: None });
+            return Ok(JobWithResult { job, result: None });
         }
         let (journal, id, files) = (self.journal.clone(), job.job_id, self.files(job.job_id));
         let read = move || {
@@ -343,7 +344,7 @@ impl Jobs {
                 None
             };
             let job = record.job;
-            Ok(Some(WholeJob { job, result }))
+            Ok(Some(JobWithResult { job, result }))
         };
         match blocking(read).await {
             Ok(Some(whole)) => Ok(whole),
@@ -369,7 +370,7 @@ impl Jobs {
             .collect()
     }
 
-    /// An artifact that is kept of a job, with its bytes.
+    /// Opens an artifact of an ended job.
     pub(crate) async fn artifact(
         &self,
         entry: &JobEntry,
@@ -379,7 +380,7 @@ impl Jobs {
         let (files, named) = (self.files(id), path.clone());
         let opened = blocking(move || artifacts::open(&files, &named)).await;
         match opened {
-            // The acknowledgement may have come meanwhile.
+            // A concurrent acknowledgement may have removed the file.
             _ if entry.is_acknowledged() => Err(Problem::new(
                 ErrorCode::OutputExpired,
                 format!("job {id} was acknowledged and its artifacts dropped"),
@@ -398,7 +399,7 @@ impl Jobs {
         }
     }
 
-    /// Tells the orchestrator that something about a job changed.
+    /// Notifies the orchestrator of a change of a job.
     fn announce(&self, id: JobId) {
         // If the queue is full or closed, the orchestrator finds the change by polling.
         self.changes.try_send(id).ok();
@@ -417,8 +418,8 @@ impl Jobs {
             .ok()
     }
 
-    /// Drops the output of a job whose result the caller has received; the id stays reserved for a
-    /// while.
+    /// Drops the output of a job whose result the caller has received. The id stays reserved until
+    /// it expires.
     pub(crate) async fn acknowledge(&self, id: JobId) -> Result<(), ApiError> {
         let entry = self.get(id)?;
         if !entry.is_final() {
@@ -442,7 +443,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Drops everything of an acknowledged job but its record.
+    /// Drops all files of an acknowledged job except its record.
     async fn drop_output(&self, entry: &JobEntry) {
         let record = entry.record();
         let (journal, id) = (self.journal.clone(), record.job.job_id);
@@ -460,8 +461,8 @@ impl Jobs {
         self.sessions.forget_job_sandbox(record.session_id);
     }
 
-    /// Stops a job and waits for its end. A job that has ended keeps its result; an unknown one is
-    /// barred from running.
+    /// Requests the stop of a job. An ended job keeps its result; an unknown id is reserved, so that
+    /// the job can't run later.
     pub(crate) async fn stop(
         self: &Arc<Self>,
         request: &JobStop,
@@ -540,8 +541,8 @@ impl Jobs {
         }
     }
 
-    /// Changes a record on disk, then in memory. `change` returns whether there is anything to
-    /// write. Runs to completion even if the caller disconnects.
+    /// Changes a record on disk, then in memory. `change` returns false if the record needs no
+    /// change. Runs to completion even if the caller disconnects.
     async fn update(
         &self,
         entry: &Arc<JobEntry>,
@@ -591,7 +592,7 @@ impl Jobs {
             .by_id
             .lock()
             .iter()
-            .filter(|(_, entry)| entry.record.lock().is_forgotten(now))
+            .filter(|(_, entry)| entry.record.lock().is_expired(now))
             .map(|(id, _)| *id)
             .collect();
         for id in expired {

@@ -1,4 +1,4 @@
-//! How a job ended.
+//! The outcome of a job: its final state, with the error, exit and output.
 
 use cynode_api::{
     ErrorCode, ExecExit, ExecResult, JobError, JobOutput, JobState, Reporter,
@@ -8,12 +8,12 @@ use cynode_service::ApiError;
 
 use super::{artifacts::ArtifactList, files::Verdict};
 
-/// Error codes specific to jobs; all others are those of the API, and of results.
+/// Error codes that only jobs use, besides those of the API and of results.
 pub(super) const RUNNER_INTERRUPTED: &str = "runner_interrupted";
 pub(super) const OOM_KILLED: &str = "oom_killed";
 pub(super) const NODE_STOPPED: &str = "node_stopped";
 
-/// Characters of a failure's message that the job repeats; the result has all of it.
+/// Longest error detail of a job, in characters; its result has the full message.
 const MAX_DETAIL_CHARACTERS: usize = 1_000;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -25,7 +25,8 @@ pub(crate) struct JobOutcome {
     pub(super) error: Option<JobError>,
     pub(super) reported_by: Reporter,
     pub(super) artifacts: ArtifactList,
-    /// A stored result decided this. Otherwise a job with a specification gets one that says this.
+    /// The outcome stems from a stored result. If not, the worker writes a result with this outcome
+    /// for a job that has a specification.
     pub(super) has_result: bool,
 }
 
@@ -36,7 +37,7 @@ fn problem(code: &str, detail: impl Into<String>) -> JobError {
     }
 }
 
-/// Why a job is canceled that nobody stopped.
+/// The error of a job that is canceled because its node shuts down.
 pub(super) fn node_stopped() -> JobError {
     problem(
         NODE_STOPPED,
@@ -58,7 +59,7 @@ impl JobOutcome {
         }
     }
 
-    /// The command did not run.
+    /// The command could not be started.
     pub(crate) fn failed(error: &ApiError) -> Self {
         let errno = error
             .extensions
@@ -71,7 +72,7 @@ impl JobOutcome {
         Self::without_exit(JobState::Failed, Some(problem(&error.code, detail)))
     }
 
-    /// The progress of the command is unknown.
+    /// The worker lost track of the command, and can't tell how far it came.
     pub(crate) fn interrupted(detail: impl Into<String>) -> Self {
         Self::without_exit(JobState::Failed, Some(problem(RUNNER_INTERRUPTED, detail)))
     }
@@ -80,19 +81,19 @@ impl JobOutcome {
         Self::without_exit(JobState::Canceled, None)
     }
 
-    /// The job's time was over, and its runner did not say so itself.
+    /// The deadline passed, and no runner reported a result.
     pub(super) fn timed_out(detail: impl Into<String>) -> Self {
         let error = problem(FailureCode::Timeout.as_str(), detail);
         Self::without_exit(JobState::Timeout, Some(error))
     }
 
-    /// The runner, or its result, is broken.
+    /// The runner violated its protocol, or its result is invalid.
     pub(super) fn broken(detail: impl Into<String>) -> Self {
         let error = problem(FailureCode::Internal.as_str(), detail);
         Self::without_exit(JobState::Failed, Some(error))
     }
 
-    /// The outcome that a result decides.
+    /// The outcome that follows from a stored result.
     pub(super) fn from_verdict(verdict: Verdict, reported_by: Reporter) -> Self {
         let state = match verdict.status {
             ResultStatus::Success => JobState::Completed,
@@ -111,7 +112,7 @@ impl JobOutcome {
         }
     }
 
-    /// Adds how the command or the runner exited, and its output.
+    /// Adds the exit and the output of the command or runner.
     pub(super) fn with_exec(self, result: ExecResult) -> Self {
         Self {
             exit_code: result.exit.exit_code,
@@ -127,7 +128,7 @@ impl JobOutcome {
         }
     }
 
-    /// The outcome of a command that was started.
+    /// The outcome of a command, from its exit or the error of its start.
     pub(crate) fn from_exec(result: Result<ExecResult, ApiError>) -> Self {
         match result {
             Ok(result) => Self::from_exit(&result.exit).with_exec(result),
@@ -159,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_verdict_is_one_state_of_its_job() {
+    fn each_verdict_maps_to_one_job_state() {
         let verdict = |status, code: Option<&str>| Verdict {
             status,
             failure_code: code.map(str::to_owned),

@@ -30,20 +30,20 @@ pub(crate) enum StopRequester {
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct JobRecord {
-    /// Without the specification. Dropped at the end of the job; the fingerprint then suffices.
+    /// The request without its specification. Removed when the job ends: the fingerprint then
+    /// suffices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) request: Option<JobRun>,
-    /// The job has a specification, in a file of its own.
+    /// The job has a specification, which is stored in a separate file.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) has_specification: bool,
-    /// The exec of the runner that was started after the first one was killed.
+    /// The exec of the second runner, which replaces a killed first one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) second_exec: Option<ExecId>,
     /// Hash of the request: tells a retry from a different request under the same id. Empty if the
     /// job was stopped before its request arrived.
     pub(crate) fingerprint: String,
-    /// The on-disk record alone has the output and the artifacts, from the end of the job to its
-    /// acknowledgement.
+    /// Output and artifacts exist only on disk, from the end of the job to its acknowledgement.
     pub(crate) job: Job,
     /// The job's sandbox.
     pub(crate) session_id: SessionId,
@@ -95,12 +95,13 @@ impl JobRecord {
         }
     }
 
-    /// The record of a job that was stopped before its request arrived. Nobody waits for a result.
+    /// The record of a job that was stopped before its request arrived. Its result counts as
+    /// acknowledged, because no caller waits for it.
     pub(crate) fn stopped_before_start(stop: &JobStop, node_id: NodeId) -> Self {
         let empty = JobRun::command(stop.task_id, stop.job_id, "", [""; 0]);
         let mut record = Self::new(empty, String::new(), node_id, None);
         record.stop = Some(StopRequester::Caller);
-        record.conclude(JobOutcome::canceled());
+        record.set_outcome(JobOutcome::canceled());
         record.acknowledge();
         record
     }
@@ -118,8 +119,9 @@ impl JobRecord {
         self.job.state.is_final()
     }
 
-    /// Records the end. A job that was told to stop first is canceled, whatever its command did.
-    pub(crate) fn conclude(&mut self, outcome: JobOutcome) {
+    /// Records the end of the job. A stop that was requested earlier makes it canceled, whatever the
+    /// outcome of its command.
+    pub(crate) fn set_outcome(&mut self, outcome: JobOutcome) {
         let JobOutcome {
             state,
             exit_code,
@@ -158,14 +160,14 @@ impl JobRecord {
         self.job.artifacts = Vec::new();
     }
 
-    /// The record as held in memory.
+    /// The form of the record that is kept in memory.
     pub(crate) fn without_output(mut self) -> Self {
         self.drop_output();
         self
     }
 
-    /// Returns whether the retention of the id is over.
-    pub(crate) fn is_forgotten(&self, now: OffsetDateTime) -> bool {
+    /// Returns whether the retention period of the id has passed.
+    pub(crate) fn is_expired(&self, now: OffsetDateTime) -> bool {
         let retention =
             time::Duration::seconds(i64::try_from(REMEMBER_SECONDS).unwrap_or(i64::MAX));
         self.acknowledged_at.is_some_and(|at| now - at > retention)
@@ -197,7 +199,7 @@ pub(crate) struct JobEntry {
     /// Held while a change of the record is computed, written to disk and published.
     pub(super) writing: tokio::sync::Mutex<()>,
     pub(super) changed: watch::Sender<()>,
-    progress: Mutex<Option<ShownProgress>>,
+    progress: Mutex<Option<ReportedProgress>>,
     /// What the job's models used, as the worker saw it.
     pub(super) usage: Arc<JobUsage>,
     pub(super) denials: Mutex<StepDenials>,
@@ -209,14 +211,14 @@ pub(crate) struct JobEntry {
     pub(super) receiving: tokio::sync::Mutex<()>,
 }
 
-/// How far a job of our runner is.
+/// The last progress that the built-in runner reported.
 #[derive(Debug)]
-struct ShownProgress {
+struct ReportedProgress {
     progress: JobProgress,
-    /// When the job's time is over.
+    /// The job's deadline.
     deadline: OffsetDateTime,
-    /// When the orchestrator was last told.
-    announced_at: Option<Instant>,
+    /// When the orchestrator was last notified.
+    notified_at: Option<Instant>,
 }
 
 impl JobEntry {
@@ -234,20 +236,21 @@ impl JobEntry {
         }
     }
 
-    /// Sets the progress. Returns whether the last announcement is older than `interval`.
+    /// Sets the progress. Returns whether the orchestrator should be notified: the last notification
+    /// is older than `interval`.
     pub(super) fn set_progress(
         &self,
         progress: JobProgress,
         deadline: OffsetDateTime,
         interval: std::time::Duration,
     ) -> bool {
-        let mut shown = self.progress.lock();
-        let earlier = shown.as_ref().and_then(|shown| shown.announced_at);
+        let mut reported = self.progress.lock();
+        let earlier = reported.as_ref().and_then(|reported| reported.notified_at);
         let is_due = earlier.is_none_or(|at| at.elapsed() >= interval);
-        *shown = Some(ShownProgress {
+        *reported = Some(ReportedProgress {
             progress,
             deadline,
-            announced_at: if is_due {
+            notified_at: if is_due {
                 Some(Instant::now())
             } else {
                 earlier
@@ -256,15 +259,16 @@ impl JobEntry {
         is_due
     }
 
-    /// What a job that runs our runner shows of its progress.
+    /// The progress as callers see it, with the remaining time as of now. `None` unless the
+    /// built-in runner has reported some.
     pub(super) fn progress(&self) -> Option<JobProgress> {
-        let shown = self.progress.lock();
-        let shown = shown.as_ref()?;
-        let left = (shown.deadline - OffsetDateTime::now_utc()).whole_seconds();
+        let reported = self.progress.lock();
+        let reported = reported.as_ref()?;
+        let left = (reported.deadline - OffsetDateTime::now_utc()).whole_seconds();
         Some(JobProgress {
             remaining_seconds: u64::try_from(left).unwrap_or(0),
             tokens: self.usage.tokens(),
-            ..shown.progress.clone()
+            ..reported.progress.clone()
         })
     }
 
@@ -294,12 +298,12 @@ impl JobEntry {
         self.changed.send_replace(());
     }
 
-    /// Waits until `holds` returns true.
-    pub(crate) async fn wait_until(&self, holds: impl Fn(&JobRecord) -> bool) {
+    /// Waits until the record satisfies `is_met`.
+    pub(crate) async fn wait_until(&self, is_met: impl Fn(&JobRecord) -> bool) {
         let mut changed = self.changed.subscribe();
         loop {
             changed.borrow_and_update();
-            if holds(&self.record.lock()) {
+            if is_met(&self.record.lock()) {
                 return;
             }
             if changed.changed().await.is_err() {

@@ -1,9 +1,9 @@
-//! The conversation with the runner of a job, relayed by process 1 of its sandbox.
+//! The worker's side of the protocol with a job's runner. Process 1 of the sandbox relays it.
 //!
-//! Invariants: an event is in the job's journal before it is acknowledged, so neither a worker nor a
-//! runner that dies repeats a step. Everything that arrives is hostile: it is bounded, parsed
-//! strictly, and judged by the journal; a runner that contradicts it is not listened to any more.
-//! Broken connections are made again, and the runner then repeats what was not acknowledged.
+//! Invariants: an event is in the job's journal before it is acknowledged, so a step is not repeated
+//! when the worker or the runner dies. All input is hostile: it is bounded, parsed strictly, and
+//! checked against the journal; a runner that contradicts the journal is killed. After a broken
+//! connection the worker reconnects, and the runner resends the events that were not acknowledged.
 
 use std::time::Duration;
 
@@ -36,42 +36,42 @@ use crate::{
 /// How long the runner may take to answer a new connection.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
 const RECONNECT_DELAY: Duration = Duration::from_millis(100);
-/// Between attempts to write to the node's disk.
+/// Delay between attempts to write to the node's disk.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Text that progress repeats of what the runner says: the type of a step, the title of an item.
 const MAX_SHOWN_CHARACTERS: usize = 200;
-/// Open items of a todo list in the progress of a job.
+/// Open items of a todo list in a progress report.
 const MAX_OPEN_ITEMS: usize = 100;
-/// Why the runner is not listened to any more, in characters.
+/// Longest description of a protocol violation, in characters.
 const MAX_REASON_CHARACTERS: usize = 500;
-/// The error of a step that is kept without its output, in characters.
+/// Longest error of a step result that is stored without its output, in characters.
 const MAX_SHORT_ERROR: usize = 200;
 
-/// Everything that a conversation is about.
+/// The connection to one start of the runner, and the state that its events change.
 pub(super) struct Conversation<'a> {
     pub(super) live: &'a Live,
     pub(super) exec: &'a Exec,
     pub(super) job: &'a RunnerJob<'a>,
     pub(super) attempt: &'a Attempt,
     pub(super) steps: &'a mut Steps,
-    /// When the job's time is over.
+    /// The job's deadline.
     pub(super) deadline: OffsetDateTime,
 }
 
-/// How a conversation ended.
+/// The end of the communication with a runner.
 #[derive(Debug)]
 pub(super) enum Ending {
-    /// The result is in the journal. The connection carries its acknowledgement.
+    /// The result is in the journal. The channel still carries its acknowledgement.
     Reported(#[expect(dead_code, reason = "kept open until the runner has read it")] Channel),
-    /// The runner contradicted itself or the protocol.
+    /// The runner violated the protocol.
     Refused(String),
-    /// There is no runner any more.
+    /// The runner has exited, or the sandbox is gone.
     Gone,
 }
 
 #[derive(Debug)]
 enum TalkError {
-    /// The runner repeats what it said on another connection.
+    /// The connection failed. The runner resends unacknowledged events on the next one.
     Broken(ApiError),
     Refused(String),
 }
@@ -84,7 +84,8 @@ impl From<ApiError> for TalkError {
 
 type Talk<T> = Result<T, TalkError>;
 
-/// The reason may repeat what the runner said.
+/// Makes the error for a protocol violation. `reason` may quote the runner, so it is cut, and its
+/// control characters are replaced.
 fn refused(reason: impl std::fmt::Display) -> TalkError {
     let reason = reason.to_string();
     let shown = reason.chars().take(MAX_REASON_CHARACTERS);
@@ -110,7 +111,8 @@ fn unusable(error: DocumentError) -> TalkError {
 }
 
 impl Conversation<'_> {
-    /// Talks until the result is stored. Returns `Gone` once neither runner nor sandbox is left.
+    /// Communicates until the result is stored. Returns `Gone` once the runner or the sandbox is
+    /// gone.
     pub(super) async fn run(&mut self) -> Ending {
         loop {
             let error = match self.connect().await {
@@ -135,7 +137,7 @@ impl Conversation<'_> {
         }
     }
 
-    /// Attaches to the runner, and gives it the job if it has none.
+    /// Attaches to the runner, and sends it the job if it has none yet.
     async fn connect(&mut self) -> Talk<Channel> {
         let request = Request::Runner {
             exec_id: self.exec.id(),
@@ -154,7 +156,7 @@ impl Conversation<'_> {
         send(&mut channel, &ToRunner::Attach { received }).await?;
         let attached = async {
             loop {
-                // What precedes the answer stems from a connection that broke.
+                // Frames before the answer belong to an earlier connection.
                 let Frame::Json(json) = channel.next().await.map_err(unavailable)? else {
                     continue;
                 };
@@ -174,14 +176,14 @@ impl Conversation<'_> {
         if !has_job {
             self.send_job(&mut channel).await?;
         } else if received > 0 {
-            // The connection that carried it may have broken.
+            // The earlier connection may have broken before it delivered this acknowledgement.
             let number = received;
             send(&mut channel, &ToRunner::Acknowledge { number }).await?;
         }
         Ok(channel)
     }
 
-    /// Sends the job, and the results of the steps that an earlier runner finished.
+    /// Sends the specification, and the results of the steps that an earlier runner finished.
     async fn send_job(&self, channel: &mut Channel) -> Talk<()> {
         let left = self.deadline - OffsetDateTime::now_utc();
         let job = ToRunner::Job {
@@ -207,8 +209,8 @@ impl Conversation<'_> {
         send_end(channel).await
     }
 
-    /// Takes events until the result. A step may take as long as the job may: the end of the exec
-    /// ends the wait.
+    /// Receives events until the result is stored. Has no timeout of its own, because a step may take
+    /// as long as the whole job; the end of the exec ends the wait.
     async fn listen(&mut self, channel: &mut Channel) -> Talk<()> {
         if self.steps.has_result() {
             return Ok(());
@@ -234,7 +236,7 @@ impl Conversation<'_> {
         }
     }
 
-    /// Takes one event: judges it, stores it, and acknowledges it.
+    /// Handles one event: checks it, stores it, and acknowledges it.
     async fn take(&mut self, channel: &mut Channel, number: u64, event: Event) -> Talk<()> {
         let novelty = self
             .steps
@@ -243,7 +245,7 @@ impl Conversation<'_> {
         let document = if event.has_document() {
             match read_document(channel, &self.job.files).await? {
                 Some(document) => Some(document),
-                // The runner has attached again, and repeats the event.
+                // The runner was attached to again, and resends the event.
                 None => return Ok(()),
             }
         } else {
@@ -302,7 +304,7 @@ impl Conversation<'_> {
         while let Err(error) = compute::run(json.len(), || files.write_result(&json)).await {
             self.pause_after(error).await?;
         }
-        // Only the file's line in the journal makes it the result.
+        // The file counts as the result only once the journal has this event.
         self.record(number, Event::Result).await
     }
 
@@ -313,7 +315,8 @@ impl Conversation<'_> {
         Ok(())
     }
 
-    /// Waits until another attempt to write to the node's disk: the runner waits meanwhile.
+    /// Waits before the next attempt to write to the node's disk; the runner waits for its
+    /// acknowledgement.
     async fn pause_after(&self, error: std::io::Error) -> Talk<()> {
         if self.live.is_gone() {
             return Err(TalkError::Broken(spool_failed(&error)));
@@ -376,7 +379,7 @@ pub(super) fn shown_progress(progress: JobProgress, steps: Option<u64>) -> JobPr
     }
 }
 
-/// The result of a step without what it returned.
+/// Removes the output from the result of a step.
 fn shorten(result: &mut StepResult) {
     (result.stdout, result.stderr, result.output) = (None, None, None);
     result.error = result
@@ -390,7 +393,7 @@ fn to_json(value: &impl serde::Serialize) -> Talk<Vec<u8>> {
     serde_json::to_vec(value).map_err(refused)
 }
 
-/// Reads the document after an event; `None` if the runner was attached to again meanwhile.
+/// Reads the document of an event; `None` if the runner was attached to again in the meantime.
 async fn read_document(channel: &mut Channel, files: &JobFiles) -> Talk<Option<Document>> {
     let mut document = Document::new(files.directory(), MAX_RESULT_BYTES, MAX_RESULT_NODES);
     loop {

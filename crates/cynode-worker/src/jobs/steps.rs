@@ -1,4 +1,4 @@
-//! The journal of a job's steps: what its runner has reported, in that order.
+//! The journal of a job's steps: the events that its runner has reported, in order.
 //!
 //! Invariants: an event is in the journal before the runner hears that it was received. A runner
 //! that is started again therefore learns from here what has happened, and never from files in the
@@ -21,20 +21,20 @@ use time::OffsetDateTime;
 
 use super::plan::Plan;
 
-/// One line without a step's result.
+/// Length of one line, without the result of a step.
 const MAX_LINE_BYTES: u64 = 4_096;
-/// Results of a job's steps that are kept whole; later ones are kept without what the steps
-/// returned. Together with the short ones they fit into one result.
+/// Total size of step results that are stored with their output. Later results are stored without
+/// it, so that all of them fit into one job result.
 pub(super) const MAX_STEP_RESULTS_BYTES: u64 = 20 * 1024 * 1024;
 
 /// One start of the runner.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Attempt {
-    /// From 1.
+    /// Counts from 1.
     pub(super) number: u32,
     pub(super) exec_id: ExecId,
     pub(super) timeout_ms: u64,
-    /// When the job's time began.
+    /// The start of the job's time limit, the same for every attempt.
     #[serde(with = "time::serde::rfc3339")]
     pub(super) job_began_at: OffsetDateTime,
 }
@@ -46,7 +46,7 @@ enum Line {
     Event {
         number: u64,
         event: Event,
-        /// The step's result follows as a line of its own.
+        /// Present if the result of a step follows on the next line.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         result: Option<ResultLine>,
     },
@@ -58,7 +58,7 @@ struct ResultLine {
     status: StepStatus,
 }
 
-/// The result of a step in the file.
+/// The location of a step's result in the file.
 #[derive(Clone, Copy, Debug)]
 struct StoredResult {
     at: u64,
@@ -66,17 +66,17 @@ struct StoredResult {
     status: StepStatus,
 }
 
-/// The state that the lines of the journal add up to.
+/// The state that results from applying all lines of the journal.
 #[derive(Debug, Default)]
 struct Progress {
     attempts: Vec<Attempt>,
-    /// The last event of the current attempt.
+    /// The number of the last event of the current attempt.
     received: u64,
     is_accepted: bool,
     ended: Vec<StoredResult>,
-    /// A step has started and not ended: the one after those that ended.
+    /// The step after the last ended one has started.
     is_in_flight: bool,
-    /// The current attempt has started that step.
+    /// The current attempt, not an earlier one, started the step in flight.
     is_started_now: bool,
     has_result: bool,
 }
@@ -85,9 +85,9 @@ struct Progress {
 pub(super) struct Steps {
     path: PathBuf,
     file: Option<File>,
-    /// The end of the last whole line.
+    /// Offset of the end of the last complete line.
     length: u64,
-    /// Bytes of the results.
+    /// Total size of the stored results.
     result_bytes: u64,
     progress: Progress,
 }
@@ -96,12 +96,12 @@ pub(super) struct Steps {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Novelty {
     New,
-    /// A broken connection kept the acknowledgement from the runner.
+    /// The runner resent the event, because a broken connection lost the acknowledgement.
     Known,
 }
 
 impl Steps {
-    /// Reads the journal of an earlier worker process; without one, nothing has happened.
+    /// Reads the journal that an earlier worker process left; starts with an empty one otherwise.
     pub(super) fn open(path: &Path) -> io::Result<Self> {
         let mut steps = Self {
             path: path.to_owned(),
@@ -122,7 +122,7 @@ impl Steps {
         Ok(steps)
     }
 
-    /// Reads the next whole line with what belongs to it. Returns false at the end, or at a line
+    /// Reads the next line, and the result that belongs to it. Returns false at the end, or at a line
     /// that a crash cut off.
     fn read_line(&mut self, reader: &mut BufReader<&File>) -> io::Result<bool> {
         let mut text = Vec::new();
@@ -202,22 +202,22 @@ impl Steps {
         &self.progress.attempts
     }
 
-    /// The last event of the current attempt.
+    /// The number of the last event of the current attempt.
     pub(super) const fn received(&self) -> u64 {
         self.progress.received
     }
 
-    /// The runner has found the job valid.
+    /// Returns whether the runner has accepted the job.
     pub(super) const fn is_accepted(&self) -> bool {
         self.progress.is_accepted
     }
 
-    /// The runner has reported the result of the job, and it is stored.
+    /// Returns whether the result of the job is stored.
     pub(super) const fn has_result(&self) -> bool {
         self.progress.has_result
     }
 
-    /// The number of steps that ended, in whatever way.
+    /// The number of steps that ended, successful or not.
     pub(super) fn ended(&self) -> u64 {
         self.progress.ended.len() as u64
     }
@@ -229,22 +229,22 @@ impl Steps {
             .count()
     }
 
-    /// The step that has started and not ended.
+    /// The index of the step that has started and not ended.
     pub(super) fn in_flight(&self) -> Option<u64> {
         self.progress.is_in_flight.then(|| self.ended())
     }
 
-    /// Whether the results of steps leave room for one of this size.
+    /// Returns whether a step result of this size can be stored with its output.
     pub(super) const fn has_room_for(&self, bytes: u64) -> bool {
         self.result_bytes + bytes <= MAX_STEP_RESULTS_BYTES
     }
 
-    /// Records a start of the runner, before the agent is asked for it.
+    /// Records a start of the runner. Must precede the request to the agent.
     pub(super) fn begin(&mut self, attempt: Attempt) -> io::Result<()> {
         self.append(Line::Attempt(attempt), None)
     }
 
-    /// Judges an event by the state of the job.
+    /// Checks whether an event is valid in the current state.
     pub(super) fn check(&self, number: u64, event: Event, plan: &Plan) -> Result<Novelty, String> {
         let progress = &self.progress;
         if number <= progress.received {
@@ -287,8 +287,8 @@ impl Steps {
         .map(|()| Novelty::New)
     }
 
-    /// Rejects the end of a step that an earlier runner had started, unless it is reported as
-    /// interrupted: nobody saw how it ended.
+    /// Rejects the end of a step that an earlier runner started, unless it is reported as
+    /// interrupted: the current runner can't know its outcome.
     pub(super) fn check_end(&self, status: StepStatus) -> Result<(), String> {
         if self.progress.is_started_now || status == StepStatus::Interrupted {
             Ok(())
@@ -300,7 +300,7 @@ impl Steps {
         }
     }
 
-    /// Records an event that was found valid.
+    /// Records an event that `check` has accepted.
     pub(super) fn record(&mut self, number: u64, event: Event) -> io::Result<()> {
         let result = None;
         self.append(
@@ -347,7 +347,7 @@ impl Steps {
             Some(file) => file,
             None => self.file.insert(create(&self.path)?),
         };
-        // Left by a write that failed.
+        // Removes the remainder of a failed write.
         file.set_len(self.length)?;
         file.write_all_at(&text, self.length)?;
         let at = self.length + text.len() as u64;
@@ -355,7 +355,7 @@ impl Steps {
         if let Some(json) = result {
             file.write_all_at(json, at)?;
             end += json.len() as u64;
-            // Last: a result without it was cut off.
+            // Written last: its absence shows that a crash cut the result off.
             file.write_all_at(b"\n", end)?;
             end += 1;
         }

@@ -3,7 +3,7 @@
 //! Invariant: a denial is recorded before the sandbox learns of it, so a step that fails because of
 //! it has not ended yet.
 
-use std::time::Duration;
+use std::{net::IpAddr, time::Duration};
 
 use http::{HeaderValue, Method, StatusCode, Uri, header};
 use http_body_util::BodyExt as _;
@@ -21,6 +21,9 @@ const IGNORE_TIMEOUT: Duration = Duration::from_millis(500);
 const DENY_ALL: &str = "default/deny-all";
 const REMEDY: &str = "Bring what the command needs in the image or the workspace: this node has no \
                       access to other networks yet.";
+
+/// Some programs don't know `NO_PROXY`.
+const LOCAL_REMEDY: &str = "Connect directly: the proxy does not lead back into the sandbox.";
 
 /// A destination that was denied.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,11 +43,16 @@ pub(super) async fn handle(
     let refusal = match target {
         Ok(target) => {
             record_denial(proxies, peer, &target).await;
+            let remedy = if is_local(&target.host) {
+                LOCAL_REMEDY
+            } else {
+                REMEDY
+            };
             ProxyRefusal::new(
                 StatusCode::FORBIDDEN,
                 "egress_denied",
                 format!("{}:{} is not allowed", target.host, target.port),
-                REMEDY,
+                remedy,
             )
             .with("host", target.host)
             .with("port", target.port)
@@ -113,6 +121,11 @@ fn target(method: &Method, uri: &Uri) -> Result<DeniedTarget, String> {
         port,
         rule: DENY_ALL,
     })
+}
+
+fn is_local(host: &str) -> bool {
+    let address: Result<IpAddr, _> = host.parse();
+    host == "localhost" || address.is_ok_and(|address| address.is_loopback())
 }
 
 /// Reads and drops a short body. Returns whether all of it was read.

@@ -51,7 +51,7 @@ pub struct Docker {
 
 /// Files mounted over those that Docker would copy from the host.
 const ETC_FILES: [(&str, &str); 3] = [
-    ("hosts", "127.0.0.1\tlocalhost sandbox\n::1\tlocalhost\n"),
+    ("hosts", libpod::HOSTS),
     ("resolv.conf", ""),
     ("hostname", "sandbox\n"),
 ];

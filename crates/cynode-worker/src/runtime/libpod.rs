@@ -153,6 +153,18 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
     body
 }
 
+/// Mounts a file as `/etc/hosts`: images without one don't resolve `localhost`, where the proxies are.
+pub(super) fn mount_hosts(body: &mut Value, hosts: &Path) {
+    let mount = bind(&Mount {
+        source: hosts.to_owned(),
+        target: "/etc/hosts".to_owned(),
+        read_only: true,
+    });
+    if let Some(mounts) = body["mounts"].as_array_mut() {
+        mounts.push(mount);
+    }
+}
+
 /// Maps the block from id 0. In a small block the last id maps to `nobody`, which owns files in
 /// images.
 fn id_map(ids: IdMap) -> Value {
@@ -172,6 +184,9 @@ fn id_map(ids: IdMap) -> Value {
         ])
     }
 }
+
+/// What sandboxes see as `/etc/hosts`.
+pub(super) const HOSTS: &str = "127.0.0.1\tlocalhost sandbox\n::1\tlocalhost\n";
 
 const NOBODY_ID: u32 = 65_534;
 

@@ -2,7 +2,8 @@
 
 use std::{
     collections::BTreeMap,
-    path::PathBuf,
+    io,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -52,6 +53,16 @@ struct PodmanClients {
     docker: Docker,
     libpod: reqwest::Client,
     seccomp_profile: PathBuf,
+    hosts: PathBuf,
+}
+
+/// Writes the file that sandboxes see as `/etc/hosts`.
+fn write_hosts(directory: &Path) -> io::Result<PathBuf> {
+    let path = directory.join("hosts");
+    cynode_service::files::replace(&path, libpod::HOSTS.as_bytes())?;
+    // It is not secret, and other users read it.
+    fs_err::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
+    Ok(path)
 }
 
 impl Podman {
@@ -92,6 +103,7 @@ impl Podman {
                     |error: &dyn std::fmt::Display| RuntimeError::Unavailable(error.to_string());
                 let seccomp_profile =
                     seccomp::write(&self.directory).map_err(|error| unavailable(&error))?;
+                let hosts = write_hosts(&self.directory).map_err(|error| unavailable(&error))?;
                 let docker = compat::connect(&self.socket, self.call_limit).await?;
                 let libpod = reqwest::Client::builder()
                     .unix_socket(self.socket.as_path())
@@ -101,6 +113,7 @@ impl Podman {
                     docker,
                     libpod,
                     seccomp_profile,
+                    hosts,
                 })
             })
             .await
@@ -272,8 +285,9 @@ impl Runtime for Podman {
 
     async fn create(&self, spec: &Spec) -> Result<String, RuntimeError> {
         self.call("create", 2 * self.call_limit, false, |clients| {
-            let body =
+            let mut body =
                 libpod::create_body(spec, self.oci_runtime.as_deref(), &clients.seccomp_profile);
+            libpod::mount_hosts(&mut body, &clients.hosts);
             let request = clients
                 .libpod
                 .post("http://podman/v4.0.0/libpod/containers/create")

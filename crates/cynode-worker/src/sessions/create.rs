@@ -213,7 +213,7 @@ impl Sessions {
                     .request
                     .workspace_ref
                     .as_ref()
-                    .is_none_or(WorkspaceRef::is_made)
+                    .is_none_or(WorkspaceRef::is_new_workspace)
                 {
                     drop(self.delete_workspace(record.session.workspace_id).await);
                 }
@@ -414,7 +414,7 @@ impl Sessions {
             .request
             .workspace_ref
             .as_ref()
-            .is_none_or(WorkspaceRef::is_made)
+            .is_none_or(WorkspaceRef::is_new_workspace)
         {
             // The ids must not be reused while a process may still run under them.
             if removed {

@@ -64,7 +64,7 @@ impl Reservation<'_> {
             .request
             .workspace_ref
             .as_ref()
-            .is_none_or(WorkspaceRef::is_made)
+            .is_none_or(WorkspaceRef::is_new_workspace)
         {
             return;
         }
@@ -239,13 +239,13 @@ impl Sessions {
             return Ok(());
         };
         // A workspace that existed before the job outlives it.
-        let is_made = entry
+        let is_new_workspace = entry
             .record()
             .request
             .workspace_ref
             .as_ref()
-            .is_none_or(WorkspaceRef::is_made);
-        let workspace = if is_made {
+            .is_none_or(WorkspaceRef::is_new_workspace);
+        let workspace = if is_new_workspace {
             Disposal::Delete
         } else {
             Disposal::Keep

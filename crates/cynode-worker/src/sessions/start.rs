@@ -1,6 +1,7 @@
 //! Starts a sandbox: directory, disk, container, agent, and a check that its limits are enforced.
 //!
-//! A sandbox is independent of the session it serves, so a spare equals one started on demand.
+//! A sandbox does not depend on the session that it will serve, so a pooled sandbox is equivalent
+//! to one started on demand.
 
 use std::{
     collections::BTreeMap, io, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc,
@@ -36,7 +37,7 @@ pub(super) struct Sandbox {
     pub(super) id_block: u32,
     /// Size of the workspace's disk; `None` if it has no disk of its own.
     pub(super) disk_bytes: Option<u64>,
-    /// The sandbox continues a session that has had one, and keeps its job directory.
+    /// The sandbox resumes a session, so its job directory is kept.
     pub(super) keeps_job_directory: bool,
     pub(super) limits: Limits,
 }
@@ -49,15 +50,14 @@ pub(super) struct StartedSandbox {
 }
 
 impl Sessions {
-    /// Creates the container and waits for its agent. Leftovers of an earlier attempt are removed
-    /// first.
+    /// Creates the container and waits for its agent. Removes leftovers of an earlier attempt first.
     pub(super) async fn start(&self, sandbox: &Sandbox) -> Result<StartedSandbox, ApiError> {
         let container = container_name(sandbox.sandbox_id);
         let runtime_failed = |error: runtime::RuntimeError| ApiError::from(runtime_problem(&error));
         let host_failed = |error: io::Error| {
             let code = match error.kind() {
                 io::ErrorKind::StorageFull => ErrorCode::NoSpace,
-                // The largest file may be smaller than the file system.
+                // The file system may have a smaller limit for one file than its free space.
                 io::ErrorKind::FileTooLarge => {
                     return ApiError::new(
                         ErrorCode::LimitUnenforceable,
@@ -66,7 +66,7 @@ impl Sessions {
                 }
                 _ => ErrorCode::Internal,
             };
-            // Callers see it; where the state directory is on the host is not theirs.
+            // Callers see this message, so it must not reveal the path of the state directory.
             let state_dir = format!("{}/", self.config.state_dir.display());
             let reason = error.to_string().replace(&state_dir, "");
             ApiError::new(code, format!("preparing the sandbox: {reason}"))
@@ -76,12 +76,12 @@ impl Sessions {
         self.prepare_disk(sandbox.workspace_id, sandbox.disk_bytes)
             .await
             .map_err(host_failed)?;
-        let has_old_job = !sandbox.keeps_job_directory
+        let has_stale_job_directory = !sandbox.keeps_job_directory
             && self
                 .has_job_directory(sandbox.workspace_id)
                 .map_err(host_failed)?;
-        if has_old_job {
-            // The host opens that directory, so no container of an interrupted attempt may run.
+        if has_stale_job_directory {
+            // The host opens that directory, so a container of an interrupted attempt must be gone.
             self.runtime
                 .remove(&container)
                 .await
@@ -112,8 +112,8 @@ impl Sessions {
         let spec = self.spec(sandbox, &directory, &directories);
         match self.runtime.create(&spec).await {
             Ok(_) => {}
-            // Left by an attempt that a crash or a hung runtime interrupted. Only this worker uses
-            // the name.
+            // A crash or a hung runtime interrupted an earlier attempt, which left this container.
+            // Only this worker uses the name.
             Err(
                 runtime::RuntimeError::NameInUse(_)
                 | runtime::RuntimeError::Timeout { .. }
@@ -140,7 +140,7 @@ impl Sessions {
         let init = InitProcess::of(pid).ok_or_else(|| {
             ApiError::new(ErrorCode::Internal, "the sandbox's process 1 ended at once")
         })?;
-        // Before any command can run. Failing to set it leaves the sandbox no worse off.
+        // Runs before any command can. A failure is harmless: the host's own limit still applies.
         if let Err(error) = namespace::limit(pid).await {
             tracing::warn!(container, %error, "Failed to limit a sandbox's inotify instances.");
         }
@@ -170,11 +170,11 @@ impl Sessions {
                 ));
             }
         }
-        let parent = self.parent.as_ref().map(|parent| parent.name.as_str());
-        if parent.is_some_and(|parent| !limits::is_below(init.pid, parent)) {
+        let parent_cgroup = self.parent.as_ref().map(|parent| parent.name.as_str());
+        if parent_cgroup.is_some_and(|parent| !limits::is_below(init.pid, parent)) {
             tracing::warn!(
                 container,
-                parent,
+                parent = parent_cgroup,
                 "The container runtime placed a sandbox outside the cgroup that limits all of them."
             );
         }
@@ -182,7 +182,7 @@ impl Sessions {
             init.pid,
             &sandbox.limits,
             self.ids.map(sandbox.id_block),
-            parent,
+            parent_cgroup,
         );
         unenforced.extend(self.ids.unenforced());
         if sandbox.disk_bytes.is_none() {
@@ -225,7 +225,7 @@ impl Sessions {
             _ => String::new(),
         };
         let detail = format!(
-            "{}: this host does not enforce that{reason}; {} allows it",
+            "{}: this host can't enforce this limit{reason}; set {} to allow it",
             names.join(", "),
             self.config.allowance(&refused)
         );
@@ -246,7 +246,7 @@ impl Sessions {
     fn spec(&self, sandbox: &Sandbox, directory: &Path, directories: &Directories) -> Spec {
         let argv = match self.config.exec_via {
             ExecVia::Agent => vec![AGENT_BINARY.to_owned(), "agent".to_owned()],
-            // Idles, and exits at once on TERM.
+            // Sleeps, and exits immediately on SIGTERM.
             ExecVia::Runtime => [
                 "/bin/sh",
                 "-c",

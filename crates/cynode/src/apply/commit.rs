@@ -1,9 +1,9 @@
-//! Changes files of a directory, all of them or none.
+//! Commits changes to files of a directory: all of them or none.
 //!
-//! New contents are written to a staging directory in the root first, so that a full disk shows
-//! before anything changes. Then every old file moves into the staging directory, and every new one
-//! to its place. A failure moves everything back. Only the death of the process in between leaves a
-//! part: the old files are then in the staging directory.
+//! New contents are first written to a staging directory in the root, so that a full disk is
+//! noticed before anything changes. Then each old file moves into the staging directory, and each
+//! new one to its location. A failure moves everything back. Only the death of the process in
+//! between leaves the changes half made; the old files are then in the staging directory.
 
 use std::{io::Write as _, os::fd::OwnedFd};
 
@@ -24,7 +24,7 @@ const DIRECTORY: OFlags = OFlags::RDONLY
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
 
-/// Begins the names of staging directories.
+/// Prefix of the names of staging directories.
 pub(super) const STAGING: &str = ".cynode-apply-";
 
 #[derive(Debug, thiserror::Error)]
@@ -41,38 +41,38 @@ pub enum CommitError {
     },
 }
 
-/// What comes to a location.
+/// The new state of a location.
 #[derive(Debug)]
 pub(super) enum New<'a> {
     Content(&'a File),
-    /// What was staged already, under this name.
+    /// An already staged file or link, with its name in the staging directory.
     Staged(&'a str),
-    /// A directory, unless there is one.
+    /// A directory, created if there is none.
     Directory,
 }
 
-/// What happens at a location.
+/// A change of one location.
 #[derive(Debug)]
-pub(super) struct Change<'a> {
+pub(super) struct PlannedChange<'a> {
     pub(super) location: &'a Location,
     pub(super) before: &'a PriorState<Stamp>,
     pub(super) new: Option<New<'a>>,
 }
 
-/// One thing that was done, to be undone.
-enum Done<'a> {
-    /// The old file went to the staging directory under this name.
+/// A completed step of a commit, with what is needed to undo it.
+enum UndoStep<'a> {
+    /// The old file was moved to the staging directory under this name.
     Taken(&'a Location, String),
-    /// The new file came to its place.
+    /// The new file with this staged name was moved to its location.
     Placed(&'a Location, String),
-    /// A directory was made, of this many leading parts.
+    /// A directory was created: this many leading parts of the location.
     Made(&'a Location, usize),
-    /// An emptied directory was removed, with this mode.
+    /// An empty directory with this mode was removed.
     Removed(Location, u32),
 }
 
-/// A directory in the root for new files, and for old ones until the end. Removed with what is in
-/// it when it is dropped.
+/// A directory in the root that holds the new files before the commit, and the old ones until its
+/// end. Removed with its contents when dropped.
 pub(super) struct Staging<'a> {
     tree: &'a LocalTree,
     directory: OwnedFd,
@@ -109,8 +109,8 @@ impl<'a> Staging<'a> {
         symlinkat(target, &self.directory, name)
     }
 
-    /// Makes all changes, or none.
-    pub(super) fn commit(mut self, changes: &[Change<'a>]) -> Result<(), CommitError> {
+    /// Makes all changes or none.
+    pub(super) fn commit(mut self, changes: &[PlannedChange<'a>]) -> Result<(), CommitError> {
         let mut done = Vec::new();
         let Err((location, errno)) = self.run(changes, &mut done) else {
             self.remove_emptied(changes);
@@ -133,15 +133,15 @@ impl<'a> Staging<'a> {
 
     fn run(
         &self,
-        changes: &[Change<'a>],
-        done: &mut Vec<Done<'a>>,
+        changes: &[PlannedChange<'a>],
+        done: &mut Vec<UndoStep<'a>>,
     ) -> Result<(), (&'a Location, Errno)> {
         let mut names = Vec::with_capacity(changes.len());
         for (index, change) in changes.iter().enumerate() {
             let staged = self.stage(index, change);
             names.push(staged.map_err(|errno| (change.location, errno))?);
         }
-        // Files go before the directories that held them, and before new ones come.
+        // Old files move away before their directories are removed, and before new files arrive.
         for (index, change) in changes.iter().enumerate() {
             if let PriorState::File(before) = change.before {
                 self.take(index, change.location, before, done)
@@ -163,8 +163,8 @@ impl<'a> Staging<'a> {
         Ok(())
     }
 
-    /// Stages what is new. Returns the name of a file or link.
-    fn stage(&self, index: usize, change: &Change<'_>) -> Result<Option<String>, Errno> {
+    /// Stages the new state. Returns the staged name of a file or link.
+    fn stage(&self, index: usize, change: &PlannedChange<'_>) -> Result<Option<String>, Errno> {
         let name = match &change.new {
             None | Some(New::Directory) => return Ok(None),
             Some(New::Staged(name)) => (*name).to_owned(),
@@ -181,8 +181,8 @@ impl<'a> Staging<'a> {
         Ok(Some(name))
     }
 
-    /// Writes a new content. An existing file keeps its permissions; a new one gets those that the
-    /// umask leaves.
+    /// Stages a file. It gets the permissions of the file that it replaces, or else the default
+    /// ones within the umask.
     fn write(&self, name: &str, file: &File, is_new: bool) -> Result<(), Errno> {
         let mode = match file.kind {
             Kind::Symlink => return self.link(name, &file.bytes),
@@ -196,7 +196,8 @@ impl<'a> Staging<'a> {
         fchmod(&opened, mode)
     }
 
-    /// Keeps the owner of an old file, for root: others can't give files away.
+    /// Gives the new file the owner of the old one, if running as root: other users can't change
+    /// owners.
     fn give_to(&self, name: &str, before: &Stamp) -> Result<(), Errno> {
         let stat = statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
         if (stat.st_uid, stat.st_gid) != before.owner {
@@ -212,13 +213,13 @@ impl<'a> Staging<'a> {
         Ok(())
     }
 
-    /// Moves an old file away, unless it changed since it was read.
+    /// Moves an old file to the staging directory. Fails if it changed since it was read.
     fn take(
         &self,
         index: usize,
         location: &'a Location,
         before: &Stamp,
-        done: &mut Vec<Done<'a>>,
+        done: &mut Vec<UndoStep<'a>>,
     ) -> Result<(), Errno> {
         let (directory, last) = self.tree.parent(location)?;
         let stat = statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW).map_err(stale)?;
@@ -227,17 +228,17 @@ impl<'a> Staging<'a> {
         }
         let name = format!("old-{index}");
         move_file(&directory, last, &self.directory, name.as_bytes())?;
-        done.push(Done::Taken(location, name));
+        done.push(UndoStep::Taken(location, name));
         Ok(())
     }
 
-    /// Removes a directory that a file replaces, with the directories in it. No file is left in
-    /// them.
+    /// Removes a directory that a file replaces, and its subdirectories. All of them are empty by
+    /// now.
     fn remove_directory(
         &self,
         location: &Location,
         before: &Stamp,
-        done: &mut Vec<Done<'a>>,
+        done: &mut Vec<UndoStep<'a>>,
     ) -> Result<(), Errno> {
         let (directory, last) = self.tree.parent(location)?;
         let stat = statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW).map_err(stale)?;
@@ -250,24 +251,24 @@ impl<'a> Staging<'a> {
             let (directory, last) = self.tree.parent(&location)?;
             let stat = statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW)?;
             unlinkat(&directory, last, AtFlags::REMOVEDIR)?;
-            done.push(Done::Removed(location, stat.st_mode & 0o777));
+            done.push(UndoStep::Removed(location, stat.st_mode & 0o777));
         }
         Ok(())
     }
 
-    /// Moves what was staged to its place, or makes the directory.
+    /// Moves a staged file to its location, or creates the directory.
     fn place(
         &self,
         location: &'a Location,
         name: Option<String>,
-        done: &mut Vec<Done<'a>>,
+        done: &mut Vec<UndoStep<'a>>,
     ) -> Result<(), Errno> {
         let parts = location.parts();
         let directories = parts.len() - usize::from(name.is_some());
         for count in 1..=directories {
             let parent = self.tree.directory(&parts[..count - 1])?;
             match mkdirat(&parent, parts[count - 1], Mode::from_raw_mode(0o777)) {
-                Ok(()) => done.push(Done::Made(location, count)),
+                Ok(()) => done.push(UndoStep::Made(location, count)),
                 Err(Errno::EXIST) => {}
                 Err(errno) => return Err(errno),
             }
@@ -277,35 +278,35 @@ impl<'a> Staging<'a> {
         };
         let (directory, last) = self.tree.parent(location)?;
         move_file(&self.directory, name.as_bytes(), &directory, last)?;
-        done.push(Done::Placed(location, name));
+        done.push(UndoStep::Placed(location, name));
         Ok(())
     }
 
     /// Undoes everything in reverse order.
-    fn undo(&self, done: Vec<Done<'_>>) -> Result<(), Errno> {
+    fn undo(&self, done: Vec<UndoStep<'_>>) -> Result<(), Errno> {
         for step in done.into_iter().rev() {
             match step {
-                Done::Placed(location, name) => {
+                UndoStep::Placed(location, name) => {
                     let (directory, last) = self.tree.parent(location)?;
                     move_file(&directory, last, &self.directory, name.as_bytes())?;
                 }
-                Done::Made(location, count) => {
+                UndoStep::Made(location, count) => {
                     let parts = location.parts();
                     let parent = self.tree.directory(&parts[..count - 1])?;
                     match unlinkat(&parent, parts[count - 1], AtFlags::REMOVEDIR) {
-                        // Another program uses it already.
+                        // Another program has created an entry in it.
                         Err(Errno::NOTEMPTY) => {}
                         result => result?,
                     }
                 }
-                Done::Removed(location, mode) => {
+                UndoStep::Removed(location, mode) => {
                     let (directory, last) = self.tree.parent(&location)?;
                     mkdirat(&directory, last, Mode::from_raw_mode(mode))?;
-                    // The umask may have taken some permissions.
+                    // The umask may have masked some permissions.
                     let made = openat(&directory, last, DIRECTORY, Mode::empty())?;
                     fchmod(&made, Mode::from_raw_mode(mode))?;
                 }
-                Done::Taken(location, name) => {
+                UndoStep::Taken(location, name) => {
                     let (directory, last) = self.tree.parent(location)?;
                     move_file(&self.directory, name.as_bytes(), &directory, last)?;
                 }
@@ -314,8 +315,8 @@ impl<'a> Staging<'a> {
         Ok(())
     }
 
-    /// Removes the directories that the changes emptied, as git does.
-    fn remove_emptied(&self, changes: &[Change<'_>]) {
+    /// Removes the directories that the changes left empty, as git does.
+    fn remove_emptied(&self, changes: &[PlannedChange<'_>]) {
         for change in changes.iter().rev().filter(|change| change.new.is_none()) {
             let parts = change.location.parts();
             for count in (1..parts.len()).rev() {
@@ -339,7 +340,7 @@ impl Drop for Staging<'_> {
         if let Ok(listed) = entries(&self.directory) {
             for entry in listed.flatten() {
                 if !matches!(entry.file_name().to_bytes(), b"." | b"..") {
-                    // A leftover is harmless.
+                    // A leftover directory is harmless.
                     let _removed = unlinkat(&self.directory, entry.file_name(), AtFlags::empty());
                 }
             }
@@ -350,7 +351,7 @@ impl Drop for Staging<'_> {
     }
 }
 
-/// The permissions of a new file: those that the umask leaves, executable or not.
+/// The permissions of a new file: 0666 or 0777, masked by the umask.
 pub(super) fn new_mode(mode: u32) -> Mode {
     let all = if mode & 0o111 == 0 { 0o666 } else { 0o777 };
     Mode::from_raw_mode(all).difference(umask::umask())
@@ -362,7 +363,7 @@ pub(super) fn errno(error: &std::io::Error) -> Errno {
         .map_or(Errno::IO, Errno::from_raw_os_error)
 }
 
-/// A file that is gone was changed meanwhile.
+/// Treats a missing file as one that was changed concurrently.
 fn stale(errno: Errno) -> Errno {
     match errno {
         Errno::NOENT => Errno::STALE,
@@ -370,10 +371,10 @@ fn stale(errno: Errno) -> Errno {
     }
 }
 
-/// Renames a file, but never over another.
+/// Renames a file without replacing another.
 fn move_file(from: &OwnedFd, name: &[u8], to: &OwnedFd, new: &[u8]) -> Result<(), Errno> {
     match renameat_with(from, name, to, new, RenameFlags::NOREPLACE) {
-        // Network file systems can't do both in one step.
+        // Network file systems don't support the flag.
         Err(Errno::INVAL | Errno::NOSYS) => match statat(to, new, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) => Err(Errno::EXIST),
             Err(Errno::NOENT) => renameat(from, name, to, new),

@@ -1,8 +1,8 @@
-//! What earlier applications of a session's changes did to a directory.
+//! A record of the changes of a session that were already applied to a directory.
 //!
-//! The changes of a session count from its beginning, so those that were applied come again with
-//! the next ones. A file that is as it was left then is first taken back, in memory, to what it was
-//! before.
+//! A session's patch always starts from its beginning, so it includes the changes that were applied
+//! earlier. A file that is unchanged since then is first reverted in memory to its original
+//! content, so that the new patch applies.
 
 use std::collections::BTreeMap;
 
@@ -13,11 +13,11 @@ use sha2::{Digest as _, Sha256};
 
 use super::tree::{LocalTree, Stamp};
 
-/// Contents of files that one record keeps, together. What a directory with more was changed by
-/// conflicts with itself when it comes again.
+/// Total size of the file contents in one record. Without a record, a repeated change conflicts
+/// with itself.
 pub(super) const MAX_KEPT_BYTES: usize = 64 * 1024 * 1024;
 
-/// The files that were changed.
+/// The changed files, by path.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Earlier {
     files: Vec<EarlierFile>,
@@ -26,9 +26,9 @@ pub struct Earlier {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct EarlierFile {
     path: Base64Bytes,
-    /// What it was before; absent if there was none.
+    /// The original file; absent if there was none.
     before: Option<Kept>,
-    /// What it became; absent if it was deleted.
+    /// The file as it was applied; absent if it was deleted.
     after: Option<Version>,
 }
 
@@ -83,7 +83,7 @@ fn executable(file: &File) -> Option<bool> {
     }
 }
 
-/// Whether two files are the same to git.
+/// Returns whether two files are equal to git.
 pub(super) fn is_same(one: Option<&File>, other: Option<&File>) -> bool {
     match (one, other) {
         (None, None) => true,
@@ -94,13 +94,13 @@ pub(super) fn is_same(one: Option<&File>, other: Option<&File>) -> bool {
     }
 }
 
-/// A file that is taken back to what it was before.
+/// A file that counts as reverted to its original state.
 #[derive(Debug)]
 pub(super) struct TakenBack {
-    /// What the directory has.
+    /// The current state in the directory.
     pub(super) state: PriorState<Stamp>,
     pub(super) actual: Option<File>,
-    /// What it counts as.
+    /// The original state, on which the patch is planned.
     pub(super) before: Option<File>,
 }
 
@@ -109,7 +109,7 @@ impl Earlier {
         self.files.is_empty()
     }
 
-    /// The files that are as they were left.
+    /// Returns the files that are unchanged since they were applied.
     pub(super) fn take_back(
         &self,
         tree: &LocalTree,
@@ -122,7 +122,7 @@ impl Earlier {
             let (state, actual) = match tree.load_actual(&location) {
                 Ok(TreeNode::Nothing) => (PriorState::Nothing, None),
                 Ok(TreeNode::File(stamp, actual)) => (PriorState::File(stamp), Some(actual)),
-                // Something else is there now.
+                // The location now has another type of entry.
                 Ok(TreeNode::Directory(_)) | Err(Problem::Reject(_)) => continue,
                 Err(Problem::Failure(error)) => return Err(error),
             };
@@ -139,8 +139,7 @@ impl Earlier {
         Ok(found)
     }
 
-    /// Records changes of files: what each was, and what it became. `None` if they take too much
-    /// room.
+    /// Records the original and the new state of each changed file; `None` if they are too large.
     pub(super) fn record<'a>(
         changes: impl Iterator<Item = (&'a Location, Option<File>, Option<&'a File>)>,
     ) -> Option<Self> {

@@ -1,4 +1,4 @@
-//! Tests of files that come as an archive.
+//! Tests of fetching files as an archive.
 
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 
@@ -6,7 +6,7 @@ use tar::{Builder, EntryType, Header};
 
 use super::{files::*, *};
 
-/// An archive, entry by entry, with names that `tar` itself would refuse.
+/// Builds an archive entry by entry, with names that `tar` itself would refuse.
 struct Tar(Builder<Vec<u8>>);
 
 impl Tar {
@@ -186,7 +186,7 @@ fn an_archive_that_tries_to_leave_the_directory_changes_nothing() {
     }
     assert_eq!(names(root.path()), ["link"]);
     assert_eq!(names(outside.path()), Vec::<String>::new());
-    // A link in the place of a file is replaced and not followed.
+    // A link at the location of a file is replaced, not followed.
     let target = outside.path().join("target");
     fs_err::write(&target, "untouched").expect("written");
     symlink(&target, root.path().join("a")).expect("link");
@@ -233,7 +233,7 @@ fn a_truncated_archive_changes_nothing() {
     for length in [0, 100, 512, 1_024, 1_600, 2_048, 3_000] {
         let root = tempfile::tempdir().expect("a directory");
         let result = receive(root.path(), b"", &bytes[..length], |_| {});
-        // Without its end marker an archive may end after any entry.
+        // Without an end marker, an archive may end after any entry.
         if length == 1_024 {
             assert_eq!(result.expect("one entry").files.len(), 1);
             continue;
@@ -246,14 +246,14 @@ fn a_truncated_archive_changes_nothing() {
 #[test]
 // invariant: bounded
 fn what_is_received_is_bounded() {
-    let bounds = Bounds {
+    let limits = FetchLimits {
         entries: 3,
         bytes: 10,
         path_bytes: 20,
     };
     let receive = |archive: Tar| {
         let root = tempfile::tempdir().expect("a directory");
-        let result = receive_within(root.path(), b"", &archive.bytes()[..], bounds, |_| {});
+        let result = receive_within(root.path(), b"", &archive.bytes()[..], limits, |_| {});
         if result.is_err() {
             assert_eq!(names(root.path()), Vec::<String>::new());
         }
@@ -269,10 +269,10 @@ fn what_is_received_is_bounded() {
     assert!(receive(three()).is_ok());
     assert!(too_large(three().directory("d")));
     assert!(too_large(Tar::new().file("a", "12345").file("b", "123456")));
-    // Each name has a slash before it.
+    // Each counted path begins with a slash.
     assert!(receive(Tar::new().file(&"n".repeat(19), "x")).is_ok());
     assert!(too_large(Tar::new().file(&"n".repeat(20), "x")));
-    // A file that only claims its size writes nothing.
+    // The claimed size counts, so nothing is written.
     let mut header = Header::new_gnu();
     header.as_old_mut().name[..1].copy_from_slice(b"a");
     header.set_size(1 << 40);

@@ -1,6 +1,6 @@
 //! Files that come out of a sandbox as a tar archive.
 //!
-//! They are staged flat, each under a number, and placed together at the end.
+//! Each file is staged under a number in one directory; one commit moves all of them into place.
 
 use std::{
     collections::BTreeMap,
@@ -14,26 +14,26 @@ use rustix::{fs::fchmod, io::Errno};
 use serde::Serialize;
 
 use super::{
-    commit::{Change, CommitError, New, Staging, errno, new_mode},
+    commit::{CommitError, New, PlannedChange, Staging, errno, new_mode},
     summary::{repositories, warnings},
     tree::{LocalTree, Stamp, leads_outside},
 };
 
-/// Files, directories and links that are fetched at once.
+/// Files, directories and links per fetch.
 const MAX_ENTRIES: usize = 200_000;
-/// Their contents together.
+/// Total size of their contents.
 const MAX_BYTES: u64 = 4 * 1024 * 1024 * 1024;
-/// Their paths together.
+/// Total length of their paths.
 const MAX_PATH_BYTES: usize = 32 * 1024 * 1024;
 
 #[derive(Debug, thiserror::Error)]
 pub enum FilesError {
-    /// The archive is malformed, or tries to leave the directory.
+    /// The archive is malformed, or tries to skip the directory.
     #[error("what came out of the sandbox is refused: {0}")]
     Refused(String),
     #[error("{0}; nothing was changed")]
     TooLarge(String),
-    /// The directory has something else there.
+    /// Something in the local directory blocks the file.
     #[error("{path}: {reason}; nothing was changed")]
     InTheWay { path: String, reason: String },
     #[error("reading what came out of the sandbox failed")]
@@ -51,14 +51,14 @@ pub struct ReceivedFile {
     /// `create` or `replace`.
     pub operation: &'static str,
     pub size: u64,
-    /// Reasons to look twice.
+    /// Warnings, such as `executable`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<&'static str>,
 }
 
-/// What stayed in the sandbox, with the reason.
+/// An entry that was not fetched.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct LeftBehind {
+pub struct SkippedEntry {
     pub path: String,
     pub reason: &'static str,
 }
@@ -67,18 +67,18 @@ pub struct LeftBehind {
 pub struct Received {
     pub files: Vec<ReceivedFile>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub left_behind: Vec<LeftBehind>,
+    pub left_behind: Vec<SkippedEntry>,
 }
 
-/// What may be received.
+/// Limits of one archive.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Bounds {
+pub(super) struct FetchLimits {
     pub(super) entries: usize,
     pub(super) bytes: u64,
     pub(super) path_bytes: usize,
 }
 
-impl Default for Bounds {
+impl Default for FetchLimits {
     fn default() -> Self {
         Self {
             entries: MAX_ENTRIES,
@@ -88,36 +88,36 @@ impl Default for Bounds {
     }
 }
 
-/// Unpacks an archive below `directory`, at `prefix`. Calls `show` with what would change before
-/// anything does.
+/// Unpacks an archive below `directory`, at `prefix`. Calls `show` with the planned changes before
+/// it makes any.
 pub fn receive(
     directory: &Path,
     prefix: &[u8],
     archive: impl Read,
     show: impl FnOnce(&Received),
 ) -> Result<Received, FilesError> {
-    receive_within(directory, prefix, archive, Bounds::default(), show)
+    receive_within(directory, prefix, archive, FetchLimits::default(), show)
 }
 
 pub(super) fn receive_within(
     directory: &Path,
     prefix: &[u8],
     archive: impl Read,
-    bounds: Bounds,
+    limits: FetchLimits,
     show: impl FnOnce(&Received),
 ) -> Result<Received, FilesError> {
     let tree = LocalTree::open(directory).map_err(FilesError::Directory)?;
     let mut receiver = Receiver {
         staging: Staging::new(&tree)?,
         prefix,
-        bounds,
+        limits,
         staged: BTreeMap::new(),
         entries: 0,
         bytes: 0,
         path_bytes: 0,
         left_behind: Vec::new(),
     };
-    let mut archive = Archive::new(Source(Reader::new(archive)));
+    let mut archive = Archive::new(ArchiveSource(Reader::new(archive)));
     while let Some(entry) = archive.next_entry()? {
         receiver.entry(&entry, &mut archive)?;
     }
@@ -127,10 +127,10 @@ pub(super) fn receive_within(
     receiver.finish(&tree, show)
 }
 
-/// The archive's bytes, with errors that keep reading apart from writing.
-struct Source<R>(Reader<R>);
+/// Adapts the archive reader, so that its errors differ from write errors.
+struct ArchiveSource<R>(Reader<R>);
 
-impl<R: Read> Input for Source<R> {
+impl<R: Read> Input for ArchiveSource<R> {
     type Error = FilesError;
 
     fn take(&mut self, limit: usize) -> Result<&[u8], FilesError> {
@@ -147,8 +147,8 @@ impl From<cynode_archive::Error> for FilesError {
     }
 }
 
-/// What was staged for a location.
-struct Staged {
+/// A staged entry.
+struct StagedEntry {
     /// Absent for a directory.
     name: Option<String>,
     /// The type and the permissions.
@@ -159,26 +159,26 @@ struct Staged {
 struct Receiver<'a> {
     staging: Staging<'a>,
     prefix: &'a [u8],
-    bounds: Bounds,
-    staged: BTreeMap<Location, Staged>,
-    /// Entries so far.
+    limits: FetchLimits,
+    staged: BTreeMap<Location, StagedEntry>,
+    /// Entries received so far.
     entries: usize,
     bytes: u64,
     path_bytes: usize,
-    left_behind: Vec<LeftBehind>,
+    left_behind: Vec<SkippedEntry>,
 }
 
 impl Receiver<'_> {
     fn entry<R: Read>(
         &mut self,
         entry: &Entry,
-        archive: &mut Archive<Source<R>>,
+        archive: &mut Archive<ArchiveSource<R>>,
     ) -> Result<(), FilesError> {
         let path = [self.prefix, b"/", &entry.path].concat();
         self.entries += 1;
         self.path_bytes += path.len();
         self.bytes = self.bytes.saturating_add(entry.size);
-        self.check_bounds()?;
+        self.check_limits()?;
         let parts: Vec<&[u8]> = components(&path).collect();
         if parts.is_empty() {
             // The workspace itself.
@@ -188,7 +188,7 @@ impl Receiver<'_> {
         let location = match Location::parse(&joined) {
             Ok(location) => location,
             Err(reason) => {
-                self.leave(&joined, reason);
+                self.skip(&joined, reason);
                 return Ok(());
             }
         };
@@ -197,24 +197,24 @@ impl Receiver<'_> {
             Kind::Directory => (0o040_000, None),
             Kind::File => {
                 self.write(&name, entry, archive)
-                    .map_err(|error| named(error, &location))?;
+                    .map_err(|error| with_location(error, &location))?;
                 (0o100_000 | entry.mode & 0o777, Some(name))
             }
             Kind::Symlink if leads_outside(&location, &entry.link) => {
-                self.leave(&joined, "the link leads out of the directory");
+                self.skip(&joined, "the link leads out of the directory");
                 return Ok(());
             }
             Kind::Symlink => {
                 let linked = self.staging.link(&name, &entry.link);
-                linked.map_err(|errno| unchanged(errno, &location))?;
+                linked.map_err(|errno| unchanged_error(errno, &location))?;
                 (0o120_000, Some(name))
             }
             Kind::HardLink | Kind::Special => {
-                self.leave(&joined, "it is a hard link, a device or a pipe");
+                self.skip(&joined, "it is a hard link, a device or a pipe");
                 return Ok(());
             }
         };
-        let staged = Staged {
+        let staged = StagedEntry {
             name,
             mode,
             size: entry.size,
@@ -228,12 +228,12 @@ impl Receiver<'_> {
         }
     }
 
-    fn check_bounds(&self) -> Result<(), FilesError> {
-        let Bounds {
+    fn check_limits(&self) -> Result<(), FilesError> {
+        let FetchLimits {
             entries,
             bytes,
             path_bytes,
-        } = self.bounds;
+        } = self.limits;
         let too_large = |what: String| Err(FilesError::TooLarge(what));
         if self.entries > entries {
             return too_large(format!("there are more than {entries} files to fetch"));
@@ -249,8 +249,8 @@ impl Receiver<'_> {
         Ok(())
     }
 
-    fn leave(&mut self, path: &[u8], reason: &'static str) {
-        self.left_behind.push(LeftBehind {
+    fn skip(&mut self, path: &[u8], reason: &'static str) {
+        self.left_behind.push(SkippedEntry {
             path: String::from_utf8_lossy(path).into_owned(),
             reason,
         });
@@ -260,7 +260,7 @@ impl Receiver<'_> {
         &self,
         name: &str,
         entry: &Entry,
-        archive: &mut Archive<Source<R>>,
+        archive: &mut Archive<ArchiveSource<R>>,
     ) -> Result<(), WriteError> {
         let mut file = self.staging.create(name).map_err(WriteError::Write)?;
         let mut failure = None;
@@ -285,7 +285,7 @@ impl Receiver<'_> {
         let mut states = Vec::with_capacity(self.staged.len());
         let mut above: Option<(&Location, bool)> = None;
         for (location, staged) in &self.staged {
-            // The archive's reader refuses entries below its links, not below its files.
+            // The archive reader rejects entries below a symlink, but not entries below a file.
             if let Some((file, true)) = above
                 && file.is_above(location)
             {
@@ -302,11 +302,11 @@ impl Receiver<'_> {
             left_behind: self.left_behind,
         };
         show(&received);
-        let changes: Vec<Change<'_>> = self
+        let changes: Vec<PlannedChange<'_>> = self
             .staged
             .iter()
             .zip(&states)
-            .map(|((location, staged), before)| Change {
+            .map(|((location, staged), before)| PlannedChange {
                 location,
                 before,
                 new: Some(staged.name.as_deref().map_or(New::Directory, New::Staged)),
@@ -337,11 +337,11 @@ impl Receiver<'_> {
     }
 }
 
-/// What is at a location before, if it can make way.
+/// The current content at a location; an error if it can't be replaced.
 fn prior_state(
     tree: &LocalTree,
     location: &Location,
-    staged: &Staged,
+    staged: &StagedEntry,
 ) -> Result<PriorState<Stamp>, FilesError> {
     let in_the_way = |reason: &str| {
         Err(FilesError::InTheWay {
@@ -351,7 +351,7 @@ fn prior_state(
     };
     let is_directory = staged.name.is_none();
     match tree.prior_state(location) {
-        // Directories are merged.
+        // An existing directory is merged into, so nothing is replaced.
         Ok(PriorState::Directory(_)) if is_directory => Ok(PriorState::Nothing),
         Ok(PriorState::Directory(_)) => in_the_way("there is a directory"),
         Ok(PriorState::File(_)) if is_directory => in_the_way("there is a file or a link"),
@@ -366,14 +366,14 @@ enum WriteError {
     Write(Errno),
 }
 
-fn named(error: WriteError, location: &Location) -> FilesError {
+fn with_location(error: WriteError, location: &Location) -> FilesError {
     match error {
         WriteError::Archive(error) => error,
-        WriteError::Write(errno) => unchanged(errno, location),
+        WriteError::Write(errno) => unchanged_error(errno, location),
     }
 }
 
-fn unchanged(source: Errno, location: &Location) -> FilesError {
+fn unchanged_error(source: Errno, location: &Location) -> FilesError {
     CommitError::Unchanged {
         path: escaped(location.as_bytes()),
         source,

@@ -1,8 +1,8 @@
-//! Brings what came out of a sandbox to a local directory: a patch, or files.
+//! Applies a patch or files from a sandbox to a local directory.
 //!
-//! Both are hostile. Invariants: no symbolic link is followed, nothing outside of the directory is
-//! read or written, nothing below `.git` in any spelling is touched, no file gets a set-id bit, no
-//! new link leads outside, and all changes are made or none.
+//! Both are hostile input. Invariants: no symbolic link is followed; nothing outside of the
+//! directory, and nothing below `.git` in any spelling, is read or written; no file gets a set-id
+//! bit; no new link leads outside; all changes are made or none.
 
 mod commit;
 mod earlier;
@@ -23,12 +23,12 @@ pub use self::{
     summary::{FileSummary, Summary},
 };
 use self::{
-    commit::{Change, New, STAGING, Staging},
+    commit::{New, PlannedChange, STAGING, Staging},
     earlier::is_same,
     tree::{LocalTree, Stamp},
 };
 
-/// Components that a patch made in a sandbox has before its paths: `a/` and `b/`.
+/// Leading components to strip from the paths of a patch: `a/` and `b/`.
 const STRIP: u32 = 1;
 
 #[derive(Debug, thiserror::Error)]
@@ -40,7 +40,7 @@ pub enum Error {
     #[error("the patch does not fit the files in this directory")]
     Rejected {
         rejects: Vec<Reject>,
-        /// There are more.
+        /// The list is truncated.
         is_cut: bool,
     },
     #[error("reading the directory failed")]
@@ -49,7 +49,7 @@ pub enum Error {
     Commit(#[from] CommitError),
 }
 
-/// A patch that fits a directory and has not changed it yet.
+/// A patch that applies to a directory, not yet applied.
 pub struct Prepared {
     tree: LocalTree,
     plan: Plan<Stamp>,
@@ -61,7 +61,7 @@ impl std::fmt::Debug for Prepared {
     }
 }
 
-/// Parses a patch that was made in a sandbox. It is empty if nothing changed.
+/// Parses a patch from a sandbox. An empty patch means that nothing changed.
 pub fn parse(patch: &[u8]) -> Result<Patch<'_>, Error> {
     if patch.is_empty() {
         return Ok(Patch::default());
@@ -69,8 +69,8 @@ pub fn parse(patch: &[u8]) -> Result<Patch<'_>, Error> {
     Ok(Patch::parse(patch, STRIP)?)
 }
 
-/// Checks a patch against a directory, without changing it. What was applied earlier counts as
-/// undone.
+/// Plans a patch for a directory without changing it. Changes that were applied earlier count as
+/// reverted.
 pub fn prepare(directory: &Path, patch: &Patch<'_>, earlier: &Earlier) -> Result<Prepared, Error> {
     let mut tree = LocalTree::open(directory).map_err(Error::Read)?;
     tree.taken_back = earlier.take_back(&tree).map_err(Error::Read)?;
@@ -83,15 +83,15 @@ pub fn prepare(directory: &Path, patch: &Patch<'_>, earlier: &Earlier) -> Result
     if !rejects.is_empty() {
         return Err(Error::Rejected {
             rejects,
-            is_cut: plan.rejects_cut,
+            is_cut: plan.rejects_truncated,
         });
     }
     Ok(Prepared { tree, plan })
 }
 
 impl Prepared {
-    /// Changes the files. After an error they are as before, unless the error says otherwise.
-    /// Returns what the next application has to know.
+    /// Changes the files. After an error they are unchanged, unless the error says otherwise.
+    /// Returns the record for the next application.
     pub fn commit(self) -> Result<Option<Earlier>, Error> {
         let record = self.record();
         let changes = self.changes();
@@ -101,7 +101,7 @@ impl Prepared {
         Ok(record)
     }
 
-    /// Whether the directory has a change of the patch already.
+    /// Returns whether the directory already has this change.
     pub fn has_already(&self, path: &[u8]) -> bool {
         Location::parse(path).is_ok_and(|location| {
             let desired = self.plan.entries.get(&location);
@@ -112,7 +112,7 @@ impl Prepared {
         })
     }
 
-    /// Files that were changed earlier, and that the session has not changed any more.
+    /// Files of an earlier application that the session has since reverted.
     pub fn restored(&self) -> Vec<&Location> {
         self.unplanned().map(|(location, _)| location).collect()
     }
@@ -127,8 +127,8 @@ impl Prepared {
             .map(|(location, file)| (location, file.before.as_ref()))
     }
 
-    /// What has to happen, in the order of the locations.
-    fn changes(&self) -> Vec<Change<'_>> {
+    /// The changes to make, ordered by location.
+    fn changes(&self) -> Vec<PlannedChange<'_>> {
         let planned = self
             .plan
             .entries
@@ -138,7 +138,7 @@ impl Prepared {
         let restored = self
             .unplanned()
             .map(|(location, before)| (location, &PriorState::Nothing, before));
-        let mut changes: Vec<Change<'_>> = planned
+        let mut changes: Vec<PlannedChange<'_>> = planned
             .chain(restored)
             .filter_map(|(location, before, now)| {
                 let before = match self.tree.taken_back.get(location) {
@@ -146,7 +146,7 @@ impl Prepared {
                     Some(file) => &file.state,
                     None => before,
                 };
-                Some(Change {
+                Some(PlannedChange {
                     location,
                     before,
                     new: now.map(New::Content),
@@ -170,7 +170,7 @@ impl Prepared {
     }
 }
 
-/// Staging directories that an interrupted command left in a directory, with the old files.
+/// Finds the staging directories of interrupted commands, which hold old files.
 pub fn leftovers(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs_err::read_dir(directory) else {
         return Vec::new();

@@ -1,4 +1,4 @@
-//! What a change of files would do, for a person to read before it is made.
+//! A summary of planned changes, for people to review.
 
 use std::collections::BTreeSet;
 
@@ -12,12 +12,12 @@ pub struct FileSummary {
     pub operation: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
-    /// Lines.
+    /// Number of lines.
     pub added: usize,
     pub removed: usize,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub binary: bool,
-    /// Reasons to look twice.
+    /// Warnings, such as `executable`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<&'static str>,
 }
@@ -32,7 +32,7 @@ impl Summary {
         Self::of_sections(patch, |_| true)
     }
 
-    /// Only the sections about paths that `keep` accepts.
+    /// Keeps only the sections whose paths `keep` accepts.
     pub fn of_sections(patch: &Patch<'_>, keep: impl Fn(&[u8]) -> bool) -> Self {
         let created = patch
             .sections()
@@ -55,7 +55,7 @@ impl Summary {
         Self { files }
     }
 
-    /// The files, the added lines and the removed lines.
+    /// The numbers of files, added lines and removed lines.
     pub fn totals(&self) -> (usize, usize, usize) {
         self.files
             .iter()
@@ -66,7 +66,7 @@ impl Summary {
 }
 
 impl FileSummary {
-    /// A file that the session has not changed any more.
+    /// A file that the session has since reverted.
     pub fn restored(path: &[u8]) -> Self {
         Self {
             path: String::from_utf8_lossy(path).into_owned(),
@@ -124,8 +124,7 @@ fn counts(section: &Section<'_>) -> (usize, usize) {
     (added, removed)
 }
 
-/// Files that a shell, an editor, an agent, git or a build server runs or obeys without being
-/// asked.
+/// Files that a shell, an editor, an agent, git or a build server executes or obeys implicitly.
 const SELF_RUNNING_FILES: &[&str] = &[
     ".bash_login",
     ".bash_logout",
@@ -167,9 +166,9 @@ const SELF_RUNNING_FILES: &[&str] = &[
     "sitecustomize.py",
     "usercustomize.py",
 ];
-/// The same, by the end of the name.
+/// Suffixes of the names of such files.
 const SELF_RUNNING_ENDINGS: &[&str] = &[".code-workspace", ".pth"];
-/// The same, for everything below such a directory.
+/// Directories with only such files.
 const SELF_RUNNING_DIRECTORIES: &[&str] = &[
     ".cargo",
     ".circleci",
@@ -192,8 +191,8 @@ const SELF_RUNNING_DIRECTORIES: &[&str] = &[
     "hooks",
 ];
 
-/// Directories that git would take for a repository: they get a `HEAD`. The configuration of one
-/// names programs that git runs.
+/// Directories that git would take for a repository, because they get a `HEAD`. The configuration
+/// of a repository can name programs that git executes.
 pub(super) fn repositories<'a>(created: impl Iterator<Item = &'a [u8]>) -> BTreeSet<Vec<u8>> {
     let last = |path: &'a [u8]| {
         let slash = path.iter().rposition(|byte| *byte == b'/');

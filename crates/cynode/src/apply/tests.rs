@@ -43,7 +43,7 @@ impl Directory {
         fs_err::read_to_string(self.root().join(name)).ok()
     }
 
-    /// Every path below the root, with the contents of files and the targets of links.
+    /// Returns all paths below the root, with the contents of files and the targets of links.
     fn everything(&self) -> Vec<(String, String)> {
         fn walk(directory: &Path, root: &Path, found: &mut Vec<(String, String)>) {
             for entry in fs_err::read_dir(directory).expect("listed") {
@@ -153,7 +153,7 @@ fn a_failure_in_the_middle_restores_every_file() {
 
     let patch = modify("a", "one", "two") + &create("new/file", "100644", "hello");
     let prepared = directory.prepare(&patch).expect("fits");
-    // The place of a new file is taken meanwhile.
+    // Another program creates the new file's location first.
     fs_err::create_dir(directory.root().join("new")).expect("made");
     fs_err::write(directory.root().join("new/file"), "mine\n").expect("written");
     let before = directory.everything();
@@ -264,7 +264,7 @@ fn nothing_in_git_directories_is_touched_in_any_spelling() {
 fn no_file_gets_a_set_id_bit() {
     let directory = Directory::with(&[("a", "one\n")]);
     for mode in ["104755", "106755", "102755"] {
-        // Refused or without the bit.
+        // Either refused or created without the bit.
         drop(directory.apply(&create("tool", mode, "x")));
         if let Ok(stat) = fs_err::metadata(directory.root().join("tool")) {
             assert_eq!(stat.permissions().mode() & 0o7000, 0, "{mode}");
@@ -336,7 +336,7 @@ fn a_link_behind_a_link_may_not_lead_outside() {
     };
     let directory = Directory::with(&[("d/e/a", "one\n")]);
     let before = directory.everything();
-    // Each stays inside by itself; together they leave.
+    // Each link alone stays inside; combined they lead outside.
     let patch = link("d/e/up", "../..") + &link("out", "d/e/up/../file");
     assert!(matches!(
         directory.apply(&patch),
@@ -356,7 +356,7 @@ fn a_file_replaces_a_directory_with_empty_directories_and_all_come_back() {
         + &modify("z", "one", "two");
     let prepared = directory.prepare(&patch).expect("fits");
     let before = directory.everything();
-    // The place of the file is taken in the last moment, so that everything is undone.
+    // Another program creates the file's location at the last moment, so the commit is rolled back.
     let changes = prepared.changes();
     let staging = Staging::new(&prepared.tree).expect("made");
     fs_err::write(directory.root().join("z"), "mine\n").expect("written");
@@ -396,7 +396,7 @@ fn what_is_no_file_is_neither_opened_nor_replaced() {
 
 #[test]
 fn a_name_that_another_spelling_has_taken_is_refused() {
-    // As on a file system that ignores case: the new name's place is taken when it is used.
+    // As on a case-insensitive file system: the new name exists already.
     let directory = Directory::with(&[]);
     let prepared = directory
         .prepare(&(create("README", "100644", "x") + &create("other", "100644", "x")))
@@ -426,7 +426,7 @@ fn patches_are_bounded() {
         directory.apply(&many(10_001)),
         Err(Error::Invalid(_))
     ));
-    // A file that is larger than a patch may touch, without reading all of it.
+    // A file above the size limit of patches, which is not read completely.
     let huge = fs_err::File::create(directory.root().join("huge")).expect("made");
     huge.set_len(cynode_patch::MAX_FILE_BYTES + 1)
         .expect("grown");
@@ -471,7 +471,7 @@ fn what_was_applied_before_comes_again_without_a_conflict() {
         + &modify("c", "one", "two");
     let none = Earlier::default();
     let earlier = directory.apply_again(&first, &none).expect("applied");
-    // All changes count from the beginning, so without a record they conflict.
+    // The patch starts from the beginning of the session, so it conflicts without the record.
     assert!(matches!(
         directory.apply(&first),
         Err(Error::Rejected { .. })
@@ -482,7 +482,7 @@ fn what_was_applied_before_comes_again_without_a_conflict() {
         .expect("nothing to do");
     assert_eq!((directory.everything(), &same), (before, &earlier));
 
-    // The session goes on: one file changes further, one is created anew, two come back.
+    // The session continues: one file changes again, one is created anew, two are reverted.
     let second = modify("a", "one", "three") + &create("new/y", "100644", "more");
     let prepared = prepare(
         &directory.root(),
@@ -504,7 +504,7 @@ fn what_was_applied_before_comes_again_without_a_conflict() {
     let owned = expected.map(|(name, content)| (name.to_owned(), content.to_owned()));
     assert_eq!(directory.everything(), owned);
 
-    // A file that somebody else changed since is theirs.
+    // A file that somebody else has changed since is not reverted.
     fs_err::write(directory.root().join("a"), "mine\n").expect("written");
     let third = modify("a", "one", "four") + &create("new/y", "100644", "more");
     assert!(matches!(
@@ -512,7 +512,7 @@ fn what_was_applied_before_comes_again_without_a_conflict() {
         Err(Error::Rejected { rejects, .. }) if rejects.len() == 1 && rejects[0].path == b"a"
     ));
     assert_eq!(directory.get("a").as_deref(), Some("mine\n"));
-    // Undone by hand, it is as in the beginning.
+    // Reverted by hand, the file is in its original state.
     fs_err::write(directory.root().join("a"), "one\n").expect("written");
     directory.apply_again(&third, &earlier).expect("applied");
     assert_eq!(directory.get("a").as_deref(), Some("four\n"));

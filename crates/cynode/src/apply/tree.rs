@@ -1,4 +1,4 @@
-//! A local directory as a tree that patches are planned on.
+//! Adapts a local directory to the `Tree` trait, on which a patch is planned.
 
 use std::{
     collections::BTreeMap,
@@ -22,10 +22,10 @@ use sha2::{Digest as _, Sha256};
 
 use super::earlier::TakenBack;
 
-/// Directories above this depth are not searched.
+/// Deeper directories are not searched.
 const MAX_DEPTH: usize = 128;
 
-/// A version of a file.
+/// Identifies a version of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stamp {
     device: u64,
@@ -54,7 +54,7 @@ impl Stamp {
         }
     }
 
-    /// Whether both are the same file, whatever its content.
+    /// Returns whether both stamps belong to the same inode, regardless of its content.
     pub(super) fn is_same_file(&self, other: &Self) -> bool {
         (self.device, self.inode) == (other.device, other.inode)
     }
@@ -62,7 +62,7 @@ impl Stamp {
 
 pub struct LocalTree {
     root: OwnedFd,
-    /// Files that count as what they were before earlier changes.
+    /// Files that count as reverted to their original state.
     pub(super) taken_back: BTreeMap<Location, TakenBack>,
 }
 
@@ -111,7 +111,7 @@ impl LocalTree {
 }
 
 impl LocalTree {
-    /// Calls `visit` with everything below a directory, until it returns false.
+    /// Calls `visit` with each entry below a directory, until it returns false.
     fn walk(
         &self,
         directory: &Location,
@@ -147,14 +147,14 @@ impl LocalTree {
         Ok(())
     }
 
-    /// Not every file system says it in its listings.
+    /// Some file systems don't store the type in directory entries.
     fn kind(&self, location: &Location) -> Result<FileType, Errno> {
         let (directory, last) = self.parent(location)?;
         let stat = statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW)?;
         Ok(FileType::from_raw_mode(stat.st_mode))
     }
 
-    /// The directories below one, each after those that it holds.
+    /// Lists the directories below a directory, children before parents.
     pub(super) fn directories_below(&self, directory: &Location) -> Result<Vec<Location>, Errno> {
         let mut found = Vec::new();
         let walked = self.walk(directory, |location, kind| {
@@ -173,7 +173,7 @@ impl LocalTree {
         }
     }
 
-    /// Loads what the directory has.
+    /// Loads the current state in the directory.
     pub(super) fn load_actual(&self, location: &Location) -> TreeResult<TreeNode<Stamp>> {
         let (directory, last) = match self.parent(location) {
             Ok(found) => found,
@@ -204,7 +204,7 @@ impl LocalTree {
         }
     }
 
-    /// What is at a location, without its content.
+    /// The current state of a location, without the content of a file.
     pub(super) fn prior_state(&self, location: &Location) -> TreeResult<PriorState<Stamp>> {
         self.locate(location)?;
         let (directory, last) = match self.parent(location) {
@@ -232,7 +232,7 @@ impl Tree for LocalTree {
 
     fn locate(&self, location: &Location) -> TreeResult<Location> {
         let parts = location.parts();
-        // The deepest directory that exists decides.
+        // The deepest existing directory decides.
         for depth in (0..parts.len()).rev() {
             match self.directory(&parts[..depth]) {
                 Ok(_) => return Ok(location.clone()),
@@ -278,7 +278,7 @@ impl Tree for LocalTree {
     }
 }
 
-/// The entries of a directory. The descriptor itself can't be read: it is only a place.
+/// Lists the entries of a directory. Opens it again, because `O_PATH` descriptors can't be read.
 pub(super) fn entries(directory: &OwnedFd) -> Result<Dir, Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     Dir::new(openat(directory, ".", flags, Mode::empty())?)
@@ -305,7 +305,7 @@ fn read(directory: &OwnedFd, last: &[u8], location: &Location) -> TreeResult<Tre
     Ok(TreeNode::File(Stamp::of(&stat), File { kind, bytes }))
 }
 
-/// A reject for each link in the plan that leads out of the directory.
+/// Makes a reject for each link in the plan that leads out of the directory.
 pub(super) fn links_outside(plan: &Plan<Stamp>) -> Vec<Reject> {
     plan.entries
         .iter()
@@ -323,8 +323,8 @@ pub(super) fn links_outside(plan: &Plan<Stamp>) -> Vec<Reject> {
         .collect()
 }
 
-/// Whether a link's target is absolute, leaves the root, or reaches into `.git`. `..` may only come
-/// first: after a name, which may itself be a link, it can lead anywhere.
+/// Returns whether a link's target is absolute, leaves the root, or is below `.git`. `..` is
+/// accepted only at the start: after a name, which may be a link, it could lead anywhere.
 pub(super) fn leads_outside(location: &Location, target: &[u8]) -> bool {
     let mut depth = location.parts().len() - 1;
     let mut is_after_name = false;

@@ -16,15 +16,15 @@ const SANDBOX_UID: u64 = 1000;
 const BLOCK_BYTES: u64 = 512;
 
 #[derive(Debug, Default)]
-pub struct Packed {
+pub struct PackedTree {
     /// Skipped entries, each with its reason.
     pub skipped: Vec<String>,
 }
 
 /// Packs everything below `root` under names relative to it.
-pub fn pack_tree(root: &Path, to: &mut impl Write) -> io::Result<Packed> {
+pub fn pack_tree(root: &Path, to: &mut impl Write) -> io::Result<PackedTree> {
     let mut builder = Builder::new(to);
-    let mut packed = Packed::default();
+    let mut packed = PackedTree::default();
     // Directories still to read, deepest last. No recursion: depth must not cost stack.
     let mut directories = vec![PathBuf::new()];
     while let Some(relative) = directories.pop() {

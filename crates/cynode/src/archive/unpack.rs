@@ -86,9 +86,9 @@ fn refused(path: &[u8], problem: &'static str) -> Error {
 }
 
 /// The archive's bytes, with errors that keep reading apart from writing.
-struct Source<R>(Reader<R>);
+struct UnpackSource<R>(Reader<R>);
 
-impl<R: Read> Input for Source<R> {
+impl<R: Read> Input for UnpackSource<R> {
     type Error = Error;
 
     fn take(&mut self, limit: usize) -> Result<&[u8], Error> {
@@ -109,7 +109,7 @@ pub fn unpack(
 ) -> Result<Unpacked, Error> {
     let mut tree = Tree::open(target, umask)?;
     let mut unpacked = Unpacked::default();
-    let mut archive = Archive::new(Source(Reader::new(from)));
+    let mut archive = Archive::new(UnpackSource(Reader::new(from)));
     let mut is_empty = true;
     while let Some(entry) = archive.next_entry()? {
         is_empty = false;
@@ -286,7 +286,7 @@ impl Tree {
         &mut self,
         path: &[&[u8]],
         mode: Mode,
-        archive: &mut Archive<Source<impl Read>>,
+        archive: &mut Archive<UnpackSource<impl Read>>,
         name: &[u8],
     ) -> Result<(), Error> {
         let (parent, last) = self.make_room(path, name)?;

@@ -62,11 +62,13 @@ fn verify(
             continue;
         }
         match read(&line) {
-            Ok(Line::Checkpoint(signed)) if !in_records => checkpoints.next(*signed, &mut verifier),
-            Ok(Line::Checkpoint(_)) => {
+            Ok(ExportLine::Checkpoint(signed)) if !in_records => {
+                checkpoints.next(*signed, &mut verifier)
+            }
+            Ok(ExportLine::Checkpoint(_)) => {
                 unreadable.add(number, "checkpoint_changed", "a checkpoint follows records");
             }
-            Ok(Line::Record(cursor, link)) => {
+            Ok(ExportLine::Record(cursor, link)) => {
                 in_records = true;
                 verifier.record(cursor, &link);
             }
@@ -150,20 +152,20 @@ impl CheckpointFeed {
     }
 }
 
-enum Line {
+enum ExportLine {
     Checkpoint(Box<SignedCheckpoint>),
     Record(i64, Link),
 }
 
-fn read(line: &[u8]) -> Result<Line, (&'static str, String)> {
+fn read(line: &[u8]) -> Result<ExportLine, (&'static str, String)> {
     let value: Value =
         serde_json::from_slice(line).map_err(|error| ("record_changed", error.to_string()))?;
     match value.get("checkpoint").and_then(Value::as_str) {
         Some(text) => SignedCheckpoint::parse(text)
-            .map(|signed| Line::Checkpoint(Box::new(signed)))
+            .map(|signed| ExportLine::Checkpoint(Box::new(signed)))
             .map_err(|error| ("checkpoint_changed", error.to_string())),
         None => Link::from_record(value)
-            .map(|(cursor, link)| Line::Record(cursor, link))
+            .map(|(cursor, link)| ExportLine::Record(cursor, link))
             .map_err(|error| ("record_changed", error.to_string())),
     }
 }

@@ -7,7 +7,7 @@ use cynode_audit::story;
 use cynode_client::{AuditFilter, UserClient};
 
 use crate::{
-    cli::{AuditSubject, Format, Globals},
+    cli::{AuditSubject, Globals, OutputFormat},
     commands::CommandResult,
     failure::{Failure, USAGE},
     output::{self, Progress},
@@ -34,8 +34,8 @@ pub async fn run(client: &UserClient, globals: &Globals, subject: AuditSubject) 
         drop(progress);
         let story = story(&records);
         match globals.output {
-            Format::Json => output::json(&story)?,
-            Format::Table => output::line(story.to_text().trim_end())?,
+            OutputFormat::Json => output::json(&story)?,
+            OutputFormat::Table => output::line(story.to_text().trim_end())?,
         }
         if is_truncated {
             output::message(&format!(

@@ -10,7 +10,7 @@ use time::OffsetDateTime;
 use tokio::time::sleep;
 
 use crate::{
-    cli::{AuditTail, Format, Globals},
+    cli::{AuditTail, Globals, OutputFormat},
     commands::{CommandResult, format_time},
     failure::Failure,
     output, sanitize,
@@ -59,8 +59,8 @@ pub async fn run(client: &UserClient, globals: &Globals, args: &AuditTail) -> Co
 fn print(globals: &Globals, records: Vec<Value>) -> Result<(), Failure> {
     for record in records {
         match globals.output {
-            Format::Json => output::json_line(&record)?,
-            Format::Table => {
+            OutputFormat::Json => output::json_line(&record)?,
+            OutputFormat::Table => {
                 let record: AuditRecord = serde_json::from_value(record).map_err(|error| {
                     Failure::internal(format!("a record can't be read: {error}"))
                 })?;

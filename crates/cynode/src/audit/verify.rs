@@ -8,7 +8,7 @@ use cynode_audit::PublicKey;
 use cynode_client::UserClient;
 
 use crate::{
-    cli::{Format, Globals},
+    cli::{Globals, OutputFormat},
     commands::{CommandResult, format_time},
     failure::{Failure, UNREACHABLE},
     output::{self, Progress},
@@ -69,11 +69,11 @@ fn compare_key(verdict: &mut AuditVerdict, key: &PublicKey) {
 /// Prints the verdict: as JSON, or as a line for each problem, or as one line if it is intact.
 pub fn print_verdict(globals: &Globals, verdict: &AuditVerdict) -> CommandResult {
     match globals.output {
-        Format::Json => output::json(verdict)?,
-        Format::Table if verdict.intact => {
+        OutputFormat::Json => output::json(verdict)?,
+        OutputFormat::Table if verdict.intact => {
             output::line(&sanitize::line(&format!("intact: {}", summary(verdict))))?;
         }
-        Format::Table => {
+        OutputFormat::Table => {
             for problem in &verdict.problems {
                 output::line(&sanitize::line(&problem_line(problem)))?;
             }

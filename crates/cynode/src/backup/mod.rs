@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use crate::{
-    cli::{Backup, Format, Globals},
+    cli::{Backup, Globals, OutputFormat},
     failure::Failure,
     output, roles,
     state::StateDir,
@@ -66,8 +66,8 @@ pub async fn run(globals: &Globals, args: &Backup) -> Result<ExitCode, Failure> 
         "saved to"
     };
     match globals.output {
-        Format::Json => output::json(&manifest)?,
-        Format::Table => {
+        OutputFormat::Json => output::json(&manifest)?,
+        OutputFormat::Table => {
             let artifacts = manifest
                 .files
                 .iter()

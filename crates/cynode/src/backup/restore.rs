@@ -22,7 +22,7 @@ use super::{
 use crate::{
     failure::{Failure, USAGE},
     output::Progress,
-    staged::Staged,
+    staged::StagedFile,
     state::{LockState, StateDir},
     up,
 };
@@ -128,7 +128,7 @@ fn missing_keys(
         match fs_err::symlink_metadata(&to) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 // Find out now whether files can be created there.
-                drop(Staged::create(&to, 0o600)?);
+                drop(StagedFile::create(&to, 0o600)?);
                 missing.push((from, to));
             }
             Err(error) => return Err(error.into()),

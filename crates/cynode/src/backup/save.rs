@@ -15,7 +15,7 @@ use crate::{
     failure::{Failure, USAGE},
     output::Progress,
     postgres::Server,
-    staged::{Staged, unless_interrupted},
+    staged::{StagedFile, unless_interrupted},
     state::{LockState, StateDir},
     up,
 };
@@ -39,8 +39,8 @@ pub async fn run(
     let progress = Progress::start("saving the database");
     unless_interrupted(async {
         // Both files hold secrets: only their owner may read them.
-        let (staged, archive) = Staged::create(file, 0o600)?;
-        let (dump, _) = Staged::create(file, 0o600)?;
+        let (staged, archive) = StagedFile::create(file, 0o600)?;
+        let (dump, _) = StagedFile::create(file, 0o600)?;
         save_database(dump.path(), state, config).await?;
         progress.set_message("saving artifacts");
         let (from, state, config) = (dump.path().to_owned(), state.clone(), config.clone());

@@ -1,4 +1,4 @@
-//! Asks git which files of a directory it does not ignore.
+//! Lists the files of a directory that git does not ignore.
 
 use std::{
     collections::BTreeSet,
@@ -21,15 +21,15 @@ use crate::{
 };
 
 const TIMEOUT: Duration = Duration::from_mins(5);
-/// Names that git lists, in bytes.
+/// Size of git's list of names.
 const MAX_LIST_BYTES: u64 = 64 * 1024 * 1024;
-/// Complaints of git that are passed on.
+/// Length of git's error output in a message.
 const MAX_STDERR_BYTES: u64 = 2 * 1024;
-/// Repositories within the directory, submodules included.
+/// Nested repositories, including submodules.
 const MAX_REPOSITORIES: usize = 1_000;
 
-/// The tracked files and those that are not ignored, relative to the directory, which may be a part
-/// of a repository. Repositories within it are asked too.
+/// Lists the tracked files and those that are not ignored, relative to the directory, which may be
+/// part of a repository. Includes the files of nested repositories.
 pub(super) async fn list(root: &Path) -> Result<BTreeSet<PathBuf>, Failure> {
     let mut found = BTreeSet::new();
     let mut bytes = 0;
@@ -52,7 +52,7 @@ pub(super) async fn list(root: &Path) -> Result<BTreeSet<PathBuf>, Failure> {
             .filter(|name| !name.is_empty())
         {
             let path = repository.join(OsStr::from_bytes(name));
-            // Another repository ends in a slash, a submodule does not.
+            // The entry of a nested repository ends in a slash; that of a submodule does not.
             let full_path = root.join(&path);
             let is_directory =
                 fs_err::symlink_metadata(&full_path).is_ok_and(|metadata| metadata.is_dir());
@@ -78,7 +78,7 @@ async fn list_one(directory: &Path) -> Result<Vec<u8>, Failure> {
     let mut command = git();
     command
         .current_dir(directory)
-        // The repository's configuration names programs that git would run for a listing.
+        // The repository's configuration can name programs that git executes for a listing.
         .args(["-c", "core.fsmonitor=false", "ls-files"])
         .args(["--cached", "--others", "--exclude-standard", "-z"]);
     let run = async {
@@ -123,7 +123,7 @@ async fn list_one(directory: &Path) -> Result<Vec<u8>, Failure> {
 fn git() -> Command {
     let mut command = Command::new("git");
     for (name, _) in std::env::vars_os() {
-        // A hook that calls this program has variables that point to its repository.
+        // If a git hook runs this program, these variables point to the hook's repository.
         if name.as_bytes().starts_with(b"GIT_") {
             command.env_remove(name);
         }
@@ -139,8 +139,7 @@ fn git() -> Command {
     command
 }
 
-/// Reads up to a limit. What follows is left unread, so a program that writes more is ended with
-/// its pipe.
+/// Reads up to a limit and then closes the pipe, which ends a program that writes more.
 async fn read(pipe: Option<impl AsyncRead + Unpin>, limit: u64) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     if let Some(pipe) = pipe {

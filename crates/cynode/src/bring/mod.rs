@@ -1,8 +1,8 @@
-//! Brings a local directory in: packs it and uploads it as an artifact of a task, which becomes the
+//! Uploads a local directory: packs it and stores it as an artifact of a task, which becomes the
 //! workspace of a session or a job.
 //!
-//! Files that hold secrets stay out. They are named, so that nobody wonders where they are. What
-//! holds a secret is decided by the scanner of `cynode-policy`; the gate scans what is sent again.
+//! Files that contain secrets are skipped and reported by name. The scanner of `cynode-policy`
+//! finds them; the gate scans the upload again.
 
 mod git;
 mod pack;
@@ -18,7 +18,7 @@ use cynode_policy::{HeldSecrets, Scanner};
 use serde::Serialize;
 use uuid::Uuid;
 
-use self::select::{Bounds, Selection};
+use self::select::{Selection, UploadLimits};
 use crate::{
     archive::{self, PieceWriter},
     failure::Failure,
@@ -27,21 +27,21 @@ use crate::{
     session::transfer::{body, feed, join_transfer, local_failure, print_flagged},
 };
 
-/// Files, directories and links of a directory that is brought in.
+/// Files, directories and links per upload.
 const MAX_ENTRIES: usize = 200_000;
-/// Entries that were left out and are named.
+/// Skipped entries that are reported by name.
 const MAX_NAMED: usize = 50;
 
 #[derive(Clone, Debug, Default)]
 pub struct BringOptions {
-    /// Leave out what git ignores. `.git` itself comes in.
+    /// Skip files that git ignores. `.git` itself is uploaded.
     pub gitignore: bool,
 }
 
-/// An entry that was left out.
+/// An entry that was not uploaded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Skipped {
-    /// Relative to the directory. Characters that a terminal would not show are escaped.
+    /// Relative to the directory. Unprintable characters are escaped.
     pub path: String,
     pub reason: String,
 }
@@ -55,25 +55,25 @@ impl Skipped {
     }
 }
 
-/// A directory that was uploaded.
+/// An uploaded directory.
 #[derive(Clone, Debug)]
-pub struct Brought {
+pub struct UploadedDirectory {
     pub artifact: ArtifactId,
-    /// Files and links.
+    /// Number of files and links.
     pub files: u64,
-    /// The size of their contents.
+    /// Total size of their contents.
     pub bytes: u64,
     pub skipped: Vec<Skipped>,
 }
 
-/// Uploads a directory as an artifact of a task, for `workspace_ref: artifact:<id>`. Names what
-/// stays out on stderr.
-pub async fn bring(
+/// Uploads a directory as an artifact of a task, for `workspace_ref: artifact:<id>`. Reports
+/// skipped entries on stderr.
+pub async fn upload(
     client: &UserClient,
     task: TaskId,
     directory: &Path,
     options: &BringOptions,
-) -> Result<Brought, Failure> {
+) -> Result<UploadedDirectory, Failure> {
     let root = root(directory)?;
     let progress = Progress::start("reading the directory");
     let listed = if options.gitignore {
@@ -81,11 +81,12 @@ pub async fn bring(
     } else {
         None
     };
-    // Only shapes are known here: the secrets that the system holds are the gate's to find.
+    // This scan knows only the shapes of secrets. The secrets that the system holds are known to
+    // the gate, which scans again.
     let scanner = Scanner::new(HeldSecrets::new([0; 32]), true);
     let selection = {
         let scanner = scanner.clone();
-        blocking(move || Selection::new(&root, listed, &scanner, Bounds::default())).await??
+        blocking(move || Selection::new(&root, listed, &scanner, UploadLimits::default())).await??
     };
     drop(progress);
     let progress = Progress::of_total("copying", Some(selection.archive_bytes));
@@ -107,7 +108,7 @@ pub async fn bring(
     let (packed, artifact) = join_transfer(packer.await, sent)?;
     print_skipped(&packed.skipped);
     print_flagged(&artifact.flags);
-    Ok(Brought {
+    Ok(UploadedDirectory {
         artifact: artifact.id,
         files: packed.files,
         bytes: packed.bytes,
@@ -115,7 +116,7 @@ pub async fn bring(
     })
 }
 
-/// The directory, without links on the way.
+/// The canonical path of the directory, without links.
 pub fn root(directory: &Path) -> Result<PathBuf, Failure> {
     let root = fs_err::canonicalize(directory).map_err(|error| local_failure(&error))?;
     if root.is_dir() {
@@ -153,7 +154,7 @@ fn too_large(message: String) -> Failure {
     )
 }
 
-impl Default for Bounds {
+impl Default for UploadLimits {
     fn default() -> Self {
         Self {
             entries: MAX_ENTRIES,

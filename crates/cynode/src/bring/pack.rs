@@ -16,29 +16,30 @@ use super::{
 };
 use crate::archive::{Exactly, header};
 
-/// A file up to this size is read once, a larger one a second time after its scan.
+/// Files up to this size are read once; larger ones are scanned first and then read again.
 const WHOLE_BYTES: u64 = 4 * 1024 * 1024;
 const PIECE_BYTES: usize = 64 * 1024;
 
 #[derive(Debug, Default)]
-pub(super) struct Packed {
+pub(super) struct PackedDirectory {
     pub(super) files: u64,
     pub(super) bytes: u64,
     pub(super) skipped: Vec<Skipped>,
 }
 
-/// Packs what was selected. What changes meanwhile is packed as it is when its turn comes.
+/// Packs the selected entries. A file that changes in the meantime is packed as it is when it is
+/// read.
 pub(super) fn pack(
     selection: Selection,
     scanner: &Scanner,
     to: &mut impl Write,
-) -> io::Result<Packed> {
+) -> io::Result<PackedDirectory> {
     let mut packer = Packer {
         root: selection.root,
         builder: Builder::new(to),
-        packed: Packed {
+        packed: PackedDirectory {
             skipped: selection.skipped,
-            ..Packed::default()
+            ..PackedDirectory::default()
         },
     };
     for (path, kind) in selection.entries {
@@ -55,7 +56,7 @@ pub(super) fn pack(
 struct Packer<'a, W: Write> {
     root: PathBuf,
     builder: Builder<&'a mut W>,
-    packed: Packed,
+    packed: PackedDirectory,
 }
 
 impl<W: Write> Packer<'_, W> {
@@ -83,7 +84,7 @@ impl<W: Write> Packer<'_, W> {
     fn file(&mut self, path: &Path, scanner: &Scanner) -> io::Result<()> {
         let full_path = self.root.join(path);
         let mut scan = scanner.local(&full_path.to_string_lossy());
-        // A pipe or a link that replaced the file meanwhile must neither block nor be followed.
+        // The file may have been replaced by a pipe or a link in the meantime.
         let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits().cast_signed();
         let opened = fs_err::OpenOptions::new()
             .read(true)
@@ -140,7 +141,7 @@ impl<W: Write> Packer<'_, W> {
     }
 }
 
-/// What the sandbox lacks without a file, where that is not plain.
+/// The consequence of skipping a file, where that is not obvious.
 fn consequence(path: &Path) -> &'static str {
     let is_git_config = path.ends_with(".git/config");
     if is_git_config {

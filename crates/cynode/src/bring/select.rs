@@ -1,4 +1,5 @@
-//! Chooses what of a directory comes in: by names, types and sizes, before any content is read.
+//! Selects the entries of a directory to upload, by names, types and sizes, without reading
+//! contents.
 
 use std::{
     collections::BTreeSet,
@@ -12,16 +13,16 @@ use cynode_policy::{Scanner, local_directory, local_file};
 use super::{Skipped, too_large};
 use crate::{archive, failure::Failure, output, session::transfer::local_failure};
 
-/// The longest `.git` file that is read. It holds one path.
+/// Size limit of a `.git` file, which contains one path.
 const MAX_POINTER_BYTES: u64 = 8 * 1024;
-/// What tar adds at the end.
+/// Size of the end of a tar archive.
 const END_BYTES: u64 = 1_024;
 
-/// What may come in.
+/// Limits of one upload.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Bounds {
+pub(super) struct UploadLimits {
     pub(super) entries: usize,
-    /// The size of the archive.
+    /// Size of the archive.
     pub(super) bytes: u64,
 }
 
@@ -33,24 +34,24 @@ pub(super) enum Kind {
     Link(PathBuf),
 }
 
-/// What comes in, in the order of the archive: a directory before what is in it.
+/// The selected entries in the order of the archive: directories before their contents.
 #[derive(Debug)]
 pub(super) struct Selection {
     pub(super) root: PathBuf,
     pub(super) entries: Vec<(PathBuf, Kind)>,
-    /// About the size of the archive.
+    /// The approximate size of the archive.
     pub(super) archive_bytes: u64,
     pub(super) skipped: Vec<Skipped>,
-    bounds: Bounds,
+    bounds: UploadLimits,
 }
 
 impl Selection {
-    /// Selects everything below `root`, or what was listed.
+    /// Selects all entries below `root`, or only those in `listed`.
     pub(super) fn new(
         root: &Path,
         listed: Option<BTreeSet<PathBuf>>,
         scanner: &Scanner,
-        bounds: Bounds,
+        bounds: UploadLimits,
     ) -> Result<Self, Failure> {
         let mut selection = Self {
             root: root.to_owned(),
@@ -69,13 +70,14 @@ impl Selection {
         Ok(selection)
     }
 
-    /// Adds everything below a directory. No recursion: depth must not cost stack.
+    /// Adds all entries below a directory. Iterative, because a deep tree must not overflow the
+    /// stack.
     fn add_below(&mut self, directory: PathBuf, scanner: &Scanner) -> Result<(), Failure> {
         let mut directories = vec![directory];
         while let Some(relative) = directories.pop() {
             let entries = match fs_err::read_dir(self.root.join(&relative)) {
                 Ok(entries) => entries,
-                // A directory that can't be read stays out, but not the whole workspace.
+                // An unreadable directory is skipped, and the upload continues.
                 Err(error) if !relative.as_os_str().is_empty() => {
                     self.skip_unreadable(&relative, &error);
                     continue;
@@ -93,7 +95,7 @@ impl Selection {
         Ok(())
     }
 
-    /// Adds what was listed, with the directories that hold it.
+    /// Adds the listed entries and their parent directories.
     fn add_listed(&mut self, listed: BTreeSet<PathBuf>, scanner: &Scanner) -> Result<(), Failure> {
         let mut parents = BTreeSet::new();
         for path in listed {
@@ -116,7 +118,7 @@ impl Selection {
         let full_path = self.root.join(path);
         let metadata = match fs_err::symlink_metadata(&full_path) {
             Ok(metadata) => metadata,
-            // It was listed a moment ago, or git still lists it.
+            // The entry was deleted since it was listed, or git lists it although it is deleted.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => {
                 self.skip_unreadable(path, &error);
@@ -138,7 +140,7 @@ impl Selection {
                 }
             }
         } else {
-            // git keeps sockets in its directory while a monitor runs.
+            // git's file system monitor has a socket in `.git`.
             if !is_in_git_directory(path) {
                 self.skip(path, "it is not a file, directory or link");
             }
@@ -155,7 +157,7 @@ impl Selection {
     }
 
     fn check_bounds(&self) -> Result<(), Failure> {
-        let Bounds { entries, bytes } = self.bounds;
+        let UploadLimits { entries, bytes } = self.bounds;
         let directory = self.root.display();
         if self.entries.len() > entries {
             return Err(too_large(format!(
@@ -171,9 +173,10 @@ impl Selection {
         Ok(())
     }
 
-    /// Why an entry stays out because of its name, if it does.
+    /// The reason to skip an entry because of its name, if any.
     fn reason_to_skip(&self, path: &Path, kind: &Kind, scanner: &Scanner) -> Option<Skipped> {
-        // The gate refuses an archive with such a name, and nobody repeats it.
+        // The gate would refuse the whole archive because of such a name, so the name is not shown
+        // either.
         let in_name = |bytes: &[u8]| scanner.find(bytes).map(|hit| hit.what);
         if let Some(what) = in_name(path.as_os_str().as_bytes()) {
             let parent = path.parent().unwrap_or(Path::new(""));
@@ -195,8 +198,8 @@ impl Selection {
         reason.map(|reason| Skipped::new(path, reason))
     }
 
-    /// A `.git` file that names a repository elsewhere, as in a linked worktree. In the sandbox git
-    /// would fail on it.
+    /// Returns whether this is a `.git` file that names a repository elsewhere, as in a linked
+    /// worktree. git in the sandbox would fail on it.
     fn leads_outside(&self, path: &Path) -> Option<String> {
         if path.file_name()? != ".git" {
             return None;

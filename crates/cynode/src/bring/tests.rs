@@ -1,4 +1,4 @@
-//! Tests of what comes in and what stays out.
+//! Tests of which files are uploaded and which are skipped.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    select::{Bounds, Selection},
+    select::{Selection, UploadLimits},
     *,
 };
 
@@ -39,15 +39,17 @@ impl Directory {
     fn select(
         &self,
         listed: Option<BTreeSet<PathBuf>>,
-        bounds: Bounds,
+        bounds: UploadLimits,
     ) -> Result<Selection, Failure> {
         Selection::new(&self.root(), listed, &scanner(), bounds)
     }
 
-    /// Packs what is selected. Returns the archive's files and links with their contents, and what
-    /// was left out with the reasons.
+    /// Packs the selection. Returns the files and links in the archive with their contents, and the
+    /// skipped entries with their reasons.
     fn pack(&self, listed: Option<BTreeSet<PathBuf>>) -> (Vec<(String, String)>, Left) {
-        let selection = self.select(listed, Bounds::default()).expect("selected");
+        let selection = self
+            .select(listed, UploadLimits::default())
+            .expect("selected");
         let estimate = selection.archive_bytes;
         let mut bytes = Vec::new();
         let packed = pack::pack(selection, &scanner(), &mut bytes).expect("packed");
@@ -235,7 +237,9 @@ fn what_is_no_file_and_what_can_not_be_used_stays_out() {
 #[test]
 fn a_directory_that_changes_while_it_is_packed_is_packed_as_it_is() {
     let directory = Directory::with(&[("gone", "x"), ("replaced", "x"), ("kept", "x")]);
-    let selection = directory.select(None, Bounds::default()).expect("selected");
+    let selection = directory
+        .select(None, UploadLimits::default())
+        .expect("selected");
     fs_err::remove_file(directory.root().join("gone")).expect("removed");
     fs_err::remove_file(directory.root().join("replaced")).expect("removed");
     symlink("/etc/passwd", directory.root().join("replaced")).expect("link");
@@ -249,8 +253,8 @@ fn a_directory_that_changes_while_it_is_packed_is_packed_as_it_is() {
 // invariant: bounded
 fn what_comes_in_is_bounded() {
     let directory = Directory::with(&[("a", "x"), ("sub/b", "x")]);
-    let bounds = |entries: usize, bytes: u64| Bounds { entries, bytes };
-    let is_too_large = |bounds: Bounds| match directory.select(None, bounds) {
+    let bounds = |entries: usize, bytes: u64| UploadLimits { entries, bytes };
+    let is_too_large = |bounds: UploadLimits| match directory.select(None, bounds) {
         Ok(_) => false,
         Err(failure) => {
             assert!(failure.is("too_large") && failure.remedy_text().is_some());
@@ -262,13 +266,13 @@ fn what_comes_in_is_bounded() {
     assert!(!is_too_large(bounds(3, size)));
     assert!(is_too_large(bounds(2, size)));
     assert!(is_too_large(bounds(3, size - 1)));
-    // Found by its size, without reading it.
+    // Skipped because of its size, without being read.
     let huge = fs_err::File::create(directory.root().join("huge")).expect("made");
     huge.set_len(artifact_limits::MAX_BYTES).expect("grown");
-    assert!(is_too_large(Bounds::default()));
+    assert!(is_too_large(UploadLimits::default()));
     huge.set_len(artifact_limits::MAX_BYTES / 2)
         .expect("shrunk");
-    assert!(!is_too_large(Bounds::default()));
+    assert!(!is_too_large(UploadLimits::default()));
 }
 
 #[tokio::test]
@@ -317,7 +321,7 @@ async fn git_says_what_it_ignores() {
     assert!(has(".git/HEAD") && has("nested/.git/HEAD") && !has("empty"));
     assert_eq!(left.keys().collect::<Vec<_>>(), [".env"]);
 
-    // A part of a repository is listed by itself.
+    // A subdirectory of a repository is listed alone.
     let part = Directory(tempfile::tempdir_in(directory.root()).expect("a directory"));
     part.put("kept", "x");
     part.put("dropped.log", "x");

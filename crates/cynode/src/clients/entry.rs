@@ -13,20 +13,20 @@ pub enum Field {
     Yes,
     /// The name of the entry.
     Name,
-    /// The bridge.
+    /// The bridge program.
     Program,
     Arguments,
     /// The bridge and its arguments in one list.
     CommandLine,
-    /// What the bridge needs in its environment; absent if that is nothing.
+    /// The bridge's environment variables; absent if there are none.
     Environment,
     Url,
     Headers,
 }
 
-/// What an entry is about.
+/// The content of an entry, independent of the client's format.
 #[derive(Clone, Debug)]
-pub struct Target {
+pub struct EntrySpec {
     pub name: String,
     pub program: String,
     pub arguments: Vec<String>,
@@ -35,19 +35,19 @@ pub struct Target {
     pub http: Option<(String, String)>,
 }
 
-/// A value of a configuration. Maps keep their order, and their duplicates.
+/// A value in a configuration file. Maps keep their order and duplicate keys.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Node {
-    /// Also a date.
+pub enum ConfigValue {
+    /// A string, or a date.
     Text(String),
-    /// Anything but texts, lists and maps, as it is written.
+    /// Any other value, in its original spelling.
     Word(String),
     List(Vec<Self>),
     Map(Vec<(String, Self)>),
 }
 
-impl Target {
-    /// Only a name, for an entry that is removed.
+impl EntrySpec {
+    /// An entry with a name only, to be removed.
     pub fn named(name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -59,23 +59,24 @@ impl Target {
     }
 
     /// The entry in the shape of a client.
-    pub fn entry(&self, shape: Shape) -> Node {
+    pub fn entry(&self, shape: Shape) -> ConfigValue {
         let fields = shape
             .iter()
             .map(|(key, field)| ((*key).to_owned(), self.node(*field)))
             .filter(|(_, node)| !node.is_empty_map());
-        Node::Map(fields.collect())
+        ConfigValue::Map(fields.collect())
     }
 
-    fn node(&self, field: Field) -> Node {
-        let text = |text: &str| Node::Text(text.to_owned());
-        let texts = |texts: &mut dyn Iterator<Item = &str>| Node::List(texts.map(text).collect());
+    fn node(&self, field: Field) -> ConfigValue {
+        let text = |text: &str| ConfigValue::Text(text.to_owned());
+        let texts =
+            |texts: &mut dyn Iterator<Item = &str>| ConfigValue::List(texts.map(text).collect());
         let (url, token) = self.http.clone().unwrap_or_default();
         match field {
             Field::Text(fixed) => text(fixed),
             Field::Texts(fixed) => texts(&mut fixed.iter().copied()),
-            Field::Number(number) => Node::Word(number.to_string()),
-            Field::Yes => Node::Word("true".to_owned()),
+            Field::Number(number) => ConfigValue::Word(number.to_string()),
+            Field::Yes => ConfigValue::Word("true".to_owned()),
             Field::Name => text(&self.name),
             Field::Program => text(&self.program),
             Field::Arguments => texts(&mut self.arguments.iter().map(String::as_str)),
@@ -83,22 +84,22 @@ impl Target {
                 let program = std::iter::once(self.program.as_str());
                 texts(&mut program.chain(self.arguments.iter().map(String::as_str)))
             }
-            Field::Environment => Node::Map(
+            Field::Environment => ConfigValue::Map(
                 self.environment
                     .iter()
                     .map(|(name, value)| (name.clone(), text(value)))
                     .collect(),
             ),
-            Field::Url => Node::Text(url),
-            Field::Headers => Node::Map(vec![(
+            Field::Url => ConfigValue::Text(url),
+            Field::Headers => ConfigValue::Map(vec![(
                 "Authorization".to_owned(),
-                Node::Text(format!("Bearer {token}")),
+                ConfigValue::Text(format!("Bearer {token}")),
             )]),
         }
     }
 }
 
-impl Node {
+impl ConfigValue {
     pub fn get(&self, key: &str) -> Option<&Self> {
         match self {
             Self::Map(fields) => fields

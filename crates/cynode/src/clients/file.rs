@@ -12,7 +12,7 @@ use std::{
 
 use rustix::fs::{Mode, OFlags, open};
 
-use crate::{failure::Failure, staged::Staged};
+use crate::{failure::Failure, staged::StagedFile};
 
 /// The largest file that is edited.
 const MAX_CONFIG_BYTES: u64 = 16 * 1024 * 1024;
@@ -83,7 +83,7 @@ impl ConfigFile {
         let made: Vec<PathBuf> = missing.map(Path::to_owned).collect();
         fs_err::create_dir_all(directory)?;
         let mode = if is_secret { 0o600 } else { 0o644 };
-        let (staged, mut file) = Staged::create(&self.path, mode)?;
+        let (staged, mut file) = StagedFile::create(&self.path, mode)?;
         if let Some(original) = &self.original {
             file.set_permissions(std::fs::Permissions::from_mode(original.mode))?;
             if original.has_mark {

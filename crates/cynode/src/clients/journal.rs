@@ -20,10 +20,10 @@ const MAX_CHANGES: usize = 1_000;
 const MAX_JOURNAL_BYTES: u64 = 16 * 1024 * 1024;
 
 #[derive(Debug, Default, Serialize, Deserialize)]
-struct Content {
+struct JournalContent {
     version: u32,
     /// The newest last.
-    changes: Vec<Change>,
+    changes: Vec<ClientChange>,
 }
 
 /// What a file was before a change: its text, or nothing if there was no file.
@@ -32,7 +32,7 @@ pub struct Before(pub Option<String>);
 
 /// One entry in one file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Change {
+pub struct ClientChange {
     /// Identifies the file: paths need not be UTF-8.
     key: String,
     /// For people who read the journal.
@@ -50,7 +50,7 @@ pub struct Change {
     pub directories: Vec<PathBuf>,
 }
 
-impl Change {
+impl ClientChange {
     /// The change from one text to another.
     pub fn between(path: &Path, name: &str, before: Option<&str>, after: &str) -> Self {
         let text = before.unwrap_or_default();
@@ -115,7 +115,7 @@ impl Journal {
         Self(state.join("connections.json"))
     }
 
-    pub fn find(&self, path: &Path, name: &str) -> io::Result<Option<Change>> {
+    pub fn find(&self, path: &Path, name: &str) -> io::Result<Option<ClientChange>> {
         let key = key(path);
         let changes = self.read()?.changes;
         Ok(changes
@@ -123,7 +123,7 @@ impl Journal {
             .find(|change| change.key == key && change.name == name))
     }
 
-    pub fn put(&self, change: Change) -> io::Result<()> {
+    pub fn put(&self, change: ClientChange) -> io::Result<()> {
         self.change(|changes| {
             changes.retain(|other| other.key != change.key || other.name != change.name);
             changes.push(change);
@@ -137,10 +137,12 @@ impl Journal {
         self.change(|changes| changes.retain(|other| other.key != key || other.name != name))
     }
 
-    fn read(&self) -> io::Result<Content> {
+    fn read(&self) -> io::Result<JournalContent> {
         let file = match fs_err::File::open(&self.0) {
             Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Content::default()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Ok(JournalContent::default());
+            }
             Err(error) => return Err(error),
         };
         let mut text = Vec::new();
@@ -149,7 +151,7 @@ impl Journal {
         Ok(serde_json::from_slice(&text).unwrap_or_default())
     }
 
-    fn change(&self, change: impl FnOnce(&mut Vec<Change>)) -> io::Result<()> {
+    fn change(&self, change: impl FnOnce(&mut Vec<ClientChange>)) -> io::Result<()> {
         let directory = self.0.parent().unwrap_or(Path::new("/"));
         fs_err::create_dir_all(directory.parent().unwrap_or(Path::new("/")))?;
         private::closed_directory(directory)?;
@@ -179,7 +181,7 @@ mod tests {
             ("x: 1\r\n", "x: 1\r\ny: 2\n"),
             ("same", "same"),
         ] {
-            let change = Change::between(path, "n", Some(before), after);
+            let change = ClientChange::between(path, "n", Some(before), after);
             assert_eq!(
                 change.undone(after),
                 Some(Before(Some(before.to_owned()))),
@@ -187,10 +189,11 @@ mod tests {
             );
             assert_eq!(change.undone(&format!("{after} ")), None);
         }
-        let change = Change::between(path, "n", None, "new");
+        let change = ClientChange::between(path, "n", None, "new");
         assert_eq!(change.undone("new"), Some(Before(None)));
         // The rest of the file is not copied.
-        let change = Change::between(path, "n", Some("secret {} secret"), "secret {a} secret");
+        let change =
+            ClientChange::between(path, "n", Some("secret {} secret"), "secret {a} secret");
         assert!(
             !serde_json::to_string(&change)
                 .expect("JSON")
@@ -205,10 +208,10 @@ mod tests {
         let (one, two) = (Path::new("/one"), Path::new("/two"));
         assert_eq!(journal.find(one, "n").expect("read"), None);
         for (path, name) in [(one, "n"), (one, "m"), (two, "n")] {
-            let change = Change::between(path, name, Some(""), name);
+            let change = ClientChange::between(path, name, Some(""), name);
             journal.put(change).expect("written");
         }
-        let newer = Change::between(one, "n", Some("b"), "c");
+        let newer = ClientChange::between(one, "n", Some("b"), "c");
         journal.put(newer.clone()).expect("written");
         assert_eq!(journal.find(one, "n").expect("read"), Some(newer));
         journal.forget(one, "n").expect("written");
@@ -219,7 +222,7 @@ mod tests {
         fs_err::write(&journal.0, "{").expect("written");
         assert_eq!(journal.find(two, "n").expect("read"), None);
         journal
-            .put(Change::between(two, "n", None, "x"))
+            .put(ClientChange::between(two, "n", None, "x"))
             .expect("written");
         assert!(journal.find(two, "n").expect("read").is_some());
     }
@@ -229,9 +232,9 @@ mod tests {
     fn the_oldest_change_goes() {
         let home = tempfile::tempdir().expect("a directory");
         let journal = Journal::new(&home.path().join("cynode-client"));
-        let change = |number: usize| Change {
+        let change = |number: usize| ClientChange {
             key: number.to_string(),
-            ..Change::between(Path::new("/a"), "n", None, "x")
+            ..ClientChange::between(Path::new("/a"), "n", None, "x")
         };
         journal
             .change(|changes| changes.extend((0..MAX_CHANGES).map(change)))

@@ -17,21 +17,21 @@ use cynode_client::UserClient;
 use serde_json::json;
 
 use self::{
-    entry::Target,
+    entry::EntrySpec,
     journal::Journal,
     locate::Machine,
     table::{CLIENTS, Client},
-    work::{Report, State, Work},
+    work::{ClientEntry, ClientReport, State},
 };
 use crate::{
     bring,
-    cli::{Connect, Format, Globals},
+    cli::{Connect, Globals, OutputFormat},
     commands::CommandResult,
     connect,
     failure::{Failure, USAGE},
     mcp::{
         self,
-        agent::{AgentFile, Lifetime, Place as AgentPlace},
+        agent::{AgentFile, AgentKey, Lifetime},
     },
     output, sanitize,
 };
@@ -63,9 +63,9 @@ pub async fn run(globals: &Globals, args: Connect) -> CommandResult {
         };
         let target = match &server {
             Some(server) => target(globals, &machine, &args, &directory, server, token)?,
-            None => Target::named(&args.name),
+            None => EntrySpec::named(&args.name),
         };
-        let work = Work {
+        let work = ClientEntry {
             client,
             place,
             path: machine.path(place, &directory)?,
@@ -160,7 +160,7 @@ fn target(
     directory: &std::path::Path,
     server: &UserClient,
     token: Option<String>,
-) -> Result<Target, Failure> {
+) -> Result<EntrySpec, Failure> {
     let text = |path: &std::path::Path| {
         path.to_str().map(str::to_owned).ok_or_else(|| {
             Failure::usage(format!(
@@ -184,7 +184,7 @@ fn target(
     if let Some(ca) = &globals.ca {
         arguments.extend(["--ca".to_owned(), text(&std::path::absolute(ca)?)?]);
     }
-    Ok(Target {
+    Ok(EntrySpec {
         name: args.name.clone(),
         program: text(&program()?)?,
         arguments,
@@ -227,15 +227,15 @@ fn token_file(
     client: &Client,
     directory: &std::path::Path,
 ) -> Result<AgentFile, Failure> {
-    let place = AgentPlace {
+    let key = AgentKey {
         server: server.base().to_owned(),
         directory: directory.to_owned(),
-        is_brought: false,
+        uploads_directory: false,
         task: None,
         purpose: format!("in the file of {}", client.id),
     };
     let state = mcp::state_directory()?;
-    Ok(AgentFile::new(&state, place, Lifetime::IN_FILE))
+    Ok(AgentFile::new(&state, key, Lifetime::IN_FILE))
 }
 
 /// Revokes the token that a client's file had, if there was one. Works without a server, too: the
@@ -263,10 +263,10 @@ async fn forget_token(globals: &Globals, client: &Client, directory: &std::path:
     }
 }
 
-fn print(globals: &Globals, args: &Connect, reports: &[Report]) -> CommandResult {
+fn print(globals: &Globals, args: &Connect, reports: &[ClientReport]) -> CommandResult {
     match globals.output {
-        Format::Json => output::json(&json!({ "clients": reports }))?,
-        Format::Table => {
+        OutputFormat::Json => output::json(&json!({ "clients": reports }))?,
+        OutputFormat::Table => {
             for report in reports {
                 print_report(report)?;
             }
@@ -281,7 +281,7 @@ fn print(globals: &Globals, args: &Connect, reports: &[Report]) -> CommandResult
     Ok(ExitCode::SUCCESS)
 }
 
-fn print_report(report: &Report) -> Result<(), Failure> {
+fn print_report(report: &ClientReport) -> Result<(), Failure> {
     let file = sanitize::line(&report.file);
     match report.state {
         State::Shown | State::Present => {

@@ -30,7 +30,7 @@ pub type Shape = &'static [(&'static str, Field)];
 pub struct Place {
     /// The one that exists is used, or else the first.
     pub files: &'static [Location],
-    pub format: Format,
+    pub format: ConfigFormat,
     /// The keys of the map that holds the entries, outermost first.
     pub keys: &'static [&'static str],
     /// Keys that are used instead if a file has them already.
@@ -38,7 +38,7 @@ pub struct Place {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub enum ConfigFormat {
     /// JSON, with comments and trailing commas where the file has them.
     Json,
     Toml,
@@ -59,7 +59,7 @@ pub enum Location {
 const fn json(files: &'static [Location], keys: &'static [&'static str]) -> Place {
     Place {
         files,
-        format: Format::Json,
+        format: ConfigFormat::Json,
         keys,
         other_keys: None,
     }
@@ -121,13 +121,13 @@ pub const CLIENTS: &[Client] = &[
         markers: &[Location::Variable("CODEX_HOME", ".codex", "")],
         project: Some(Place {
             files: &[Location::Project(".codex/config.toml")],
-            format: Format::Toml,
+            format: ConfigFormat::Toml,
             keys: &["mcp_servers"],
             other_keys: None,
         }),
         user: Some(Place {
             files: &[Location::Variable("CODEX_HOME", ".codex", "config.toml")],
-            format: Format::Toml,
+            format: ConfigFormat::Toml,
             keys: &["mcp_servers"],
             other_keys: None,
         }),
@@ -209,7 +209,7 @@ pub const CLIENTS: &[Client] = &[
         project: None,
         user: Some(Place {
             files: &[Location::Config("goose/config.yaml")],
-            format: Format::Yaml,
+            format: ConfigFormat::Yaml,
             keys: &["extensions"],
             other_keys: None,
         }),
@@ -261,7 +261,7 @@ pub const CLIENTS: &[Client] = &[
                 Location::Project("opencode.json"),
                 Location::Project("opencode.jsonc"),
             ],
-            format: Format::Json,
+            format: ConfigFormat::Json,
             keys: &["mcp"],
             other_keys: Some(&["mcp", "servers"]),
         }),
@@ -270,7 +270,7 @@ pub const CLIENTS: &[Client] = &[
                 Location::Config("opencode/opencode.json"),
                 Location::Config("opencode/opencode.jsonc"),
             ],
-            format: Format::Json,
+            format: ConfigFormat::Json,
             keys: &["mcp"],
             other_keys: Some(&["mcp", "servers"]),
         }),

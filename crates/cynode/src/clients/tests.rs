@@ -8,15 +8,15 @@ use std::{
 
 use super::{
     edit::{EditError, Spot},
-    entry::{Node, Target},
+    entry::{ConfigValue, EntrySpec},
     journal::Journal,
     locate::{self, Machine},
-    table::{CLIENTS, Client, Format, find},
-    work::{Report, State, Work},
+    table::{CLIENTS, Client, ConfigFormat, find},
+    work::{ClientEntry, ClientReport, State},
 };
 
-fn target() -> Target {
-    Target {
+fn target() -> EntrySpec {
+    EntrySpec {
         name: "cynode".to_owned(),
         program: "/opt/cynode".to_owned(),
         arguments: ["mcp", "--workspace", "/w"].map(str::to_owned).to_vec(),
@@ -48,10 +48,10 @@ impl Files {
         Machine::new(&[("HOME", self.home.path())], "")
     }
 
-    fn work(&self, id: &str, of_user: bool, target: Target) -> Work<'_> {
+    fn work(&self, id: &str, of_user: bool, target: EntrySpec) -> ClientEntry<'_> {
         let client = find(id).expect(id);
         let (place, in_project) = locate::place(client, of_user).expect("a place");
-        Work {
+        ClientEntry {
             client,
             place,
             path: self.machine().path(place, &self.project).expect("a path"),
@@ -73,12 +73,12 @@ impl Files {
         path
     }
 
-    fn write(&self, id: &str) -> Report {
+    fn write(&self, id: &str) -> ClientReport {
         self.work(id, false, target()).write(false)
     }
 
-    fn remove(&self, id: &str) -> Report {
-        self.work(id, false, Target::named("cynode")).remove()
+    fn remove(&self, id: &str) -> ClientReport {
+        self.work(id, false, EntrySpec::named("cynode")).remove()
     }
 }
 
@@ -86,7 +86,7 @@ fn read(path: &Path) -> String {
     fs_err::read_to_string(path).expect("a file")
 }
 
-fn spot(format: Format, keys: &'static [&'static str]) -> Spot<'static> {
+fn spot(format: ConfigFormat, keys: &'static [&'static str]) -> Spot<'static> {
     Spot {
         format,
         keys,
@@ -95,22 +95,22 @@ fn spot(format: Format, keys: &'static [&'static str]) -> Spot<'static> {
 }
 
 const JSON: Spot<'static> = Spot {
-    format: Format::Json,
+    format: ConfigFormat::Json,
     keys: &["mcpServers"],
     name: "cynode",
 };
 const TOML: Spot<'static> = Spot {
-    format: Format::Toml,
+    format: ConfigFormat::Toml,
     keys: &["mcp_servers"],
     name: "cynode",
 };
 const YAML: Spot<'static> = Spot {
-    format: Format::Yaml,
+    format: ConfigFormat::Yaml,
     keys: &["extensions"],
     name: "cynode",
 };
 
-fn entry(id: &str) -> Node {
+fn entry(id: &str) -> ConfigValue {
     target().entry(find(id).expect(id).stdio)
 }
 
@@ -137,7 +137,7 @@ fn every_client_has_one_id_and_a_file() {
 #[test]
 fn the_entry_of_every_client_matches_its_golden_text() {
     let files = Files::new();
-    let with_token = Target {
+    let with_token = EntrySpec {
         http: Some(("http://h:1/mcp/coding".to_owned(), "secret".to_owned())),
         environment: vec![("CYNODE_URL".to_owned(), "http://h:1".to_owned())],
         ..target()
@@ -195,7 +195,7 @@ fn a_client_is_found_by_its_program_or_its_directory() {
 
 /// Sets an entry twice and removes it: the second time changes nothing, and what is left says the
 /// same as before.
-fn round(spot: Spot<'_>, entry: &Node, text: &str) -> Result<String, EditError> {
+fn round(spot: Spot<'_>, entry: &ConfigValue, text: &str) -> Result<String, EditError> {
     let set = spot.set(text, entry)?;
     assert_eq!(spot.has(&set, entry), Ok(true), "{set}");
     assert_eq!(spot.set(&set, entry)?, set, "not idempotent");
@@ -342,7 +342,7 @@ fn files_that_can_not_be_edited_safely_are_refused() {
             }
         }
     }
-    let other = spot(Format::Json, &["mcp"]);
+    let other = spot(ConfigFormat::Json, &["mcp"]);
     assert_eq!(
         other.set("{\"mcp\": 7}", &entry("opencode")),
         Err(EditError::NotAMap("'mcp'".to_owned()))
@@ -392,7 +392,7 @@ fn a_file_is_written_once_and_removal_restores_every_byte() {
             State::Present
         );
         // Another directory replaces the entry.
-        let other = Target {
+        let other = EntrySpec {
             arguments: vec!["mcp".to_owned(), "--workspace".to_owned(), "/v".to_owned()],
             ..target()
         };
@@ -546,7 +546,7 @@ fn a_byte_order_mark_stays() {
 #[test]
 fn a_token_is_in_the_file_only_and_the_file_is_private() {
     let files = Files::new();
-    let with_token = Target {
+    let with_token = EntrySpec {
         http: Some((
             "http://h:1/mcp/coding".to_owned(),
             "cyn_verysecrettoken".to_owned(),

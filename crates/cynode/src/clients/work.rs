@@ -7,22 +7,22 @@ use serde_json::Value;
 
 use super::{
     edit::{EditError, Spot},
-    entry::{Node, Target},
+    entry::{ConfigValue, EntrySpec},
     file::{ConfigFile, FileError},
-    journal::{Before, Change, Journal},
+    journal::{Before, ClientChange, Journal},
     table::{Client, Place},
 };
 use crate::mcp;
 
-/// One client's file and what belongs in it.
+/// The entry for one client, and the file it belongs in.
 #[derive(Debug)]
-pub struct Work<'a> {
+pub struct ClientEntry<'a> {
     pub client: &'static Client,
     pub place: &'static Place,
     pub path: PathBuf,
     /// The directory of the project, if the file is in it.
     pub project: Option<PathBuf>,
-    pub target: Target,
+    pub target: EntrySpec,
     pub journal: &'a Journal,
     pub is_detected: bool,
 }
@@ -35,17 +35,17 @@ pub enum State {
     /// The entry is in the file.
     Present,
     Written,
-    /// It was written before.
+    /// The entry was already there.
     Unchanged,
     Removed,
-    /// There was nothing to remove.
+    /// There was no entry to remove.
     Absent,
     Refused,
 }
 
-/// What was done for a client.
+/// The result for one client, as it is printed.
 #[derive(Debug, Serialize)]
-pub struct Report {
+pub struct ClientReport {
     pub client: &'static str,
     pub name: &'static str,
     pub detected: bool,
@@ -53,7 +53,7 @@ pub struct Report {
     pub state: State,
     /// The entry by itself.
     pub entry: Value,
-    /// A file that has the entry only.
+    /// A complete file with only this entry.
     pub snippet: String,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub diff: String,
@@ -63,9 +63,9 @@ pub struct Report {
     pub note: Option<&'static str>,
 }
 
-/// Why a client's file is left alone.
+/// Why a client's file was not changed.
 #[derive(Debug, thiserror::Error)]
-enum Refusal {
+enum EntryError {
     #[error("{0}")]
     File(#[from] FileError),
     #[error("{}: {error}", .path.display())]
@@ -78,15 +78,15 @@ enum Refusal {
     Journal(std::io::Error),
 }
 
-/// What a change leads to.
-struct Done {
+/// The state after a change, and its diff.
+struct ClientOutcome {
     state: State,
     diff: String,
 }
 
-impl Work<'_> {
+impl ClientEntry<'_> {
     /// Prints the configuration without writing it.
-    pub fn show(self, with_token: bool) -> Report {
+    pub fn show(self, with_token: bool) -> ClientReport {
         let shown = self.entry(with_token).and_then(|entry| {
             let file = self.open()?;
             let text = file.text().unwrap_or_default();
@@ -96,7 +96,7 @@ impl Work<'_> {
             } else {
                 State::Shown
             };
-            Ok(Done {
+            Ok(ClientOutcome {
                 state,
                 diff: String::new(),
             })
@@ -105,29 +105,29 @@ impl Work<'_> {
     }
 
     /// Writes the entry.
-    pub fn write(self, with_token: bool) -> Report {
+    pub fn write(self, with_token: bool) -> ClientReport {
         let written = self.try_write(with_token);
         self.report(with_token, written)
     }
 
     /// Removes the entry: exactly what was written if the file is still the same, or else the
     /// entry by itself.
-    pub fn remove(self) -> Report {
+    pub fn remove(self) -> ClientReport {
         let removed = self.try_remove();
         self.report(false, removed)
     }
 
-    fn entry(&self, with_token: bool) -> Result<Node, Refusal> {
+    fn entry(&self, with_token: bool) -> Result<ConfigValue, EntryError> {
         let shape = if with_token {
             let http = self.client.http;
-            http.ok_or(Refusal::NoHttp(self.client.name))?
+            http.ok_or(EntryError::NoHttp(self.client.name))?
         } else {
             self.client.stdio
         };
         Ok(self.target.entry(shape))
     }
 
-    fn open(&self) -> Result<ConfigFile, Refusal> {
+    fn open(&self) -> Result<ConfigFile, EntryError> {
         Ok(ConfigFile::open(&self.path, self.project.as_deref())?)
     }
 
@@ -135,19 +135,19 @@ impl Work<'_> {
         Spot::of(self.place, &self.target.name, text)
     }
 
-    fn edit_error(&self, error: EditError) -> Refusal {
-        Refusal::Edit {
+    fn edit_error(&self, error: EditError) -> EntryError {
+        EntryError::Edit {
             path: self.path.clone(),
             error,
         }
     }
 
-    fn known_change(&self) -> Result<Option<Change>, Refusal> {
+    fn known_change(&self) -> Result<Option<ClientChange>, EntryError> {
         let found = self.journal.find(&self.path, &self.target.name);
-        found.map_err(Refusal::Journal)
+        found.map_err(EntryError::Journal)
     }
 
-    fn try_write(&self, with_token: bool) -> Result<Done, Refusal> {
+    fn try_write(&self, with_token: bool) -> Result<ClientOutcome, EntryError> {
         let entry = self.entry(with_token)?;
         let file = self.open()?;
         let current = file.text();
@@ -155,7 +155,7 @@ impl Work<'_> {
         let spot = self.spot(text);
         let has = spot.has(text, &entry);
         if has.map_err(|error| self.edit_error(error))? {
-            return Ok(Done {
+            return Ok(ClientOutcome {
                 state: State::Unchanged,
                 diff: String::new(),
             });
@@ -175,23 +175,24 @@ impl Work<'_> {
             .spot(base)
             .set(base, &entry)
             .map_err(|error| self.edit_error(error))?;
-        let mut change = Change::between(&self.path, &self.target.name, before.as_deref(), &after);
+        let mut change =
+            ClientChange::between(&self.path, &self.target.name, before.as_deref(), &after);
         let directories = file.write(&after, with_token)?;
         change.directories = match known {
             Some(known) if before.is_none() => known.directories,
             _ => directories,
         };
-        self.journal.put(change).map_err(Refusal::Journal)?;
-        Ok(Done {
+        self.journal.put(change).map_err(EntryError::Journal)?;
+        Ok(ClientOutcome {
             state: State::Written,
             diff: self.diff(text, &after),
         })
     }
 
-    fn try_remove(&self) -> Result<Done, Refusal> {
+    fn try_remove(&self) -> Result<ClientOutcome, EntryError> {
         let file = self.open()?;
         let known = self.known_change()?;
-        let absent = Done {
+        let absent = ClientOutcome {
             state: State::Absent,
             diff: String::new(),
         };
@@ -210,7 +211,7 @@ impl Work<'_> {
                 return Ok(absent);
             };
             if known.is_none() && !is_ours(&entry) {
-                return Err(Refusal::Foreign {
+                return Err(EntryError::Foreign {
                     path: self.path.clone(),
                     name: self.target.name.clone(),
                 });
@@ -224,15 +225,15 @@ impl Work<'_> {
             file.remove(&directories.unwrap_or_default())?;
         }
         self.forget()?;
-        Ok(Done {
+        Ok(ClientOutcome {
             state: State::Removed,
             diff: self.diff(text, before.as_deref().unwrap_or_default()),
         })
     }
 
-    fn forget(&self) -> Result<(), Refusal> {
+    fn forget(&self) -> Result<(), EntryError> {
         let forgotten = self.journal.forget(&self.path, &self.target.name);
-        forgotten.map_err(Refusal::Journal)
+        forgotten.map_err(EntryError::Journal)
     }
 
     /// The changed lines only: those around them may hold secrets of other servers.
@@ -254,7 +255,7 @@ impl Work<'_> {
         }
     }
 
-    fn report(&self, with_token: bool, done: Result<Done, Refusal>) -> Report {
+    fn report(&self, with_token: bool, done: Result<ClientOutcome, EntryError>) -> ClientReport {
         let entry = self.entry(with_token).ok();
         let spot = self.spot("");
         let snippet = entry
@@ -263,11 +264,11 @@ impl Work<'_> {
             .unwrap_or_default();
         let entry = entry.map(|entry| entry.value()).unwrap_or_default();
         let (state, diff, problem) = match done {
-            Ok(Done { state, diff }) => (state, diff, None),
+            Ok(ClientOutcome { state, diff }) => (state, diff, None),
             Err(refusal) => (State::Refused, String::new(), Some(refusal.to_string())),
         };
         let is_removal = matches!(state, State::Removed | State::Absent);
-        Report {
+        ClientReport {
             client: self.client.id,
             name: self.client.name,
             detected: self.is_detected,
@@ -287,13 +288,13 @@ impl Work<'_> {
 }
 
 /// Whether an entry starts the bridge or calls the gateway.
-fn is_ours(entry: &Node) -> bool {
-    fn texts<'a>(node: &'a Node, found: &mut Vec<&'a str>) {
+fn is_ours(entry: &ConfigValue) -> bool {
+    fn texts<'a>(node: &'a ConfigValue, found: &mut Vec<&'a str>) {
         match node {
-            Node::Text(text) => found.push(text),
-            Node::Word(_) => {}
-            Node::List(items) => items.iter().for_each(|item| texts(item, found)),
-            Node::Map(fields) => fields.iter().for_each(|(_, node)| texts(node, found)),
+            ConfigValue::Text(text) => found.push(text),
+            ConfigValue::Word(_) => {}
+            ConfigValue::List(items) => items.iter().for_each(|item| texts(item, found)),
+            ConfigValue::Map(fields) => fields.iter().for_each(|(_, node)| texts(node, found)),
         }
     }
     let mut found = Vec::new();

@@ -16,7 +16,7 @@ use crate::{
     output::{self, TableStyle},
     resolve,
     session::{stdio, transfer::local_failure},
-    staged::{Staged, unless_interrupted},
+    staged::{StagedFile, unless_interrupted},
 };
 
 pub async fn run(globals: &Globals, command: Artifact) -> CommandResult {
@@ -160,7 +160,7 @@ async fn to_file(body: ArtifactBody, path: &Path) -> Result<(), Failure> {
         copy_checked(body, async |piece| out.write_all(piece).await).await?;
         return Ok(out.flush().await?);
     }
-    let (staged, file) = Staged::create(path, 0o666)?;
+    let (staged, file) = StagedFile::create(path, 0o666)?;
     let mut file = tokio::fs::File::from_std(file.into_parts().0);
     copy_checked(body, async |piece| file.write_all(piece).await).await?;
     // Also waits for the last write.

@@ -8,7 +8,7 @@ use tokio::time::sleep;
 
 use super::{CommandResult, format_time, print_list};
 use crate::{
-    cli::{Event, EventFilter, Format, Globals},
+    cli::{Event, EventFilter, Globals, OutputFormat},
     connect,
     failure::Failure,
     output::{self, TableStyle},
@@ -94,8 +94,8 @@ async fn follow(
         after = page.next_cursor;
         for event in &page.items {
             match globals.output {
-                Format::Json => output::json_line(event)?,
-                Format::Table => {
+                OutputFormat::Json => output::json_line(event)?,
+                OutputFormat::Table => {
                     let line = format!(
                         "{}  {}  {}  {}  {}",
                         event.cursor,

@@ -79,7 +79,7 @@ pub async fn run(globals: &Globals, command: Image) -> CommandResult {
                 .iter()
                 .flat_map(|image| image.versions.iter().map(move |version| (image, version)))
                 .collect();
-            if globals.output == crate::cli::Format::Json {
+            if globals.output == crate::cli::OutputFormat::Json {
                 return print_list(globals, style, &images, [], |_| []);
             }
             print_list(

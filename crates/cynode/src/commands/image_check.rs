@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::{CommandResult, image, run};
 use crate::{
-    cli::{Format, Globals, ImageCheck},
+    cli::{Globals, ImageCheck, OutputFormat},
     failure::Failure,
     output::{self, Progress, TableStyle},
     sanitize,
@@ -115,7 +115,7 @@ async fn version(client: &UserClient, wanted: &str) -> Result<ImageVersion, Fail
 }
 
 fn print(globals: &Globals, report: &Report) -> Result<(), Failure> {
-    if globals.output == Format::Json {
+    if globals.output == OutputFormat::Json {
         output::json(report)?;
         return Ok(());
     }

@@ -11,7 +11,7 @@ use super::{
     progress, timeline,
 };
 use crate::{
-    cli::{Format, Globals, Job, JobList},
+    cli::{Globals, Job, JobList, OutputFormat},
     connect,
     output::{self, TableStyle},
     resolve,
@@ -37,7 +37,7 @@ pub async fn run(globals: &Globals, command: Job) -> CommandResult {
         }
         Job::Logs(args) => {
             let id = resolve::job(&client, &args.job).await?;
-            if globals.output == Format::Json {
+            if globals.output == OutputFormat::Json {
                 let page = client
                     .job_output(id, &cynode_client::OutputQuery::default())
                     .await?;
@@ -57,15 +57,15 @@ pub async fn run(globals: &Globals, command: Job) -> CommandResult {
             let mut jobs = Vec::new();
             for id in ids {
                 let job = client.stop_job(id).await?;
-                if globals.output == Format::Table {
+                if globals.output == OutputFormat::Table {
                     output::message(&format!("job {id} is {}", job.state));
                 }
                 jobs.push(job);
             }
             match globals.output {
-                Format::Json if jobs.len() == 1 => print_done(globals, &jobs[0], ""),
-                Format::Json => print_done(globals, &json!({ "items": jobs }), ""),
-                Format::Table => Ok(ExitCode::SUCCESS),
+                OutputFormat::Json if jobs.len() == 1 => print_done(globals, &jobs[0], ""),
+                OutputFormat::Json => print_done(globals, &json!({ "items": jobs }), ""),
+                OutputFormat::Table => Ok(ExitCode::SUCCESS),
             }
         }
     }
@@ -121,7 +121,7 @@ fn show(globals: &Globals, job: &ApiJob) -> CommandResult {
     fields.extend(timeline::fields(job));
     let printed = print_object(globals, job, &fields)?;
     let rows = timeline::rows(job);
-    if globals.output == Format::Table && !rows.is_empty() {
+    if globals.output == OutputFormat::Table && !rows.is_empty() {
         output::line("")?;
         output::table(TableStyle::new(false), timeline::HEADER, rows)?;
     }

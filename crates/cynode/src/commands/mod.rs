@@ -22,14 +22,14 @@ mod timeline;
 
 use std::process::ExitCode;
 
-use cynode_client::{Listed, UserClient};
+use cynode_client::{ListItem, UserClient};
 use serde::Serialize;
 use serde_json::{Value, json};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 pub use crate::output::short_id;
 use crate::{
-    cli::{Format, Globals, ListArgs},
+    cli::{Globals, ListArgs, OutputFormat},
     failure::{Failure, USAGE},
     output::{self, TableStyle},
     sanitize,
@@ -47,14 +47,14 @@ pub fn print_list<T: Serialize, const N: usize>(
     row: impl Fn(&T) -> [String; N],
 ) -> CommandResult {
     match globals.output {
-        Format::Json => output::json(&json!({ "items": items }))?,
-        Format::Table => output::table(style, header, items.iter().map(row))?,
+        OutputFormat::Json => output::json(&json!({ "items": items }))?,
+        OutputFormat::Table => output::table(style, header, items.iter().map(row))?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// The newest items of a list that the query selects and `keep` accepts.
-pub async fn newest<T: Listed>(
+pub async fn newest<T: ListItem>(
     client: &UserClient,
     args: ListArgs,
     query: Vec<(&'static str, String)>,
@@ -82,8 +82,8 @@ pub fn print_object(
     fields: &[(&str, String)],
 ) -> CommandResult {
     match globals.output {
-        Format::Json => output::json(object)?,
-        Format::Table => {
+        OutputFormat::Json => output::json(object)?,
+        OutputFormat::Table => {
             for (name, value) in fields.iter().filter(|(_, value)| !value.is_empty()) {
                 output::line(&format!("{name:<12}{}", sanitize::line(value)))?;
             }
@@ -100,8 +100,8 @@ fn print_created(
     note: &str,
 ) -> CommandResult {
     match globals.output {
-        Format::Json => output::json(object)?,
-        Format::Table => {
+        OutputFormat::Json => output::json(object)?,
+        OutputFormat::Table => {
             output::line(id)?;
             output::message(&sanitize::line(note));
         }
@@ -112,8 +112,8 @@ fn print_created(
 /// Prints the result of a change: as JSON, or a note to stderr.
 pub fn print_done(globals: &Globals, object: &impl Serialize, note: &str) -> CommandResult {
     match globals.output {
-        Format::Json => output::json(object)?,
-        Format::Table => output::message(&sanitize::line(note)),
+        OutputFormat::Json => output::json(object)?,
+        OutputFormat::Table => output::message(&sanitize::line(note)),
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     bring::{self, BringOptions},
-    cli::{Format, Globals, JobRun, Run},
+    cli::{Globals, JobRun, OutputFormat, Run},
     connect,
     failure::{Failure, INTERNAL, UNREACHABLE},
     output, resolve, retry, sanitize,
@@ -123,12 +123,12 @@ async fn run_job(
     let mut follower = Follower::new(client, id, raw);
     let finished = async {
         match globals.output {
-            Format::Table if request.job.is_some() => tokio::select! {
+            OutputFormat::Table if request.job.is_some() => tokio::select! {
                 finished = follower.print(true) => finished,
                 never = progress::watch(client, id) => match never {},
             },
-            Format::Table => follower.print(true).await,
-            Format::Json => wait_for_end(client, id).await,
+            OutputFormat::Table => follower.print(true).await,
+            OutputFormat::Json => wait_for_end(client, id).await,
         }
     };
     let finished = tokio::select! {
@@ -138,7 +138,7 @@ async fn run_job(
             return Ok(ExitCode::from(INTERRUPTED));
         }
     };
-    if globals.output == Format::Json {
+    if globals.output == OutputFormat::Json {
         output::json(&finished.job)?;
     }
     exit_result(&finished)
@@ -170,9 +170,9 @@ async fn bring_workspace(
 ) -> Result<(), Failure> {
     bring::root(directory)?;
     let task = task_or_new(client, request.task_id, || format!("job {id}")).await?;
-    let brought = bring::bring(client, task, directory, options).await?;
+    let uploaded = bring::upload(client, task, directory, options).await?;
     request.task_id = Some(task);
-    request.workspace_ref = Some(WorkspaceRef::Artifact(brought.artifact));
+    request.workspace_ref = Some(WorkspaceRef::Artifact(uploaded.artifact));
     Ok(())
 }
 

@@ -21,7 +21,7 @@ use super::{CommandResult, run::task_or_new};
 use crate::{
     apply::Received,
     bring::{self, BringOptions},
-    cli::{Exec, Format, Globals, Run},
+    cli::{Exec, Globals, OutputFormat, Run},
     failure::Failure,
     output::{self, Progress},
     sanitize::line,
@@ -33,16 +33,17 @@ use crate::{
     staged::{outlast_signals, unless_interrupted},
 };
 
-/// As for jobs.
+/// The same default as for jobs.
 const DEFAULT_TIMEOUT: Duration = Duration::from_hours(1);
-/// How long the session may exist beside the command's timeout: creating it, and fetching.
+/// Time beyond the command's timeout in which the session may exist, for its creation and for
+/// fetching.
 const MARGIN: Duration = Duration::from_hours(1);
-/// A session that nobody ends, because this process was killed, ends after this time.
+/// If this process is killed, its session ends after this idle time.
 const IDLE_TIMEOUT: Duration = Duration::from_mins(10);
-/// How long a session that was being created when a signal came is looked for.
+/// Attempts to end a session that was still being created when a signal came.
 const END_ATTEMPTS: usize = 20;
 const END_DELAY: Duration = Duration::from_millis(250);
-/// Fetched files that are named.
+/// Fetched files that are listed by name.
 const MAX_SHOWN: usize = 20;
 
 pub async fn run(
@@ -60,7 +61,7 @@ pub async fn run(
     let session = SessionId::generate();
     let request = unless_interrupted(prepare(client, &args, session, task)).await?;
     let created = unless_interrupted(create(client.sessions(), &request)).await;
-    let run = Work {
+    let run = SandboxRun {
         client: client.sessions(),
         globals,
         session,
@@ -104,9 +105,9 @@ async fn prepare(
             gitignore: args.gitignore,
         };
         let task = task_or_new(client, task, || format!("session {session}")).await?;
-        let brought = bring::bring(client, task, directory, &options).await?;
+        let uploaded = bring::upload(client, task, directory, &options).await?;
         request.task_id = Some(task);
-        request.workspace_ref = Some(WorkspaceRef::Artifact(brought.artifact));
+        request.workspace_ref = Some(WorkspaceRef::Artifact(uploaded.artifact));
     }
     Ok(request)
 }
@@ -149,15 +150,15 @@ async fn end(client: &SessionClient, id: SessionId, attempts: usize) {
     }
 }
 
-/// A command with what is fetched after it.
-struct Work<'a> {
+/// A command in a session, and the files to fetch after it.
+struct SandboxRun<'a> {
     client: &'a SessionClient,
     globals: &'a Globals,
     session: SessionId,
     directory: PathBuf,
 }
 
-impl Work<'_> {
+impl SandboxRun<'_> {
     async fn run(&self, args: &Run, paths: &[WorkspacePath]) -> CommandResult {
         let exec = Exec {
             session: None,
@@ -192,7 +193,7 @@ impl Work<'_> {
 
     /// Fetches every path. One that fails does not keep the others back.
     async fn fetch_all(&self, paths: &[WorkspacePath]) -> (Vec<Value>, Option<Failure>) {
-        let is_table = self.globals.output == Format::Table;
+        let is_table = self.globals.output == OutputFormat::Table;
         let mut documents = Vec::new();
         let mut first_failure = None;
         for path in paths {

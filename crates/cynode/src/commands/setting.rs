@@ -21,8 +21,8 @@ use crate::{
 /// Prints the value, or the object as JSON.
 fn print_value(globals: &Globals, object: &impl serde::Serialize, value: &Value) -> CommandResult {
     match globals.output {
-        crate::cli::Format::Json => print_object(globals, object, &[]),
-        crate::cli::Format::Table => {
+        crate::cli::OutputFormat::Json => print_object(globals, object, &[]),
+        crate::cli::OutputFormat::Table => {
             crate::output::line(&crate::sanitize::line(&format_value(value)))?;
             Ok(std::process::ExitCode::SUCCESS)
         }

@@ -114,6 +114,7 @@ fn returned(step: &Value) -> String {
         if is_base64 { length / 4 * 3 } else { length }
     };
     let other = match &step["output"] {
+        _ if changed(step).is_some() => 0,
         Value::Null => 0,
         value => value.to_string().len(),
     };

@@ -1,9 +1,9 @@
-//! The token of an agent: a project manager's for exactly one task, remembered for one directory
+//! The token of an agent: a project manager's token for exactly one task, stored for one directory
 //! on one server.
 //!
-//! Invariants: the file is private to the user. Bridges of one directory share the token, so it is
-//! replaced by one of them at a time, before it expires, and while no call uses it: its old secret
-//! ends calls in progress. Whoever still has an old secret reads the file again.
+//! Invariants: the file is private to the user. Bridges of one directory share the token. Renewing
+//! it ends calls in progress with the old secret, so one bridge at a time renews it, before it
+//! expires and while no call uses it. A bridge with an old secret reads the file again.
 
 #[cfg(test)]
 mod tests;
@@ -28,36 +28,36 @@ use time::OffsetDateTime;
 
 use crate::{failure::Failure, output, sanitize};
 
-/// Agents that are remembered; of more, those that were changed longest ago are forgotten.
+/// Stored agents; beyond it, the least recently changed ones are deleted.
 const MAX_AGENTS: usize = 1_000;
-/// The largest file that is read.
+/// Size limit of a file.
 const MAX_FILE_BYTES: u64 = 64 * 1024;
-/// Others hold the lock while they ask the server.
+/// Other processes hold the lock during a call to the server.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(150);
 const LOCK_POLL: Duration = Duration::from_millis(20);
-/// A call waits this long for a renewal, and then takes its chances with the old token.
+/// How long a call waits for a renewal before it tries the old token.
 const USE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The end of a path that the name of a task repeats, in characters.
+/// Length of the part of a path that becomes the name of a task, in characters.
 const MAX_NAMED_PATH: usize = 50;
 
 /// How long tokens live, and when they are renewed.
 #[derive(Clone, Copy, Debug)]
 pub struct Lifetime {
     pub token: Duration,
-    /// With less than this left, the token is renewed while no call uses it.
+    /// With less time left, the token is renewed while no call uses it.
     pub renew_idle: Duration,
-    /// With less than this left it is renewed in any case. Longer than any command.
+    /// With less time left, it is renewed in any case. Longer than any command.
     pub renew_busy: Duration,
 }
 
 impl Lifetime {
-    /// Of a token in a client's file, which only 'cynode connect' renews.
+    /// For a token in a client's file, which only 'cynode connect' renews.
     pub const IN_FILE: Self = Self {
         token: Duration::from_hours(30 * 24),
         renew_idle: Duration::from_hours(15 * 24),
         renew_busy: Duration::from_hours(15 * 24),
     };
-    /// Of a bridge, which can renew the token at any time.
+    /// For a bridge, which can renew the token at any time.
     pub const BRIDGE: Self = Self {
         token: Duration::from_hours(48),
         renew_idle: Duration::from_hours(24),
@@ -65,26 +65,26 @@ impl Lifetime {
     };
 }
 
-/// Which agent: the server, the directory, and what else tells agents apart.
+/// Identifies an agent: the server, the directory, and further distinctions.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct AgentKey {
     pub server: String,
     pub directory: PathBuf,
-    /// The directory is brought in.
-    pub is_brought: bool,
+    /// The directory is uploaded into the sandbox.
+    pub uploads_directory: bool,
     /// The task that the user named.
     pub task: Option<TaskId>,
-    /// Agents that share nothing with others of the directory.
+    /// Separates agents of the same directory, such as those of different clients.
     pub purpose: String,
 }
 
-impl Place {
-    fn key(&self) -> String {
+impl AgentKey {
+    fn file_name(&self) -> String {
         let mut hash = Sha256::new();
         for part in [
             self.server.as_bytes(),
             self.directory.as_os_str().as_bytes(),
-            if self.is_brought {
+            if self.uploads_directory {
                 b"brought"
             } else {
                 b"empty"
@@ -102,7 +102,7 @@ impl Place {
     }
 }
 
-/// What is remembered of an agent.
+/// The stored state of an agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Agent {
     version: u32,
@@ -114,7 +114,7 @@ pub struct Agent {
     pub token: String,
     #[serde(with = "time::serde::rfc3339")]
     expires_at: OffsetDateTime,
-    /// The session of the token was made with the workspace that was wanted.
+    /// The session of the token was created with the requested workspace.
     #[serde(default)]
     pub has_workspace: bool,
 }
@@ -129,7 +129,7 @@ impl Agent {
 #[derive(Clone, Debug)]
 pub struct AgentFile {
     path: PathBuf,
-    place: Place,
+    key: AgentKey,
     lifetime: Lifetime,
 }
 
@@ -139,11 +139,11 @@ pub struct InUse(#[expect(dead_code, reason = "holds the lock")] Option<fs_err::
 
 impl AgentFile {
     /// In the user's client state directory.
-    pub fn new(state: &Path, place: Place, lifetime: Lifetime) -> Self {
-        let name = format!("{}.json", place.key());
+    pub fn new(state: &Path, key: AgentKey, lifetime: Lifetime) -> Self {
+        let name = format!("{}.json", key.file_name());
         Self {
             path: state.join("agents").join(name),
-            place,
+            key,
             lifetime,
         }
     }
@@ -159,7 +159,7 @@ impl AgentFile {
         file.take(MAX_FILE_BYTES).read_to_end(&mut text)?;
         let agent = serde_json::from_slice::<Agent>(&text)
             .ok()
-            .filter(|agent| agent.server == self.place.server);
+            .filter(|agent| agent.server == self.key.server);
         if agent.is_none() {
             output::message(&format!(
                 "cynode: {} is damaged and is replaced",
@@ -292,7 +292,7 @@ impl AgentFile {
 
     /// Makes a token. The caller holds the lock.
     async fn create(&self, user: &UserClient, task: Option<TaskId>) -> Result<Agent, Failure> {
-        let task_id = match task.or(self.place.task) {
+        let task_id = match task.or(self.key.task) {
             Some(task) => task,
             None => self.create_task(user).await?,
         };
@@ -312,7 +312,7 @@ impl AgentFile {
     }
 
     async fn create_task(&self, user: &UserClient) -> Result<TaskId, Failure> {
-        let directory = sanitize::line(&self.place.directory.to_string_lossy());
+        let directory = sanitize::line(&self.key.directory.to_string_lossy());
         let skipped = directory.chars().count().saturating_sub(MAX_NAMED_PATH);
         let name: String = directory.chars().skip(skipped).collect();
         let request = TaskCreate {
@@ -344,7 +344,7 @@ impl AgentFile {
                 Err(Failure::from(error).remedy(format!(
                     "Somebody took this agent's access back. To start over with another token and \
                      session, run 'cynode mcp --forget --workspace {}'.",
-                    sanitize::line(&self.place.directory.to_string_lossy())
+                    sanitize::line(&self.key.directory.to_string_lossy())
                 )))
             }
             Err(error) => Err(error.into()),
@@ -359,8 +359,8 @@ impl AgentFile {
     ) -> Result<Agent, Failure> {
         let agent = Agent {
             version: 1,
-            server: self.place.server.clone(),
-            directory: self.place.directory.to_string_lossy().into_owned(),
+            server: self.key.server.clone(),
+            directory: self.key.directory.to_string_lossy().into_owned(),
             task_id,
             token_id: issued.id,
             token: issued.token,

@@ -16,7 +16,7 @@ use tokio::{
 };
 
 use super::{
-    lines::{Line, Lines, MAX_LINE_BYTES, Output},
+    lines::{ClientLine, Lines, MAX_LINE_BYTES, Output},
     message::{self, INTERNAL_ERROR, INVALID_REQUEST, Message, Outline, SERVER_ERROR},
     refusal::Refusal,
     upstream::Upstream,
@@ -173,10 +173,10 @@ impl Bridge {
     }
 
     /// Starts to answer a line.
-    async fn accept(bridge: &Arc<Self>, line: Line, tasks: &mut JoinSet<()>) {
+    async fn accept(bridge: &Arc<Self>, line: ClientLine, tasks: &mut JoinSet<()>) {
         let line = match line {
-            Line::Text(line) => line,
-            Line::TooLong => {
+            ClientLine::Text(line) => line,
+            ClientLine::TooLong => {
                 let refusal = too_large(MAX_LINE_BYTES);
                 return bridge
                     .write(message::error(None, INVALID_REQUEST, &refusal))

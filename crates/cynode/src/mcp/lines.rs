@@ -15,7 +15,7 @@ const MAX_WAITING_ANSWERS: usize = 64;
 
 /// A line of the client.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Line {
+pub enum ClientLine {
     Text(Bytes),
     /// Longer than the limit; it was read away.
     TooLong,
@@ -41,7 +41,7 @@ impl<R: AsyncRead + Unpin> Lines<R> {
     }
 
     /// The next line that is not blank; `None` at the end.
-    pub async fn next(&mut self) -> std::io::Result<Option<Line>> {
+    pub async fn next(&mut self) -> std::io::Result<Option<ClientLine>> {
         loop {
             let bytes = self.reader.fill_buf().await?;
             let is_end = bytes.is_empty();
@@ -61,11 +61,11 @@ impl<R: AsyncRead + Unpin> Lines<R> {
             }
             let line = std::mem::take(&mut self.line);
             if std::mem::take(&mut self.is_too_long) {
-                return Ok(Some(Line::TooLong));
+                return Ok(Some(ClientLine::TooLong));
             }
             let text = line.trim_ascii();
             if !text.is_empty() {
-                return Ok(Some(Line::Text(Bytes::copy_from_slice(text))));
+                return Ok(Some(ClientLine::Text(Bytes::copy_from_slice(text))));
             }
             if is_end {
                 return Ok(None);
@@ -97,7 +97,7 @@ pub fn write_to<W: AsyncWrite + Unpin + Send + 'static>(
 mod tests {
     use super::*;
 
-    async fn lines(input: &[u8], limit: usize) -> Vec<Line> {
+    async fn lines(input: &[u8], limit: usize) -> Vec<ClientLine> {
         let mut lines = Lines::new(input, limit);
         let mut all = Vec::new();
         while let Some(line) = lines.next().await.expect("read") {
@@ -106,8 +106,8 @@ mod tests {
         all
     }
 
-    fn text(line: &str) -> Line {
-        Line::Text(Bytes::copy_from_slice(line.as_bytes()))
+    fn text(line: &str) -> ClientLine {
+        ClientLine::Text(Bytes::copy_from_slice(line.as_bytes()))
     }
 
     #[tokio::test]
@@ -124,12 +124,15 @@ mod tests {
     async fn a_line_beyond_the_limit_is_read_away() {
         assert_eq!(
             lines(b"1234\n12345\n123456\n\n1", 5).await,
-            [text("1234"), text("12345"), Line::TooLong, text("1")]
+            [text("1234"), text("12345"), ClientLine::TooLong, text("1")]
         );
-        assert_eq!(lines(b"123456", 5).await, [Line::TooLong]);
+        assert_eq!(lines(b"123456", 5).await, [ClientLine::TooLong]);
         // Longer than a piece of the reader.
         let long = [vec![b'x'; 300_000], b"\nend".to_vec()].concat();
-        assert_eq!(lines(&long, 299_999).await, [Line::TooLong, text("end")]);
+        assert_eq!(
+            lines(&long, 299_999).await,
+            [ClientLine::TooLong, text("end")]
+        );
         assert_eq!(lines(&long, 300_000).await.len(), 2);
     }
 

@@ -40,7 +40,7 @@ pub async fn run(globals: &Globals, args: Mcp) -> CommandResult {
     };
     let options = AgentOptions {
         directory,
-        is_brought: workspace.is_some(),
+        uploads_directory: workspace.is_some(),
         task: args.task,
     };
     let upstream = Arc::new(Upstream::new(globals, state_directory()?, options.clone()));

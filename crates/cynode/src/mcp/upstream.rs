@@ -7,7 +7,7 @@ use cynode_api::ErrorCode;
 use cynode_client::{McpAnswer, McpHeaders, SessionClient, UserClient};
 use parking_lot::Mutex;
 
-use super::agent::{Agent, AgentFile, InUse, Lifetime, Place};
+use super::agent::{Agent, AgentFile, AgentKey, InUse, Lifetime};
 use crate::{cli::Globals, connect, failure::Failure, resolve};
 
 /// The address for agents that work on one task.
@@ -17,7 +17,7 @@ pub const PATH: &str = "/mcp/coding";
 #[derive(Clone, Debug)]
 pub struct AgentOptions {
     pub directory: PathBuf,
-    pub is_brought: bool,
+    pub uploads_directory: bool,
     pub task: Option<String>,
 }
 
@@ -111,14 +111,14 @@ impl Upstream {
             resolve::task(&user, task).await
         })
         .await?;
-        let place = Place {
+        let key = AgentKey {
             server: user.base().to_owned(),
             directory: self.options.directory.clone(),
-            is_brought: self.options.is_brought,
+            uploads_directory: self.options.uploads_directory,
             task,
             purpose: "bridge".to_owned(),
         };
-        let file = AgentFile::new(&self.state, place, Lifetime::BRIDGE);
+        let file = AgentFile::new(&self.state, key, Lifetime::BRIDGE);
         self.connections.lock().file = Some(file.clone());
         Ok(file)
     }

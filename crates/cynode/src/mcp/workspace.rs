@@ -25,7 +25,7 @@ use super::{
     upstream::Upstream,
 };
 use crate::{
-    bring::{BringOptions, bring},
+    bring::{self, BringOptions},
     directories::Directories,
     failure::Failure,
     output,
@@ -41,7 +41,7 @@ const REVISION: &str = "2025-06-18";
 /// How sessions are made.
 #[derive(Clone, Debug, Default)]
 pub struct SessionOptions {
-    /// Brought in; without it the workspace begins empty.
+    /// The directory to upload; without one, the workspace is empty at first.
     pub directory: Option<PathBuf>,
     pub image: Option<String>,
     pub gitignore: bool,
@@ -80,9 +80,10 @@ impl Claim<'_> {
                 gitignore: options.gitignore,
             };
             let user = upstream.user()?;
-            let brought = bring(&user, self.agent.task_id, directory, &bring_options).await;
-            let artifact = match brought {
-                Ok(brought) => brought.artifact,
+            let uploaded =
+                bring::upload(&user, self.agent.task_id, directory, &bring_options).await;
+            let artifact = match uploaded {
+                Ok(uploaded) => uploaded.artifact,
                 Err(failure) => return Err(upstream.explained(failure).await.into()),
             };
             let reference = format!("artifact:{artifact}");

@@ -13,7 +13,7 @@ use cynode_client::UserClient;
 use serde_json::json;
 
 use crate::{
-    cli::{Format, Globals, Policy, PolicyTestArgs},
+    cli::{Globals, OutputFormat, Policy, PolicyTestArgs},
     commands::{CommandResult, format_time, print_done, print_list},
     connect,
     failure::{DENIED, Failure},
@@ -103,7 +103,7 @@ fn read_text(file: &Path) -> Result<String, Failure> {
 /// Prints only the text to stdout, so that it can be edited and stored again. Escapes control
 /// characters on a terminal.
 fn print_policy(globals: &Globals, policy: &ApiPolicy) -> CommandResult {
-    if globals.output == Format::Json {
+    if globals.output == OutputFormat::Json {
         output::json(policy)?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -163,8 +163,8 @@ async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> C
     };
     let verdict = client.test_policy(&request).await?;
     match globals.output {
-        Format::Json => output::json(&verdict)?,
-        Format::Table => {
+        OutputFormat::Json => output::json(&verdict)?,
+        OutputFormat::Table => {
             let (word, colour) = if verdict.allowed {
                 ("allowed", Colour::Green)
             } else {

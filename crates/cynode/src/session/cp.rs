@@ -30,7 +30,7 @@ use crate::{
     failure::{Failure, INTERNAL, USAGE},
     output::{self, Progress},
     resolve,
-    staged::{Staged, unless_interrupted},
+    staged::{StagedFile, unless_interrupted},
     umask::umask,
 };
 
@@ -386,7 +386,7 @@ async fn save(mut file: FileBody, target: &Path) -> Result<(), Failure> {
         target.to_owned()
     };
     unless_interrupted(async {
-        let (staged, out) = Staged::create(&target, 0o600)?;
+        let (staged, out) = StagedFile::create(&target, 0o600)?;
         copy(
             &mut file,
             &mut tokio::fs::File::from_std(out.into_parts().0),

@@ -11,8 +11,8 @@ use serde_json::json;
 use tokio::time::{Instant, sleep};
 
 use crate::{
-    bring::{self, BringOptions, Brought},
-    cli::{Create, Format, Globals},
+    bring::{self, BringOptions, UploadedDirectory},
+    cli::{Create, Globals, OutputFormat},
     commands::run::task_or_new,
     connect,
     directories::Directories,
@@ -50,7 +50,7 @@ pub async fn create(
     if client.surface() == Surface::Worker {
         check_for_worker(&request, directory.is_some())?;
     }
-    let brought = match &directory {
+    let uploaded = match &directory {
         Some(directory) => Some(bring_in(globals, &mut request, directory, &options).await?),
         None => None,
     };
@@ -68,7 +68,7 @@ pub async fn create(
         }
         None => super::remember(client, session.session_id),
     }
-    print(globals, &session, brought.as_ref())
+    print(globals, &session, uploaded.as_ref())
 }
 
 /// Refuses what only an orchestrator can do.
@@ -101,15 +101,15 @@ async fn bring_in(
     request: &mut UserSessionCreate,
     directory: &Path,
     options: &BringOptions,
-) -> Result<Brought, Failure> {
+) -> Result<UploadedDirectory, Failure> {
     let client = connect::user_client(globals)?;
     bring::root(directory)?;
     let id = *request.session_id.get_or_insert_with(SessionId::generate);
     let task = task_or_new(&client, request.task_id, || format!("session {id}")).await?;
-    let brought = bring::bring(&client, task, directory, options).await?;
+    let uploaded = bring::upload(&client, task, directory, options).await?;
     request.task_id = Some(task);
-    request.workspace_ref = Some(WorkspaceRef::Artifact(brought.artifact));
-    Ok(brought)
+    request.workspace_ref = Some(WorkspaceRef::Artifact(uploaded.artifact));
+    Ok(uploaded)
 }
 
 pub async fn resume(
@@ -206,32 +206,32 @@ pub async fn wait_until_running(
 fn print(
     globals: &Globals,
     session: &Session,
-    brought: Option<&Brought>,
+    uploaded: Option<&UploadedDirectory>,
 ) -> Result<ExitCode, Failure> {
     match globals.output {
-        Format::Json => {
+        OutputFormat::Json => {
             let mut document = json!(session);
-            if let Some(brought) = brought {
+            if let Some(uploaded) = uploaded {
                 document["brought"] = json!({
-                    "artifact_id": brought.artifact,
-                    "files": brought.files,
-                    "bytes": brought.bytes,
-                    "left_out": brought.skipped,
+                    "artifact_id": uploaded.artifact,
+                    "files": uploaded.files,
+                    "bytes": uploaded.bytes,
+                    "left_out": uploaded.skipped,
                 });
             }
             output::json(&document)?;
         }
-        Format::Table => {
+        OutputFormat::Table => {
             output::line(&session.session_id.to_string())?;
-            if let Some(brought) = brought {
-                let left_out = match brought.skipped.len() {
+            if let Some(uploaded) = uploaded {
+                let left_out = match uploaded.skipped.len() {
                     0 => String::new(),
                     count => format!("; left out {count}"),
                 };
                 output::message(&format!(
                     "brought in {} files, {}{left_out}",
-                    brought.files,
-                    output::size(brought.bytes)
+                    uploaded.files,
+                    output::size(uploaded.bytes)
                 ));
             }
             let took = session

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::stdio;
 use crate::{
     apply::{self, FileSummary, Summary},
-    cli::{Diff, Format, Globals},
+    cli::{Diff, Globals, OutputFormat},
     failure::{Failure, USAGE},
     output::{self, Progress, TableStyle},
 };
@@ -25,7 +25,7 @@ pub async fn run(
 ) -> Result<ExitCode, Failure> {
     let id = super::target(client, args.session.as_deref()).await?;
     let mut body = export(client, id, &args.base).await?;
-    if globals.output == Format::Table && !args.stat {
+    if globals.output == OutputFormat::Table && !args.stat {
         let mut stdout = stdio::stdout(args.raw);
         while let Some(piece) = body.chunk().await? {
             stdout.write(&piece).await?;
@@ -35,7 +35,7 @@ pub async fn run(
     }
     let patch = read(body).await?;
     let summary = Summary::new(&parse(&patch)?);
-    if globals.output == Format::Json {
+    if globals.output == OutputFormat::Json {
         let mut document = json!({ "session_id": id, "base": args.base, "files": summary.files });
         if !args.stat {
             match std::str::from_utf8(&patch) {

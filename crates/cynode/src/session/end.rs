@@ -7,7 +7,7 @@ use cynode_client::{SessionClient, SessionFilter};
 use serde_json::json;
 
 use crate::{
-    cli::{End, Format, Globals},
+    cli::{End, Globals, OutputFormat},
     directories::Directories,
     failure::Failure,
     output::{self, Progress},
@@ -55,7 +55,7 @@ pub async fn run(
             // Continue with the other sessions.
             Err(error) => {
                 let failure = Failure::from(error);
-                if ids.len() > 1 && globals.output == Format::Table {
+                if ids.len() > 1 && globals.output == OutputFormat::Table {
                     output::message(&format!("session {id}:"));
                 }
                 failure.report(globals.output);
@@ -65,11 +65,11 @@ pub async fn run(
     }
     drop(progress);
     match (globals.output, &ended[..]) {
-        (Format::Json, [session]) if !args.all && ids.len() == 1 => output::json(session)?,
+        (OutputFormat::Json, [session]) if !args.all && ids.len() == 1 => output::json(session)?,
         // The failure was reported.
-        (Format::Json, []) if !args.all && ids.len() == 1 => {}
-        (Format::Json, sessions) => output::json(&json!({ "items": sessions }))?,
-        (Format::Table, sessions) => {
+        (OutputFormat::Json, []) if !args.all && ids.len() == 1 => {}
+        (OutputFormat::Json, sessions) => output::json(&json!({ "items": sessions }))?,
+        (OutputFormat::Table, sessions) => {
             for session in sessions {
                 let kept = if args.keep_workspace {
                     format!("; kept workspace {}", session.workspace_id)

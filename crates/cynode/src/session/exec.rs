@@ -22,7 +22,7 @@ use tokio::{
 
 use super::{exit_code, input::InputFile, stdio};
 use crate::{
-    cli::{Exec, Format, Globals},
+    cli::{Exec, Globals, OutputFormat},
     failure::{Failure, INTERNAL},
     output, retry,
 };
@@ -48,12 +48,12 @@ pub async fn run(
     if args.detach {
         let accepted = client.exec_background(session, &request).await?;
         match globals.output {
-            Format::Json => output::json(&accepted)?,
-            Format::Table => output::line(&accepted.exec_id.to_string())?,
+            OutputFormat::Json => output::json(&accepted)?,
+            OutputFormat::Table => output::line(&accepted.exec_id.to_string())?,
         }
         return Ok(ExitCode::SUCCESS);
     }
-    let ended = execute(client, globals, session, &args, request).await?;
+    let ended = run_request(client, globals, session, &args, request).await?;
     if let EndedExec::Buffered(result) = &ended {
         output::json(result)?;
     }
@@ -63,9 +63,9 @@ pub async fn run(
 /// A command that has ended.
 #[derive(Debug)]
 pub(crate) enum EndedExec {
-    /// Its output was printed.
+    /// The output was printed as it arrived.
     Printed(ExecExit),
-    /// Its output is here.
+    /// The output was collected.
     Buffered(Box<ExecResult>),
 }
 
@@ -78,18 +78,18 @@ impl EndedExec {
     }
 }
 
-/// Runs a command in the foreground. Forwards signals to it meanwhile, and prints its output unless
-/// the format is JSON.
+/// Runs a command in the foreground. Forwards signals to it, and prints its output unless the
+/// format is JSON.
 pub(crate) async fn run_to_end(
     client: &SessionClient,
     globals: &Globals,
     session: SessionId,
     args: &Exec,
 ) -> Result<EndedExec, Failure> {
-    execute(client, globals, session, args, request(args)?).await
+    run_request(client, globals, session, args, request(args)?).await
 }
 
-async fn execute(
+async fn run_request(
     client: &SessionClient,
     globals: &Globals,
     session: SessionId,
@@ -113,10 +113,10 @@ async fn execute(
         ..request
     };
     let result = match globals.output {
-        Format::Json => run_buffered(&running, request, input.as_ref(), args.stdin)
+        OutputFormat::Json => run_buffered(&running, request, input.as_ref(), args.stdin)
             .await
             .map(|result| EndedExec::Buffered(Box::new(result))),
-        Format::Table => run_streamed(&running, &request, input.as_ref(), args.raw)
+        OutputFormat::Table => run_streamed(&running, &request, input.as_ref(), args.raw)
             .await
             .map(EndedExec::Printed),
     };
@@ -211,7 +211,7 @@ async fn run_buffered(
     Ok(result?)
 }
 
-/// Standard input after its start was read.
+/// The remaining standard input, preceded by the part that was already read.
 fn stdin_after(
     start: Vec<u8>,
 ) -> impl futures_util::Stream<Item = std::io::Result<Bytes>> + Send + 'static {

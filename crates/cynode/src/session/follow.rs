@@ -10,7 +10,7 @@ use super::{
     stdio,
 };
 use crate::{
-    cli::{Attach, Format, Globals, Logs},
+    cli::{Attach, Globals, Logs, OutputFormat},
     commands::short_id,
     failure::{Failure, USAGE},
     output, resolve,
@@ -33,7 +33,7 @@ pub async fn logs(
             .map(|exec| exec.exec_id)
             .ok_or_else(|| no_exec("no command has run in this session"))?,
     };
-    if globals.output == Format::Json {
+    if globals.output == OutputFormat::Json {
         let query = OutputQuery::default();
         output::json(&client.exec_output(session, exec, &query).await?)?;
         return Ok(ExitCode::SUCCESS);
@@ -88,7 +88,7 @@ pub async fn attach(
         exit?
     };
     printer.finish().await?;
-    if globals.output == Format::Json {
+    if globals.output == OutputFormat::Json {
         // The output went to stdout already.
         output::message(&serde_json::to_string(&exit).unwrap_or_default());
     }

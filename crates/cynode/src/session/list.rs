@@ -8,7 +8,7 @@ use serde_json::json;
 use time::OffsetDateTime;
 
 use crate::{
-    cli::{Format, Globals, List},
+    cli::{Globals, List, OutputFormat},
     commands::{format_time, note_more},
     connect,
     failure::Failure,
@@ -31,8 +31,8 @@ pub async fn list(
     };
     note_more(args.list, has_more);
     match globals.output {
-        Format::Json => output::json(&json!({ "items": sessions }))?,
-        Format::Table => {
+        OutputFormat::Json => output::json(&json!({ "items": sessions }))?,
+        OutputFormat::Table => {
             let style = TableStyle::new(args.list.wide);
             let now = OffsetDateTime::now_utc();
             let rows = sessions.iter().map(|session| {
@@ -156,7 +156,7 @@ pub async fn show(
     id: SessionId,
 ) -> Result<ExitCode, Failure> {
     let session = client.get_session(id).await?;
-    if globals.output == Format::Json {
+    if globals.output == OutputFormat::Json {
         output::json(&session)?;
         return Ok(ExitCode::SUCCESS);
     }

@@ -17,7 +17,7 @@ use super::{diff, transfer::local_failure};
 use crate::{
     apply::{self, CommitError, FileSummary, Prepared, Summary},
     bring,
-    cli::{Format, Globals, Pull},
+    cli::{Globals, OutputFormat, Pull},
     directories::Directories,
     failure::{Failure, INTERNAL, USAGE},
     output,
@@ -49,7 +49,7 @@ pub async fn run(
     let prepared = apply::prepare(&directory, &parsed, &earlier)
         .map_err(|error| failure(&directory, error, globals.output))?;
     let summary = summary(&parsed, &prepared);
-    if globals.output == Format::Table {
+    if globals.output == OutputFormat::Table {
         diff::print(&summary)?;
     }
     let is_applied = args.apply && !summary.files.is_empty();
@@ -90,7 +90,7 @@ fn directory(
     }
 }
 
-fn failure(directory: &Path, error: apply::Error, format: Format) -> Failure {
+fn failure(directory: &Path, error: apply::Error, format: OutputFormat) -> Failure {
     match error {
         apply::Error::Rejected { rejects, is_cut } => rejected(directory, &rejects, is_cut, format),
         apply::Error::Read(error) => local_failure(&io::Error::new(
@@ -103,8 +103,8 @@ fn failure(directory: &Path, error: apply::Error, format: Format) -> Failure {
 }
 
 /// The changes conflict with local ones.
-fn rejected(directory: &Path, rejects: &[Reject], is_cut: bool, format: Format) -> Failure {
-    if format == Format::Table {
+fn rejected(directory: &Path, rejects: &[Reject], is_cut: bool, format: OutputFormat) -> Failure {
+    if format == OutputFormat::Table {
         for reject in rejects.iter().take(MAX_REJECTS) {
             print_reject(reject);
         }
@@ -197,17 +197,19 @@ fn report(
     let files = summary.files.len();
     let name = line(&directory.to_string_lossy());
     match globals.output {
-        Format::Json => output::json(&json!({
+        OutputFormat::Json => output::json(&json!({
             "session_id": id,
             "directory": directory.to_string_lossy(),
             "applied": is_applied,
             "files": summary.files,
         }))?,
-        Format::Table if is_applied => output::message(&format!("changed {files} files in {name}")),
-        Format::Table if files > 0 => output::message(&format!(
+        OutputFormat::Table if is_applied => {
+            output::message(&format!("changed {files} files in {name}"))
+        }
+        OutputFormat::Table if files > 0 => output::message(&format!(
             "nothing was changed in {name}; add --apply to make these changes"
         )),
-        Format::Table => {}
+        OutputFormat::Table => {}
     }
     Ok(ExitCode::SUCCESS)
 }

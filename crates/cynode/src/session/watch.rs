@@ -6,7 +6,7 @@ use cynode_api::{FileEvent, FileEventKind, SessionState};
 use cynode_client::SessionClient;
 
 use crate::{
-    cli::{Format, Globals, Watch},
+    cli::{Globals, OutputFormat, Watch},
     failure::Failure,
     output,
     sanitize::line,
@@ -37,7 +37,7 @@ pub async fn run(
 }
 
 fn print(globals: &Globals, change: &FileEvent) -> std::io::Result<()> {
-    if globals.output == Format::Json {
+    if globals.output == OutputFormat::Json {
         return output::json_line(change);
     }
     let path = line(&change.path);

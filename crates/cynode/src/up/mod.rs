@@ -16,7 +16,7 @@ use std::{process::ExitCode, time::Duration};
 use tokio::time::{Instant, sleep};
 
 use crate::{
-    cli::{Format, Globals, Up},
+    cli::{Globals, OutputFormat, Up},
     failure::{Failure, USAGE},
     output,
     state::{Endpoints, Lock, LockState, StateDir},
@@ -110,8 +110,8 @@ fn already_running(
 
 fn announce(globals: &Globals, endpoints: &Endpoints) -> Result<(), Failure> {
     match globals.output {
-        Format::Json => output::json(endpoints)?,
-        Format::Table => output::line(
+        OutputFormat::Json => output::json(endpoints)?,
+        OutputFormat::Table => output::line(
             endpoints
                 .api
                 .as_ref()

@@ -113,16 +113,16 @@ struct Shared {
     tokens: Tokens,
     images: Vec<LocalImage>,
     state: Mutex<Disk>,
-    /// A counter that changes with every change of a job.
+    /// Incremented at every change of a job.
     changed: watch::Sender<u64>,
     job_updates: mpsc::UnboundedSender<JobId>,
-    /// Durations of the `sleep` commands that end at once.
+    /// Durations of the `sleep` commands that end immediately.
     finished_sleeps: watch::Sender<BTreeSet<String>>,
     holds_creates: watch::Sender<bool>,
     cut_off: watch::Sender<bool>,
     faults: watch::Sender<Vec<PlannedFault>>,
     calls: Mutex<Vec<String>>,
-    /// Calls that carry an id.
+    /// Calls with an id, and their outcomes.
     remembered: Mutex<Arc<Calls>>,
     started: Mutex<Vec<JobId>>,
     /// The newest version of encoded patches that the node reads; 0 for diffs only.
@@ -256,8 +256,8 @@ impl SimulatedWorker {
         self.shared.calls.lock().expect("not poisoned").clone()
     }
 
-    /// Makes the node one of an earlier version, which reads strict diffs only. Call this before
-    /// the node joins.
+    /// Makes the node behave like an earlier version, which reads strict diffs only. Must precede
+    /// the registration.
     pub fn read_diffs_only(&self) {
         *self.shared.encoded_patches.lock().expect("not poisoned") = 0;
     }

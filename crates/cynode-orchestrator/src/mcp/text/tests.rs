@@ -2,12 +2,12 @@ use base64::{Engine as _, engine::general_purpose::STANDARD};
 use serde_json::json;
 
 use super::*;
-use crate::mcp::{surface::Surface, view::MAX_TEXT};
+use crate::mcp::{surface::ToolSet, view::MAX_TEXT};
 
-const DOTTED: Surface = Surface::Full { underscored: false };
+const DOTTED: ToolSet = ToolSet::Full { underscored: false };
 
 /// The view of a call.
-fn view(surface: Surface, tool: &str, arguments: &Value) -> View {
+fn view(surface: ToolSet, tool: &str, arguments: &Value) -> View {
     let arguments = arguments.as_object().cloned().unwrap_or_default();
     View::new(surface, surface.find(tool).expect("a tool"), &arguments)
 }
@@ -64,7 +64,7 @@ fn a_command_is_rendered_as_its_end_and_its_output() {
 #[test]
 fn the_gap_in_the_output_of_a_command_is_marked_and_the_call_that_reads_it_is_named() {
     let view = view(
-        Surface::Coding,
+        ToolSet::Coding,
         "sandbox_session_exec",
         &json!({"command": "x", "max_output_bytes": 8}),
     );
@@ -96,7 +96,7 @@ fn calls_that_read_on_have_the_names_and_arguments_of_the_client() {
     for (surface, name, expected) in [
         (DOTTED, "sandbox.session.exec", "sandbox.session.output"),
         (
-            Surface::Full { underscored: true },
+            ToolSet::Full { underscored: true },
             "sandbox_session_exec",
             "sandbox_session_output",
         ),
@@ -199,7 +199,7 @@ fn a_long_file_ends_with_whole_lines_and_the_call_that_reads_the_next() {
     let here = json!({"path": "a.txt"});
     let text = rendered(
         &line,
-        &view(Surface::Coding, "sandbox_workspace_read_file", &here),
+        &view(ToolSet::Coding, "sandbox_workspace_read_file", &here),
     );
     assert_eq!(
         call_in(&text, "Read on: "),
@@ -213,14 +213,14 @@ fn a_long_file_ends_with_whole_lines_and_the_call_that_reads_the_next() {
         "content": "x".repeat(20_000), "sha256": "abc", "size": 20_000, "truncated": false,
     });
     let here = json!({"path": "a.txt", "max_bytes": 20_000});
-    let view = view(Surface::Coding, "sandbox_workspace_read_file", &here);
+    let view = view(ToolSet::Coding, "sandbox_workspace_read_file", &here);
     assert_eq!(rendered(&whole, &view).len(), 20_000);
 }
 
 #[test]
 fn a_page_of_output_shows_whole_chunks_and_where_the_next_begins() {
     let here = json!({"exec_id": "e"});
-    let view = view(Surface::Coding, "sandbox_session_output", &here);
+    let view = view(ToolSet::Coding, "sandbox_session_output", &here);
     let chunk = |seq: u64, data: &str| json!({"seq": seq, "stream": "stdout", "data": data});
     let page = json!({"chunks": [chunk(1, "one\n"), chunk(2, "two")], "next_seq": 2});
     let text = rendered(&page, &view);
@@ -274,7 +274,7 @@ fn lists_are_lines_and_their_structure_is_bounded_on_the_short_surface() {
     let result = json!({"entries": entries, "truncated": false});
     for (surface, name) in [
         (DOTTED, "sandbox.workspace.list"),
-        (Surface::Coding, "sandbox_workspace_list"),
+        (ToolSet::Coding, "sandbox_workspace_list"),
     ] {
         let text = rendered(&result, &view(surface, name, &json!({})));
         assert!(
@@ -283,12 +283,12 @@ fn lists_are_lines_and_their_structure_is_bounded_on_the_short_surface() {
         );
     }
     let mut bounded = result.clone();
-    let default = view(Surface::Coding, "sandbox_workspace_list", &json!({}));
+    let default = view(ToolSet::Coding, "sandbox_workspace_list", &json!({}));
     bound(&mut bounded, &default);
     assert!(bounded.to_string().len() <= MAX_TEXT + 32 && bounded["truncated"] == true);
     let mut asked = result.clone();
     let more = view(
-        Surface::Coding,
+        ToolSet::Coding,
         "sandbox_workspace_list",
         &json!({"max_entries": 1_000}),
     );
@@ -320,7 +320,7 @@ fn a_list_that_is_cut_names_the_call_that_lists_more() {
     let whole = json!({"entries": entries(1_000), "truncated": false});
     let cut = json!({"entries": entries(1_000), "truncated": true});
     let here = json!({"path": "src", "depth": 3});
-    let list = |result: &Value| told(Surface::Coding, "sandbox_workspace_list", &here, result);
+    let list = |result: &Value| told(ToolSet::Coding, "sandbox_workspace_list", &here, result);
     for (result, count) in [(&whole, 1_000), (&cut, 4_000)] {
         assert_eq!(
             call_in(&list(result), "Or list more: "),
@@ -333,7 +333,7 @@ fn a_list_that_is_cut_names_the_call_that_lists_more() {
     // Nobody lists more than the most.
     let most = json!({"max_entries": 10_000});
     assert_eq!(
-        told(Surface::Coding, "sandbox_workspace_list", &most, &cut),
+        told(ToolSet::Coding, "sandbox_workspace_list", &most, &cut),
         "There are more. List a directory below."
     );
     let dotted = |result: &Value| told(DOTTED, "sandbox.workspace.list", &json!({}), result);
@@ -352,7 +352,7 @@ fn a_list_that_is_cut_names_the_call_that_lists_more() {
     let here = json!({"pattern": "t.*", "glob": "*.rs", "max_results": 1});
     assert_eq!(
         call_in(
-            &told(Surface::Coding, "sandbox_workspace_search", &here, &matches),
+            &told(ToolSet::Coding, "sandbox_workspace_search", &here, &matches),
             "Or list more: "
         ),
         (
@@ -381,7 +381,7 @@ fn a_command_in_the_background_names_the_call_that_reads_its_output() {
 
 #[test]
 fn repaired_hunks_are_named_with_a_patch_and_with_its_rejects() {
-    let view = view(Surface::Coding, "sandbox_workspace_apply_patch", &json!({}));
+    let view = view(ToolSet::Coding, "sandbox_workspace_apply_patch", &json!({}));
     let repair =
         |number: usize| json!({"path": "a", "hunk": number, "what": "without line numbers"});
     let applied = json!({
@@ -439,7 +439,7 @@ fn a_note_about_the_session_comes_first() {
         value: json!({"text": "help"}),
         note: Some("Session 1 was created.".to_owned()),
     };
-    let view = view(Surface::Coding, "help_get", &json!({}));
+    let view = view(ToolSet::Coding, "help_get", &json!({}));
     assert_eq!(render(&output, &view), "Session 1 was created.\nhelp");
 }
 

@@ -5,7 +5,8 @@ use cynode_service::ApiError;
 use http::Method;
 
 use super::{
-    AGENTS, ALL, Arguments, Kind, Tool, arguments, work::page, workspace, workspace::FileContent,
+    AGENTS, ALL, Arguments, Tool, ToolEffect, arguments, work::page, workspace,
+    workspace::FileContent,
 };
 use crate::mcp::plan::{ApiRequest, Plan, ResultFormat, segments};
 
@@ -14,25 +15,25 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::new::<ArtifactPut, Artifact>(
             "artifact.put",
             ALL,
-            Kind::Adds,
+            ToolEffect::Additive,
             "Store an artifact of the task. An existing path gets a new version.",
         ),
         Tool::new::<ArtifactGet, FileContent>(
             "artifact.get",
             ALL,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Read an artifact of the task, by its path (the newest version) or its id.",
         ),
         Tool::new::<ArtifactList, Page<Artifact>>(
             "artifact.list",
             ALL,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the artifacts of the task in all versions.",
         ),
         Tool::new::<EventList, EventPage>(
             "events.list",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the events of the task's jobs and sessions. With wait_ms it waits for new ones; \
              pass next_cursor back as after.",
         ),

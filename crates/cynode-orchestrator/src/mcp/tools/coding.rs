@@ -10,7 +10,7 @@ use cynode_api::{Base64Bytes, ExecId, ExecRequest, SessionId, WorkspaceDisposal}
 use cynode_service::ApiError;
 
 use super::{
-    Arguments as _, CodingArguments, Kind, Tool, arguments, later,
+    Arguments as _, CodingArguments, Tool, ToolEffect, arguments, later,
     sessions::{self, Constraints},
     workspace::{self, at_most},
 };
@@ -29,57 +29,65 @@ pub(super) fn tools() -> Vec<Tool> {
     vec![
         Tool::coding::<Create>(
             "sandbox.session.create",
-            Kind::Adds,
+            ToolEffect::Additive,
             "Start your session explicitly. Other tools start it on first use. Answers the running \
              session, resumes a kept one, or starts a new one with an empty workspace.",
         ),
         Tool::coding::<Exec>(
             "sandbox.session.exec",
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Run a command and wait for its end. Give command (a shell line) or argv (no shell).",
         ),
         Tool::coding::<Output>(
             "sandbox.session.output",
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Read output of a command: after after_seq, or its end (tail_bytes).",
         ),
         Tool::coding::<ReadFile>(
             "sandbox.workspace.read_file",
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Read a file, or some of its lines.",
         ),
         Tool::coding::<WriteFile>(
             "sandbox.workspace.write_file",
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Write a whole file; makes parent directories.",
         ),
         Tool::coding::<EditFile>(
             "sandbox.workspace.edit_file",
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Replace an exact text in a file. It must occur once, unless all is true.",
         ),
         Tool::coding::<ApplyPatch>(
             "sandbox.workspace.apply_patch",
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Apply a patch, whole or not at all.",
         ),
-        Tool::coding::<List>("sandbox.workspace.list", Kind::Reads, "List files."),
+        Tool::coding::<List>(
+            "sandbox.workspace.list",
+            ToolEffect::ReadOnly,
+            "List files.",
+        ),
         Tool::coding::<Search>(
             "sandbox.workspace.search",
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Search files for a regular expression.",
         ),
         Tool::coding::<ExportPatch>(
             "sandbox.workspace.export_patch",
-            Kind::Adds,
+            ToolEffect::Additive,
             "Store the changes in /workspace as a patch for a person.",
         ),
         Tool::coding::<End>(
             "sandbox.session.end",
-            Kind::Changes,
+            ToolEffect::Destructive,
             "End your session. Deletes the workspace unless workspace is keep.",
         ),
-        Tool::coding::<Help>("help.get", Kind::Reads, "Help: the topics, or one."),
+        Tool::coding::<Help>(
+            "help.get",
+            ToolEffect::ReadOnly,
+            "Help: the topics, or one.",
+        ),
     ]
 }
 

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
-use super::{ALL, Arguments, Kind, MANAGERS, Tool, arguments, sessions::Empty};
+use super::{ALL, Arguments, MANAGERS, Tool, ToolEffect, arguments, sessions::Empty};
 use crate::mcp::{
     help::{self, HelpTopic},
     plan::Plan,
@@ -21,41 +21,41 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::new::<HelpList, Topics>(
             "help.list",
             ALL,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the help topics. Start here.",
         ),
-        Tool::new::<HelpGet, HelpText>("help.get", ALL, Kind::Reads, "Show a help topic."),
+        Tool::new::<HelpGet, HelpText>("help.get", ALL, ToolEffect::ReadOnly, "Show a help topic."),
         Tool::new::<ExternalCall, Empty>(
             "api.call",
             ALL,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Call an external service whose credentials stay outside the sandbox.",
         ),
         Tool::new::<WebFetch, Empty>(
             "web.fetch",
             ALL,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Fetch a web page that policy allows.",
         ),
-        Tool::new::<WebSearch, Empty>("web.search", ALL, Kind::Reads, "Search the web."),
+        Tool::new::<WebSearch, Empty>("web.search", ALL, ToolEffect::ReadOnly, "Search the web."),
         Tool::new::<Publish, Empty>(
             "sandbox.image.publish",
             MANAGERS,
-            Kind::Adds,
+            ToolEffect::Additive,
             "Publish a sandbox as an image.",
         ),
     ];
-    for (name, audience, kind) in [
-        ("skills.list", ALL, Kind::Reads),
-        ("skills.get", ALL, Kind::Reads),
-        ("skills.create", MANAGERS, Kind::Adds),
-        ("skills.update", MANAGERS, Kind::Changes),
-        ("skills.delete", MANAGERS, Kind::Changes),
+    for (name, audience, effect) in [
+        ("skills.list", ALL, ToolEffect::ReadOnly),
+        ("skills.get", ALL, ToolEffect::ReadOnly),
+        ("skills.create", MANAGERS, ToolEffect::Additive),
+        ("skills.update", MANAGERS, ToolEffect::Destructive),
+        ("skills.delete", MANAGERS, ToolEffect::Destructive),
     ] {
         tools.push(Tool::new::<Skills, Empty>(
             name,
             audience,
-            kind,
+            effect,
             "Skills: guidance that agents share.",
         ));
     }
@@ -74,7 +74,7 @@ pub(super) fn tools() -> Vec<Tool> {
         tools.push(Tool::new::<Git, Empty>(
             name,
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             description,
         ));
     }

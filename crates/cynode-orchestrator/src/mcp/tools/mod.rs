@@ -58,33 +58,33 @@ impl Audience {
     }
 }
 
-/// The arguments of a tool, which become its plan.
+/// The arguments of a tool. They are turned into its plan.
 pub(crate) trait Arguments: DeserializeOwned + ToSchema {
     fn into_plan(self) -> Result<Plan, ApiError>;
 }
 
 /// The arguments of a tool on `/mcp/coding`. The task is that of the token, and so is the session
-/// if the arguments name none.
+/// unless the arguments name one.
 pub(crate) trait CodingArguments: DeserializeOwned + ToSchema {
     fn into_plan(self, own: OwnSession) -> Result<Plan, ApiError>;
 }
 
-/// The effect of a tool, as clients are told before they call it.
+/// The effect of a tool, as it is declared to clients in the tool list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum ToolEffect {
     /// Changes nothing.
-    Reads,
-    /// Only adds.
-    Adds,
+    ReadOnly,
+    /// Only adds something.
+    Additive,
     /// May overwrite or end something.
-    Changes,
+    Destructive,
 }
 
 pub(crate) struct Tool {
     pub(crate) name: &'static str,
     pub(crate) description: &'static str,
     pub(crate) audience: Audience,
-    pub(crate) kind: Kind,
+    pub(crate) effect: ToolEffect,
     /// The system setting that must be true.
     pub(crate) enabled_by: Option<&'static str>,
     pub(crate) input: Arc<Map<String, Value>>,
@@ -105,7 +105,7 @@ impl Tool {
     fn new<A: Arguments, O: ToSchema>(
         name: &'static str,
         audience: Audience,
-        kind: Kind,
+        effect: ToolEffect,
         description: &'static str,
     ) -> Self {
         let parse_into_plan =
@@ -115,7 +115,7 @@ impl Tool {
             name,
             description,
             audience,
-            kind,
+            effect,
             enabled_by: None,
             input: Arc::new(schema::of::<A>()),
             output: Arc::new(schema::of::<O>()),
@@ -127,7 +127,7 @@ impl Tool {
     /// A tool of `/mcp/coding`.
     fn coding<A: CodingArguments>(
         name: &'static str,
-        kind: Kind,
+        effect: ToolEffect,
         description: &'static str,
     ) -> Self {
         let parse_into_plan = |arguments: &[u8], own: Option<OwnSession>| {
@@ -139,7 +139,7 @@ impl Tool {
             name,
             description,
             audience: MANAGERS,
-            kind,
+            effect,
             enabled_by: None,
             input: Arc::new(schema::of::<A>()),
             output: Arc::new(Map::new()),
@@ -213,7 +213,7 @@ pub(crate) fn find(tools: &'static [Tool], name: &str, underscored: bool) -> Opt
     })
 }
 
-/// Spells the names of tools in a text as the client does.
+/// Rewrites the names of tools in a text to the client's spelling.
 pub(crate) fn spelled(text: &str, underscored: bool) -> String {
     let mut text = text.to_owned();
     if underscored {

@@ -11,7 +11,7 @@ use cynode_service::ApiError;
 use http::Method;
 
 use super::{
-    Arguments, Kind, MANAGERS, Tool, arguments,
+    Arguments, MANAGERS, Tool, ToolEffect, arguments,
     sessions::{self, Constraints, ExecAnswer},
     workspace::{self, FileContent, FileWrite},
 };
@@ -22,51 +22,51 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::new::<Create, Session>(
             "sandbox.create",
             MANAGERS,
-            Kind::Adds,
+            ToolEffect::Additive,
             "Create a sandbox whose session has the id of a job. \
              The same as sandbox.session.create, with defaults.",
         ),
         Tool::new::<Exec, ExecAnswer>(
             "sandbox.exec",
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Run a command in the sandbox of a job.",
         ),
         Tool::new::<PutFile, FileWritten>(
             "sandbox.put_file",
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Write a file into the sandbox of a job.",
         ),
         Tool::new::<GetFile, FileContent>(
             "sandbox.get_file",
             MANAGERS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Read a file from the sandbox of a job.",
         ),
         Tool::new::<StreamLogs, OutputPage>(
             "sandbox.stream_logs",
             MANAGERS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Read the output of a command in the sandbox, by default the most recent one. \
              Pass next_seq back as after_seq.",
         ),
         Tool::new::<Destroy, Session>(
             "sandbox.destroy",
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "End the sandbox of a job and delete its workspace.",
         ),
         Tool::new::<ListImages, Page<Image>>(
             "sandbox.allowed_images.list",
             MANAGERS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the images that sandboxes may use.",
         ),
         Tool::new::<AddImage, Image>(
             "sandbox.allowed_images.add",
             MANAGERS,
-            Kind::Adds,
+            ToolEffect::Additive,
             "Allow another image. Works only while a system setting permits agents to do so.",
         )
         .enabled_by(ALLOW_PM_IMAGES),

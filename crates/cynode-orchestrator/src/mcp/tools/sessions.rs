@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::{
-    Arguments, Kind, MANAGERS, Tool, arguments,
+    Arguments, MANAGERS, Tool, ToolEffect, arguments,
     workspace::{DEFAULT_READ, at_most},
 };
 use crate::mcp::plan::{ApiRequest, ExecPlan, Plan};
@@ -23,7 +23,7 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::new::<Create, Session>(
             "sandbox.session.create",
             MANAGERS,
-            Kind::Adds,
+            ToolEffect::Additive,
             "Create a sandbox that runs until it is ended: a container with a workspace at \
              /workspace. Answers when it runs. For the defaults, pass 'default' as image_ref, \
              'new' as session_id and workspace_ref, and {} as constraints.",
@@ -31,7 +31,7 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::new::<ExecArguments, ExecAnswer>(
             "sandbox.session.exec",
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Run a command in a session and wait until it exits. argv is executed without a shell; \
              use [\"sh\", \"-c\", \"…\"] for one. With background: true it keeps running, and \
              sandbox.session.output reads its output.",
@@ -39,32 +39,32 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::new::<Output, OutputPage>(
             "sandbox.session.output",
             MANAGERS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Read the output of a command so far, or the end of it (tail_bytes). \
              With wait_ms it waits for more. Pass next_seq back as after_seq.",
         ),
         Tool::new::<Signal, Empty>(
             "sandbox.session.signal",
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Send a signal to one command (exec_id), or to every process in the session.",
         ),
         Tool::new::<ShowSession, Session>(
             "sandbox.session.get",
             MANAGERS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Show a session: its state, limits, image and end.",
         ),
         Tool::new::<List, Page<Session>>(
             "sandbox.session.list",
             MANAGERS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the sessions of a task, oldest first.",
         ),
         Tool::new::<End, Session>(
             "sandbox.session.end",
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "End a session. Its workspace is deleted unless workspace is 'keep'; \
              export files that you need first.",
         ),

@@ -12,7 +12,7 @@ use http::Method;
 use serde_json::{Map, Value, json};
 use uuid::Uuid;
 
-use super::{AGENTS, Arguments, Kind, MANAGERS, Tool, arguments};
+use super::{AGENTS, Arguments, MANAGERS, Tool, ToolEffect, arguments};
 use crate::{
     db::to_json,
     mcp::plan::{ApiRequest, Plan, ResultFormat, segment},
@@ -26,33 +26,38 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::new::<ProjectGet, Project>(
             "db.project.get",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Show a project, by default that of the task.",
         ),
         Tool::new::<ProjectList, Page<Project>>(
             "db.project.list",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the projects that the caller may see.",
         ),
-        Tool::new::<TaskNew, Task>("db.task.create", MANAGERS, Kind::Adds, "Create a task."),
-        Tool::new::<TaskGet, Task>("db.task.get", AGENTS, Kind::Reads, "Show a task."),
+        Tool::new::<TaskNew, Task>(
+            "db.task.create",
+            MANAGERS,
+            ToolEffect::Additive,
+            "Create a task.",
+        ),
+        Tool::new::<TaskGet, Task>("db.task.get", AGENTS, ToolEffect::ReadOnly, "Show a task."),
         Tool::new::<TaskList, Page<Task>>(
             "db.task.list",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the tasks that the caller may see.",
         ),
         Tool::new::<TaskUpdate, Task>(
             "db.task.update",
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Change a task. Absent fields stay unchanged.",
         ),
         Tool::new::<JobNew, Job>(
             "db.job.create",
             MANAGERS,
-            Kind::Adds,
+            ToolEffect::Additive,
             "Start a job in its own sandbox: one command, or a job specification with steps \
              (job: {protocol_version: \"1.0\", constraints: {max_runtime_seconds, \
              max_output_bytes}, steps: [{type, args}]}). Answers immediately; poll db.job.get or \
@@ -61,60 +66,65 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::new::<JobGet, Job>(
             "db.job.get",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Show a job: its state and, once it has ended, its exit code, output, result and \
              artifacts.",
         ),
         Tool::new::<JobList, Page<Job>>(
             "db.job.list",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the jobs of a task.",
         ),
-        Tool::new::<JobStop, Job>("db.job.stop", MANAGERS, Kind::Changes, "Stop a job."),
+        Tool::new::<JobStop, Job>(
+            "db.job.stop",
+            MANAGERS,
+            ToolEffect::Destructive,
+            "Stop a job.",
+        ),
         Tool::new::<PreferenceGet, Preference>(
             "db.preference.get",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Show one preference of a task or its project, or of another scope.",
         ),
         Tool::new::<PreferenceList, Page<Preference>>(
             "db.preference.list",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the preferences of a scope, by default the task's.",
         ),
         Tool::new::<PreferenceEffective, Page<Preference>>(
             "db.preference.effective",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the preferences in effect for the task, each from its narrowest scope.",
         ),
         Tool::new::<PreferenceSet, Preference>(
             "db.preference.set",
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Set a preference of the task or its project.",
         ),
         Tool::new::<SettingGet, Setting>(
             "db.system_setting.get",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Show a system setting.",
         ),
         Tool::new::<SettingList, Page<Setting>>(
             "db.system_setting.list",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the system settings.",
         ),
         Tool::new::<NodeList, Page<Node>>(
             "node.list",
             AGENTS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List the nodes on which sandboxes run.",
         ),
-        Tool::new::<NodeGet, Node>("node.get", AGENTS, Kind::Reads, "Show a node."),
+        Tool::new::<NodeGet, Node>("node.get", AGENTS, ToolEffect::ReadOnly, "Show a node."),
     ]
 }
 

@@ -12,7 +12,7 @@ use http::Method;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::{Arguments, Kind, MANAGERS, Tool, arguments};
+use super::{Arguments, MANAGERS, Tool, ToolEffect, arguments};
 use crate::mcp::plan::{ApiRequest, FilePart, Plan, ResultFormat};
 
 const WORKSPACE: &str = "/workspace";
@@ -24,47 +24,47 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::new::<ReadFile, FileContent>(
             "sandbox.workspace.read_file",
             MANAGERS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Read a file of the workspace, or some of its lines. sha256 and size are those of the \
              whole file; pass sha256 to sandbox.workspace.write_file as if_match.",
         ),
         Tool::new::<WriteFile, FileWritten>(
             "sandbox.workspace.write_file",
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Write a file of the workspace atomically; parent directories are created. \
              With if_match, only if the file has not changed since it was read.",
         ),
         Tool::new::<EditFile, FileEdited>(
             "sandbox.workspace.edit_file",
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Replace an exact text in a file of the workspace. The text must occur exactly once, \
              unless all is true. With if_match, only if the file has not changed since it was read.",
         ),
         Tool::new::<ApplyPatch, PatchResult>(
             "sandbox.workspace.apply_patch",
             MANAGERS,
-            Kind::Changes,
+            ToolEffect::Destructive,
             "Apply a patch to the workspace atomically: a unified diff, or one that begins with \
              '*** Begin Patch'. If it does not apply, the error lists the failed hunks.",
         ),
         Tool::new::<List, ListResult>(
             "sandbox.workspace.list",
             MANAGERS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "List files of the workspace.",
         ),
         Tool::new::<Search, SearchResult>(
             "sandbox.workspace.search",
             MANAGERS,
-            Kind::Reads,
+            ToolEffect::ReadOnly,
             "Search the files of the workspace for a regular expression.",
         ),
         Tool::new::<ExportPatch, Artifact>(
             "sandbox.workspace.export_patch",
             MANAGERS,
-            Kind::Adds,
+            ToolEffect::Additive,
             "Store the changes in the workspace's git repository, including untracked files, \
              as a patch artifact of the task.",
         ),

@@ -39,17 +39,17 @@ type Entries = BTreeMap<Location, Entry<Stat>>;
 struct Swap<'a> {
     location: &'a Location,
     before: &'a PriorState<Stat>,
-    /// Whether there is new content.
+    /// The swap has new content to publish.
     writes: bool,
     /// The hidden name of the new content before the swap, of the old file after it.
     hidden: Option<String>,
-    /// The number of leading parts of the directory with the hidden name: fewer than the parents
-    /// while one of them is still a file or a link.
-    staged_at: usize,
-    /// Directories that the swap created, by their number of leading parts.
-    made: Vec<usize>,
-    /// The hidden name of the directory that the file replaces.
-    aside: Option<String>,
+    /// Depth of the staging directory in leading path parts; less than that of the parent directory
+    /// while one of the parents is still a file or a link.
+    staged_depth: usize,
+    /// The depths of the directories that the swap created, in leading path parts.
+    created_depths: Vec<usize>,
+    /// The hidden name of the directory that the file has replaced.
+    replaced_directory: Option<String>,
 }
 
 impl Swap<'_> {
@@ -62,7 +62,7 @@ impl Swap<'_> {
         self.location.parts().last().copied().unwrap_or_default()
     }
 
-    /// Publishes the new state. The old file, if any, then has the hidden name.
+    /// Swaps the new state in. The old file, if any, keeps the hidden name.
     fn swap(&mut self, root: &ConfinedRoot, entries: &Entries) -> Result<(), Errno> {
         match self.before {
             PriorState::File(before) => {
@@ -77,7 +77,7 @@ impl Swap<'_> {
                     return exchange(&directory, hidden.as_bytes(), self.name());
                 }
                 let (hidden, ()) = with_hidden_name(|hidden| {
-                    rename_free(&directory, self.name(), &directory, hidden.as_bytes())
+                    rename_without_replacing(&directory, self.name(), &directory, hidden.as_bytes())
                 })?;
                 self.hidden = Some(hidden);
                 Ok(())
@@ -88,15 +88,15 @@ impl Swap<'_> {
                     return Ok(());
                 };
                 let parts = self.location.parts();
-                let mut made = Vec::new();
+                let mut created_depths = Vec::new();
                 let directory = root.make_real_directory(
                     &parts[..parts.len() - 1],
                     Mode::from_raw_mode(0o755),
-                    |count| made.push(count),
+                    |count| created_depths.push(count),
                 );
-                self.made = made;
-                rename_free(
-                    &root.real_directory(&parts[..self.staged_at])?,
+                self.created_depths = created_depths;
+                rename_without_replacing(
+                    &root.real_directory(&parts[..self.staged_depth])?,
                     hidden.as_bytes(),
                     &directory?,
                     self.name(),
@@ -122,9 +122,9 @@ impl Swap<'_> {
             return Err(Errno::AGAIN);
         }
         let (aside, ()) = with_hidden_name(|aside| {
-            rename_free(&directory, self.name(), &directory, aside.as_bytes())
+            rename_without_replacing(&directory, self.name(), &directory, aside.as_bytes())
         })?;
-        // Once hidden, nobody adds to it by name, so its content is final.
+        // No process can add to the directory by name once it is hidden, so its content is final.
         let is_deleted = |location: &Location| {
             entries
                 .get(location)
@@ -137,13 +137,15 @@ impl Swap<'_> {
                     .is_ok_and(|below| below.iter().all(is_deleted))
             });
         let replaced = if is_empty {
-            rename_free(&directory, hidden.as_bytes(), &directory, self.name())
+            rename_without_replacing(&directory, hidden.as_bytes(), &directory, self.name())
         } else {
             Err(Errno::AGAIN)
         };
         match replaced {
-            Ok(()) => (self.hidden, self.aside) = (None, Some(aside)),
-            Err(_) => rename_free(&directory, aside.as_bytes(), &directory, self.name())?,
+            Ok(()) => (self.hidden, self.replaced_directory) = (None, Some(aside)),
+            Err(_) => {
+                rename_without_replacing(&directory, aside.as_bytes(), &directory, self.name())?
+            }
         }
         replaced
     }
@@ -156,27 +158,27 @@ impl Swap<'_> {
                 exchange(&directory, hidden.as_bytes(), self.name())
             }
             (PriorState::File(_), Some(hidden)) => {
-                rename_free(&directory, hidden.as_bytes(), &directory, self.name())?;
+                rename_without_replacing(&directory, hidden.as_bytes(), &directory, self.name())?;
                 self.hidden = None;
                 Ok(())
             }
             (PriorState::Directory(_), _) => {
-                let Some(aside) = self.aside.take() else {
+                let Some(aside) = self.replaced_directory.take() else {
                     return Ok(());
                 };
                 unlinkat(&directory, self.name(), AtFlags::empty())?;
-                rename_free(&directory, aside.as_bytes(), &directory, self.name())
+                rename_without_replacing(&directory, aside.as_bytes(), &directory, self.name())
             }
             _ => {
                 unlinkat(&directory, self.name(), AtFlags::empty())?;
-                self.remove_made(root);
+                self.remove_created_directories(root);
                 Ok(())
             }
         }
     }
 
-    fn remove_made(&mut self, root: &ConfinedRoot) {
-        for count in std::mem::take(&mut self.made).into_iter().rev() {
+    fn remove_created_directories(&mut self, root: &ConfinedRoot) {
+        for count in std::mem::take(&mut self.created_depths).into_iter().rev() {
             remove_directory(root, self.location, count);
         }
     }
@@ -185,11 +187,11 @@ impl Swap<'_> {
         let parts = self.location.parts();
         // A leftover hidden file is harmless.
         if let Some(hidden) = self.hidden.take()
-            && let Ok(directory) = root.real_directory(&parts[..self.staged_at])
+            && let Ok(directory) = root.real_directory(&parts[..self.staged_depth])
         {
             let _gone = unlinkat(&directory, hidden, AtFlags::empty());
         }
-        if let Some(aside) = self.aside.take()
+        if let Some(aside) = self.replaced_directory.take()
             && let Ok(directory) = self.directory(root)
         {
             let _gone = remove_tree(directory, OsStr::new(&aside), Path::new(&aside));
@@ -197,7 +199,7 @@ impl Swap<'_> {
     }
 }
 
-fn rename_free(
+fn rename_without_replacing(
     from_directory: &OwnedFd,
     from: &[u8],
     to_directory: &OwnedFd,
@@ -217,7 +219,7 @@ fn exchange(directory: &OwnedFd, one: &[u8], other: &[u8]) -> Result<(), Errno> 
     match renameat_with(directory, one, directory, other, RenameFlags::EXCHANGE) {
         Err(Errno::INVAL | Errno::NOSYS) => {
             let (aside, ()) = with_hidden_name(|aside| {
-                rename_free(directory, other, directory, aside.as_bytes())
+                rename_without_replacing(directory, other, directory, aside.as_bytes())
             })?;
             renameat(directory, one, directory, other)?;
             renameat(directory, aside, directory, one)
@@ -227,7 +229,7 @@ fn exchange(directory: &OwnedFd, one: &[u8], other: &[u8]) -> Result<(), Errno> 
 }
 
 pub(super) fn commit(root: &ConfinedRoot, entries: &Entries) -> Outcome<()> {
-    let mut made = Vec::new();
+    let mut created = Vec::new();
     let mut swaps: Vec<Swap<'_>> = Vec::new();
     let mut replaced: Option<&Location> = None;
     for (location, entry) in entries.iter().filter(|(_, entry)| entry.changed) {
@@ -244,15 +246,15 @@ pub(super) fn commit(root: &ConfinedRoot, entries: &Entries) -> Outcome<()> {
             before: &entry.before,
             writes: entry.now.is_some(),
             hidden: None,
-            staged_at: location.parts().len() - 1,
-            made: Vec::new(),
-            aside: None,
+            staged_depth: location.parts().len() - 1,
+            created_depths: Vec::new(),
+            replaced_directory: None,
         };
         if let Some(file) = &entry.now
-            && let Err(errno) = stage(root, &mut swap, file, &mut made)
+            && let Err(errno) = stage(root, &mut swap, file, &mut created)
         {
             let failure = unchanged_failure(errno, "writing", location);
-            clean_up(root, &mut swaps, &made);
+            clean_up(root, &mut swaps, &created);
             return Err(failure);
         }
         swaps.push(swap);
@@ -269,24 +271,27 @@ pub(super) fn commit(root: &ConfinedRoot, entries: &Entries) -> Outcome<()> {
                 ),
                 errno => unchanged_failure(errno, "replacing", swaps[index].location),
             };
-            swaps[index].remove_made(root);
-            let mut stuck = Vec::new();
+            swaps[index].remove_created_directories(root);
+            let mut not_rolled_back = Vec::new();
             for swap in swaps[..index].iter_mut().rev() {
                 if swap.undo(root).is_err() {
                     // The hidden file is the only copy of the old content.
-                    let kept = swap.hidden.take().or_else(|| swap.aside.take());
-                    stuck.push(format!(
+                    let kept = swap
+                        .hidden
+                        .take()
+                        .or_else(|| swap.replaced_directory.take());
+                    not_rolled_back.push(format!(
                         "{} (kept as {})",
                         shown(swap.location.as_bytes()),
                         kept.as_deref().unwrap_or("-")
                     ));
                 }
             }
-            clean_up(root, &mut swaps, &made);
-            return Err(if stuck.is_empty() {
+            clean_up(root, &mut swaps, &created);
+            return Err(if not_rolled_back.is_empty() {
                 failure
             } else {
-                partial_failure(failure, &stuck)
+                partial_failure(failure, &not_rolled_back)
             });
         }
     }
@@ -302,19 +307,20 @@ fn stage<'a>(
     root: &ConfinedRoot,
     swap: &mut Swap<'a>,
     file: &File,
-    made: &mut Vec<(&'a Location, usize)>,
+    created: &mut Vec<(&'a Location, usize)>,
 ) -> Result<(), Errno> {
     let location = swap.location;
     let parts = location.parts();
     let mut directory = root.make_real_directory(
-        &parts[..swap.staged_at],
+        &parts[..swap.staged_depth],
         Mode::from_raw_mode(0o755),
-        |count| made.push((location, count)),
+        |count| created.push((location, count)),
     );
-    while matches!(directory, Err(Errno::NOTDIR | Errno::XDEV | Errno::NOENT)) && swap.staged_at > 0
+    while matches!(directory, Err(Errno::NOTDIR | Errno::XDEV | Errno::NOENT))
+        && swap.staged_depth > 0
     {
-        swap.staged_at -= 1;
-        directory = root.real_directory(&parts[..swap.staged_at]);
+        swap.staged_depth -= 1;
+        directory = root.real_directory(&parts[..swap.staged_depth]);
     }
     let directory = directory?;
     match file.kind {
@@ -337,11 +343,11 @@ fn stage<'a>(
 }
 
 /// Deletes hidden files and unused new directories.
-fn clean_up(root: &ConfinedRoot, swaps: &mut [Swap<'_>], made: &[(&Location, usize)]) {
+fn clean_up(root: &ConfinedRoot, swaps: &mut [Swap<'_>], created: &[(&Location, usize)]) {
     for swap in swaps {
         swap.discard_hidden(root);
     }
-    for (location, count) in made.iter().rev() {
+    for (location, count) in created.iter().rev() {
         remove_directory(root, location, *count);
     }
 }
@@ -366,7 +372,7 @@ fn unchanged_failure(errno: Errno, doing: &str, location: &Location) -> Failure 
     }
 }
 
-fn partial_failure(failure: Failure, stuck: &[String]) -> Failure {
+fn partial_failure(failure: Failure, not_rolled_back: &[String]) -> Failure {
     let reason = match failure {
         Failure::Refused(error) => error.message,
         Failure::Connection(error) => error.to_string(),
@@ -375,7 +381,7 @@ fn partial_failure(failure: Failure, stuck: &[String]) -> Failure {
         ErrorCode::Internal,
         format!(
             "{reason}; the changes to {} could not be rolled back",
-            stuck.join(", ")
+            not_rolled_back.join(", ")
         ),
     )
 }

@@ -1,4 +1,4 @@
-//! The workspace as a tree that diffs are planned on.
+//! Adapts the workspace to the `Tree` trait, on which `cynode-patch` plans a diff.
 
 use std::{io::Read as _, os::fd::OwnedFd};
 
@@ -18,7 +18,7 @@ use super::super::{
     walk::{AtLimit, Step, walk},
 };
 
-pub(super) struct Disk<'a> {
+pub(super) struct WorkspaceTree<'a> {
     pub(super) root: &'a ConfinedRoot,
 }
 
@@ -28,7 +28,7 @@ fn reject<T>(reason: impl Into<String>) -> TreeResult<T> {
     Err(Problem::Reject(reason.into()))
 }
 
-impl Tree for Disk<'_> {
+impl Tree for WorkspaceTree<'_> {
     type Stamp = Stat;
     type Failure = Failure;
 
@@ -59,7 +59,7 @@ impl Tree for Disk<'_> {
                 && statat(&directory, parts[depth], AtFlags::SYMLINK_NOFOLLOW)
                     .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)
             {
-                return reject("the path passes through a symbolic link that leads nowhere");
+                return reject("the path passes through a dangling symbolic link");
             }
             let real = self
                 .root
@@ -96,7 +96,7 @@ impl Tree for Disk<'_> {
             Err(errno) => return Err(failure(errno)),
         };
         match FileType::from_raw_mode(stat.st_mode) {
-            FileType::RegularFile => self::read(&directory, last, location, &stat),
+            FileType::RegularFile => read_file(&directory, last, location, &stat),
             FileType::Symlink => {
                 let target = readlinkat(&directory, *last, Vec::new()).map_err(failure)?;
                 Ok(TreeNode::File(
@@ -134,7 +134,7 @@ impl Tree for Disk<'_> {
     }
 }
 
-/// The files below an open directory, named as if it were at `location`.
+/// Lists the files below an open directory. Their locations begin with `location`.
 pub(super) fn files_below(
     directory: OwnedFd,
     location: &Location,
@@ -158,7 +158,7 @@ pub(super) fn files_below(
     Ok(found)
 }
 
-fn read(
+fn read_file(
     directory: &OwnedFd,
     last: &[u8],
     location: &Location,
@@ -176,7 +176,7 @@ fn read(
     )
     .is_err()
     {
-        return reject("the sandbox's user may not read and write the file");
+        return reject("the sandbox's user may not read or write the file");
     }
     let flags =
         OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;

@@ -14,7 +14,7 @@ pub(super) mod fuzz;
 use cynode_api::{Base64Bytes, ErrorCode, PatchOperation, PatchReject, PatchResult, PatchedFile};
 use cynode_patch::{FileEffect, Operation, Patch, PlanError, Reject};
 
-use self::disk::Disk;
+use self::disk::WorkspaceTree;
 use super::{
     confined::ConfinedRoot,
     error::{Failure, FailureContext, Outcome},
@@ -38,13 +38,19 @@ impl Files {
     fn apply(&self, patch: &Patch<'_>, dry_run: bool) -> Outcome<PatchResult> {
         let root = ConfinedRoot::open(&self.root).doing("opening", path::bytes(&self.root))?;
         let plan =
-            cynode_patch::plan(&Disk { root: &root }, patch).map_err(|error| match error {
-                PlanError::TooLarge(message) => Failure::new(ErrorCode::TooLarge, message),
-                PlanError::Tree(failure) => failure,
-            })?;
+            cynode_patch::plan(&WorkspaceTree { root: &root }, patch).map_err(
+                |error| match error {
+                    PlanError::TooLarge(message) => Failure::new(ErrorCode::TooLarge, message),
+                    PlanError::Tree(failure) => failure,
+                },
+            )?;
         if !plan.rejects.is_empty() {
             let count = plan.rejects.len();
-            let more = if plan.rejects_cut { "at least " } else { "" };
+            let more = if plan.rejects_truncated {
+                "at least "
+            } else {
+                ""
+            };
             let places = if count == 1 { "place" } else { "places" };
             let rejects = plan.rejects.into_iter().map(reject).collect();
             return Err(Failure::rejected(

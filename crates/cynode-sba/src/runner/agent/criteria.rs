@@ -21,7 +21,7 @@ use super::{
 };
 
 /// What a result says of a criterion. The largest job has a thousand.
-const MAX_DETAIL_BYTES: usize = 1024;
+const MAX_DETAIL_BYTES: usize = 512;
 /// The output of a check that the model gets to see.
 const MAX_CHECK_OUTPUT_BYTES: usize = 4 * 1024;
 

@@ -2,8 +2,9 @@
 //!
 //! Invariants: the system message is in every prompt, whole; what follows it fits into the window,
 //! unless the window is too small for the last turn: then that is cut. The newest turns are kept as
-//! they were, in three quarters of the room; older ones lose the middle of their texts, and the oldest are left out. Tool calls and
-//! their results come in pairs, and their arguments are JSON objects, as servers demand.
+//! they were, in three quarters of the room; older ones lose the middle of their texts, and the
+//! oldest are left out. Tool calls and their results come in pairs, and their arguments are JSON
+//! objects, as servers demand.
 
 use serde_json::{Map, Value, json};
 

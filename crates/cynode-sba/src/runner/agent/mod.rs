@@ -46,7 +46,10 @@ const MAX_TURNS: u64 = 200;
 /// Prompts and answers of one job, in tokens.
 const MAX_TOKENS: u64 = 5_000_000;
 /// Tool calls of one answer that are carried out. With the turns, they bound the steps of a job.
-const MAX_CALLS_PER_TURN: usize = 16;
+const MAX_CALLS_PER_TURN: usize = 8;
+/// Steps of one job.
+#[cfg(test)]
+pub(super) const MAX_AGENT_STEPS: usize = 200 * MAX_CALLS_PER_TURN;
 /// Tokens of one answer.
 const ANSWER_TOKENS: u64 = 8_192;
 /// Times that the model may say that it has finished while a check fails.
@@ -71,11 +74,13 @@ pub(super) struct AgentRecord {
 impl Work {
     /// Works the job until it ends, and records how.
     pub(super) async fn run_agent(&self) -> Ending {
-        if let Some(index) = self.in_flight {
-            let index = usize::try_from(index).unwrap_or(usize::MAX);
-            return self.interrupted(index, Task::Unknown);
-        }
-        let ending = self.work_with_model().await;
+        let ending = match self.in_flight {
+            Some(index) => {
+                let index = usize::try_from(index).unwrap_or(usize::MAX);
+                self.interrupted(index, Task::Unknown)
+            }
+            None => self.work_with_model().await,
+        };
         let mut entry = json!({"type": "end", "status": "success"});
         if let Ending::Failure { code, message } = &ending {
             entry["status"] = "failure".into();
@@ -250,9 +255,7 @@ impl<'a> AgentLoop<'a> {
                 return Ending::failure(FailureCode::TurnLimit, message);
             }
             self.turn += 1;
-            self.work
-                .progress
-                .begin_turn(self.turn, self.tokens.total());
+            self.work.progress.begin_turn(self.turn);
             let answer = match self.ask().await {
                 Ok(answer) => answer,
                 Err(ending) => return ending,
@@ -316,6 +319,7 @@ impl<'a> AgentLoop<'a> {
                 completion: self.tokens.completion.saturating_add(counted.completion),
             };
         }
+        self.work.progress.set_tokens(self.tokens.total());
         self.record_usage();
         let answer = asked?.map_err(|reason| {
             unavailable(&format!(

@@ -19,6 +19,8 @@ use super::{
 const TOOLS: &str = include_str!("tools.json");
 /// The deadline of a command, unless the model names one.
 const COMMAND_SECONDS: u64 = 600;
+/// What is read of a file, unless the model asks for more: what it gets to see.
+const READ_BYTES: u64 = 15 * 1024;
 /// Matches of a search, unless the model asks for more.
 const DEFAULT_MATCHES: u32 = 100;
 /// What the model gets to see of one result. All of it is in the result of the step.
@@ -137,6 +139,11 @@ fn step(name: &str, mut arguments: Map<String, Value>) -> Result<Step, String> {
         let given = arguments.remove("timeout_seconds");
         given.unwrap_or_else(|| COMMAND_SECONDS.into())
     });
+    if name == "read_file" {
+        arguments
+            .entry("max_bytes")
+            .or_insert_with(|| READ_BYTES.into());
+    }
     let mut step = json!({"type": name, "args": arguments});
     if let Some(timeout) = timeout {
         step["timeout_seconds"] = timeout;
@@ -191,7 +198,7 @@ pub(super) fn described(result: &StepResult) -> String {
             let content = output.remove("content");
             parts.push(middle_cut(&Value::Object(output).to_string(), half));
             if let Some(content) = content.as_ref().and_then(Value::as_str) {
-                parts.push(middle_cut(content, half));
+                parts.push(middle_cut(content, MAX_RESULT_BYTES));
             }
         }
         Some(output) => parts.push(output.to_string()),

@@ -2,13 +2,13 @@ use tokio::task::LocalSet;
 
 use super::*;
 
-/// A worker's end of the conversation, without process 1.
+/// A worker that is connected directly, without process 1.
 struct Worker {
     stream: UnixStream,
     decoder: Decoder,
 }
 
-/// A message with its document, as far as it came.
+/// A message, with as much of its document as was received.
 #[derive(Debug, PartialEq)]
 enum Said {
     Message(FromRunner),
@@ -92,7 +92,7 @@ async fn a_job_whose_documents_were_interrupted_is_sent_again() {
         worker.send_document(b"an earlier").await;
         worker.send(&Frame::Data(b"[half".to_vec())).await;
         worker.attach(0, false).await;
-        // Nothing of the earlier connection counts, also when it comes late.
+        // Late frames of the earlier connection are ignored.
         worker.send_document(b"late").await;
         worker.say(&JOB).await;
         worker.send_document(b"the job").await;
@@ -148,7 +148,7 @@ async fn events_are_repeated_until_they_are_acknowledged() {
 #[tokio::test]
 async fn a_document_that_an_attach_interrupts_begins_again() {
     with_worker(|control, mut worker| async move {
-        // Far more than the socket holds.
+        // Far more than the socket's buffer holds.
         let size = 5 << 20;
         worker.attach(0, false).await;
         control.report(Event::Result, Some(vec![b'x'; size]));

@@ -9,7 +9,7 @@ fn request(argument: &str) -> ExecRequest {
 }
 
 fn run(execs: &Arc<SessionExecs>, argument: &str) -> Arc<Exec> {
-    let Ok(OpenExec::New(exec)) = execs.begin(&request(argument), "/".to_owned(), None) else {
+    let Ok(OpenExec::New(exec)) = execs.register(&request(argument), "/".to_owned(), None) else {
         panic!("a new exec")
     };
     execs.finish(&exec, lost_exit(&exec));
@@ -37,10 +37,10 @@ async fn another_input_is_another_request() {
         exec_id: Some(ExecId::generate()),
         ..request("a")
     };
-    let begin = |input| execs.begin(&request, "/".to_owned(), input);
-    assert!(matches!(begin(Some("aa")), Ok(OpenExec::New(_))));
-    assert!(matches!(begin(Some("aa")), Ok(OpenExec::Existing(_))));
-    assert!(begin(Some("bb")).is_err() && begin(None).is_err());
+    let register = |input| execs.register(&request, "/".to_owned(), input);
+    assert!(matches!(register(Some("aa")), Ok(OpenExec::New(_))));
+    assert!(matches!(register(Some("aa")), Ok(OpenExec::Existing(_))));
+    assert!(register(Some("bb")).is_err() && register(None).is_err());
 }
 
 #[tokio::test]
@@ -73,7 +73,7 @@ async fn long_commands_are_forgotten_before_they_fill_the_memory() {
 async fn an_ended_exec_that_nobody_waits_for_holds_no_output_in_memory() {
     let directory = tempfile::tempdir().expect("a directory");
     let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
-    let Ok(OpenExec::New(exec)) = execs.begin(&request("a"), "/".to_owned(), None) else {
+    let Ok(OpenExec::New(exec)) = execs.register(&request("a"), "/".to_owned(), None) else {
         panic!("a new exec")
     };
     let watching = exec.watch();
@@ -108,7 +108,7 @@ async fn an_ended_exec_that_nobody_waits_for_holds_no_output_in_memory() {
 async fn a_streamed_exec_stores_its_output_once_and_still_has_a_result() {
     let directory = tempfile::tempdir().expect("a directory");
     let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
-    let Ok(OpenExec::New(exec)) = execs.begin(&request("a"), "/".to_owned(), None) else {
+    let Ok(OpenExec::New(exec)) = execs.register(&request("a"), "/".to_owned(), None) else {
         panic!("a new exec")
     };
     exec.skip_collecting();
@@ -151,7 +151,7 @@ async fn the_hash_of_the_output_survives_a_restart_while_all_output_is_kept() {
             background,
             ..request("a")
         };
-        let Ok(OpenExec::New(exec)) = execs.begin(&request, "/".to_owned(), None) else {
+        let Ok(OpenExec::New(exec)) = execs.register(&request, "/".to_owned(), None) else {
             panic!("a new exec")
         };
         write(&exec, b"he");
@@ -193,7 +193,7 @@ async fn the_hash_of_the_output_survives_a_restart_while_all_output_is_kept() {
         let exit = execs
             .get(exec.id())
             .expect("known")
-            .object()
+            .to_api()
             .exit
             .expect("it has ended");
         assert_eq!(
@@ -207,7 +207,7 @@ async fn the_hash_of_the_output_survives_a_restart_while_all_output_is_kept() {
 async fn output_dropped_before_a_restart_has_no_hash() {
     let directory = tempfile::tempdir().expect("a directory");
     let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
-    let Ok(OpenExec::New(exec)) = execs.begin(&request("a"), "/".to_owned(), None) else {
+    let Ok(OpenExec::New(exec)) = execs.register(&request("a"), "/".to_owned(), None) else {
         panic!("a new exec")
     };
     let piece = vec![b'x'; 64 * 1024];

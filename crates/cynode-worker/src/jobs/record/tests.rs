@@ -47,7 +47,7 @@ fn concluded(stop: Option<StopRequester>, outcome: JobOutcome) -> Job {
         None,
     );
     record.stop = stop;
-    record.conclude(outcome);
+    record.set_outcome(outcome);
     assert!(record.is_final() && record.request.is_none());
     record.job
 }
@@ -139,10 +139,10 @@ fn an_acknowledged_job_is_retained_for_a_day_without_its_output() {
         NodeId::generate(),
         None,
     );
-    record.conclude(JobOutcome::from_exec(Ok(result(|_| {}))));
+    record.set_outcome(JobOutcome::from_exec(Ok(result(|_| {}))));
     let now = OffsetDateTime::now_utc();
     assert!(
-        !record.is_forgotten(now + time::Duration::days(1_000)),
+        !record.is_expired(now + time::Duration::days(1_000)),
         "a job without an acknowledgement was forgotten"
     );
     record.acknowledge();
@@ -152,8 +152,8 @@ fn an_acknowledged_job_is_retained_for_a_day_without_its_output() {
             && record.job.acknowledged
     );
     assert!(
-        !record.is_forgotten(now + time::Duration::hours(23))
-            && record.is_forgotten(now + time::Duration::hours(25))
+        !record.is_expired(now + time::Duration::hours(23))
+            && record.is_expired(now + time::Duration::hours(25))
     );
 }
 

@@ -55,7 +55,7 @@ impl Journal {
         self.directory.path().join("steps")
     }
 
-    /// The journal as another worker finds it.
+    /// Reopens the journal, as a restarted worker does.
     fn reopened(mut self) -> Self {
         self.steps = Steps::open(&self.path()).expect("opens");
         self
@@ -73,7 +73,7 @@ impl Journal {
             .check(self.steps.received() + 1, event, &self.plan)
     }
 
-    /// Takes the next event of the runner.
+    /// Checks and records the next event of the runner.
     fn take(&mut self, event: Event) {
         assert_eq!(self.judge(event), Ok(Novelty::New), "{event:?}");
         let number = self.steps.received() + 1;
@@ -131,7 +131,7 @@ fn a_line_that_a_crash_cut_off_never_happened() {
             "{length}"
         );
         assert_eq!(journal.steps.length, whole);
-        // The runner repeats it.
+        // The runner resends the event.
         journal.take(ended(0));
         journal.take(started(1));
         journal = journal.reopened();
@@ -222,7 +222,7 @@ fn an_event_that_is_repeated_is_known_and_a_gap_is_refused() {
 
 #[test]
 fn a_second_runner_repeats_only_an_idempotent_step() {
-    // The first runner dies in a step; the second may repeat it, or not.
+    // The first runner dies in a step. The second may repeat it only if it is idempotent.
     for (interrupted, may_repeat) in [(0, false), (1, true)] {
         let mut journal = Journal::new();
         journal.begin();
@@ -258,7 +258,7 @@ fn a_write_that_failed_leaves_nothing() {
     let mut journal = Journal::new();
     journal.begin();
     journal.take(Event::Accepted);
-    // What a full disk leaves of a line.
+    // A full disk leaves part of a line.
     let file = fs_err::OpenOptions::new()
         .append(true)
         .open(journal.path())

@@ -8,7 +8,7 @@ use jsonc_parser::{
 };
 
 use super::{EditError, Spot};
-use crate::clients::entry::Node;
+use crate::clients::entry::ConfigValue;
 
 /// What clients read: no other liberties than comments and trailing commas.
 const OPTIONS: ParseOptions = ParseOptions {
@@ -24,21 +24,23 @@ const OPTIONS: ParseOptions = ParseOptions {
     allow_extended_string_escapes: false,
 };
 
-pub(super) fn parse(text: &str) -> Result<Node, EditError> {
+pub(super) fn parse(text: &str) -> Result<ConfigValue, EditError> {
     let parsed = parse_to_ast(text, &jsonc_parser::CollectOptions::default(), &OPTIONS)
         .map_err(|error| EditError::Syntax(error.to_string()))?;
     // A file that has comments only.
-    Ok(parsed.value.map_or_else(|| Node::Map(Vec::new()), node))
+    Ok(parsed
+        .value
+        .map_or_else(|| ConfigValue::Map(Vec::new()), node))
 }
 
-fn node(value: Value<'_>) -> Node {
+fn node(value: Value<'_>) -> ConfigValue {
     match value {
-        Value::StringLit(string) => Node::Text(string.value.into_owned()),
-        Value::NumberLit(number) => Node::Word(number.value.to_owned()),
-        Value::BooleanLit(boolean) => Node::Word(boolean.value.to_string()),
-        Value::NullKeyword(_) => Node::Word("null".to_owned()),
-        Value::Array(array) => Node::List(array.elements.into_iter().map(node).collect()),
-        Value::Object(object) => Node::Map(
+        Value::StringLit(string) => ConfigValue::Text(string.value.into_owned()),
+        Value::NumberLit(number) => ConfigValue::Word(number.value.to_owned()),
+        Value::BooleanLit(boolean) => ConfigValue::Word(boolean.value.to_string()),
+        Value::NullKeyword(_) => ConfigValue::Word("null".to_owned()),
+        Value::Array(array) => ConfigValue::List(array.elements.into_iter().map(node).collect()),
+        Value::Object(object) => ConfigValue::Map(
             object
                 .properties
                 .into_iter()
@@ -48,17 +50,17 @@ fn node(value: Value<'_>) -> Node {
     }
 }
 
-fn input(node: &Node) -> CstInputValue {
+fn input(node: &ConfigValue) -> CstInputValue {
     match node {
-        Node::Text(text) => CstInputValue::String(text.clone()),
-        Node::Word(word) => match word.as_str() {
+        ConfigValue::Text(text) => CstInputValue::String(text.clone()),
+        ConfigValue::Word(word) => match word.as_str() {
             "true" => CstInputValue::Bool(true),
             "false" => CstInputValue::Bool(false),
             "null" => CstInputValue::Null,
             number => CstInputValue::Number(number.to_owned()),
         },
-        Node::List(items) => CstInputValue::Array(items.iter().map(input).collect()),
-        Node::Map(fields) => CstInputValue::Object(
+        ConfigValue::List(items) => CstInputValue::Array(items.iter().map(input).collect()),
+        ConfigValue::Map(fields) => CstInputValue::Object(
             fields
                 .iter()
                 .map(|(key, node)| (key.clone(), input(node)))
@@ -77,9 +79,9 @@ fn object(parent: &CstObject, key: &str) -> Option<CstObject> {
     }
 }
 
-pub(super) fn set(text: &str, spot: Spot<'_>, entry: &Node) -> Option<String> {
+pub(super) fn set(text: &str, spot: Spot<'_>, entry: &ConfigValue) -> Option<String> {
     if text.trim().is_empty() {
-        let mut root = Node::Map(Vec::new());
+        let mut root = ConfigValue::Map(Vec::new());
         root.set(spot.keys, spot.name, Some(entry));
         return Some(pretty(&root) + "\n");
     }
@@ -106,15 +108,15 @@ pub(super) fn remove(text: &str, spot: Spot<'_>) -> Option<String> {
 }
 
 /// Indented text, in the order of the fields.
-pub(super) fn pretty(node: &Node) -> String {
-    fn write(node: &Node, indent: usize, text: &mut String) {
+pub(super) fn pretty(node: &ConfigValue) -> String {
+    fn write(node: &ConfigValue, indent: usize, text: &mut String) {
         let margin = |indent: usize| "  ".repeat(indent);
         match node {
-            Node::Text(value) => {
+            ConfigValue::Text(value) => {
                 text.push_str(&serde_json::Value::from(value.as_str()).to_string());
             }
-            Node::Word(word) => text.push_str(word),
-            Node::List(items) => {
+            ConfigValue::Word(word) => text.push_str(word),
+            ConfigValue::List(items) => {
                 text.push('[');
                 for (number, item) in items.iter().enumerate() {
                     text.push_str(if number == 0 { "" } else { ", " });
@@ -122,8 +124,8 @@ pub(super) fn pretty(node: &Node) -> String {
                 }
                 text.push(']');
             }
-            Node::Map(fields) if fields.is_empty() => text.push_str("{}"),
-            Node::Map(fields) => {
+            ConfigValue::Map(fields) if fields.is_empty() => text.push_str("{}"),
+            ConfigValue::Map(fields) => {
                 text.push('{');
                 for (number, (key, value)) in fields.iter().enumerate() {
                     text.push_str(if number == 0 { "\n" } else { ",\n" });

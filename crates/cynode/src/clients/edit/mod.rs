@@ -8,14 +8,14 @@ mod toml;
 mod yaml;
 
 use super::{
-    entry::Node,
-    table::{Format, Place},
+    entry::ConfigValue,
+    table::{ConfigFormat, Place},
 };
 
 /// Where the entry belongs in a file.
 #[derive(Clone, Copy, Debug)]
 pub struct Spot<'a> {
-    pub format: Format,
+    pub format: ConfigFormat,
     pub keys: &'a [&'a str],
     pub name: &'a str,
 }
@@ -55,28 +55,28 @@ impl<'a> Spot<'a> {
     }
 
     /// The map that holds the entries, if the file has it.
-    fn parent(&self, text: &str) -> Result<Option<Node>, EditError> {
+    fn parent(&self, text: &str) -> Result<Option<ConfigValue>, EditError> {
         Ok(self.parse(text)?.at(self.keys).cloned())
     }
 
-    fn parse(&self, text: &str) -> Result<Node, EditError> {
+    fn parse(&self, text: &str) -> Result<ConfigValue, EditError> {
         if text.trim().is_empty() {
-            return Ok(Node::Map(Vec::new()));
+            return Ok(ConfigValue::Map(Vec::new()));
         }
         match self.format {
-            Format::Json => json::parse(text),
-            Format::Toml => toml::parse(text),
-            Format::Yaml => yaml::parse(text),
+            ConfigFormat::Json => json::parse(text),
+            ConfigFormat::Toml => toml::parse(text),
+            ConfigFormat::Yaml => yaml::parse(text),
         }
     }
 
     /// Parses the text, and checks that the entry has one place in it.
-    fn parse_checked(&self, text: &str) -> Result<Node, EditError> {
+    fn parse_checked(&self, text: &str) -> Result<ConfigValue, EditError> {
         let root = self.parse(text)?;
         let mut node = Some(&root);
         for key in self.keys.iter().chain([&self.name]) {
             let Some(current) = node else { break };
-            let Node::Map(fields) = current else {
+            let ConfigValue::Map(fields) = current else {
                 return Err(EditError::NotAMap(self.path_to(key)));
             };
             if fields.iter().filter(|(name, _)| name == key).count() > 1 {
@@ -107,7 +107,7 @@ impl<'a> Spot<'a> {
     }
 
     /// The entry that a file has.
-    pub fn entry(&self, text: &str) -> Result<Option<Node>, EditError> {
+    pub fn entry(&self, text: &str) -> Result<Option<ConfigValue>, EditError> {
         Ok(self
             .parse_checked(text)?
             .at(self.keys)
@@ -115,26 +115,26 @@ impl<'a> Spot<'a> {
             .cloned())
     }
 
-    pub fn has(&self, text: &str, entry: &Node) -> Result<bool, EditError> {
+    pub fn has(&self, text: &str, entry: &ConfigValue) -> Result<bool, EditError> {
         let known = self.entry(text)?.map(|known| self.comparable(known));
         Ok(known == Some(self.comparable(entry.clone())))
     }
 
-    fn comparable(&self, node: Node) -> Node {
+    fn comparable(&self, node: ConfigValue) -> ConfigValue {
         let node = match self.format {
-            Format::Json | Format::Toml => node,
-            Format::Yaml => node.textual(),
+            ConfigFormat::Json | ConfigFormat::Toml => node,
+            ConfigFormat::Yaml => node.textual(),
         };
         node.sorted()
     }
 
     /// The text with the entry.
-    pub fn set(&self, text: &str, entry: &Node) -> Result<String, EditError> {
+    pub fn set(&self, text: &str, entry: &ConfigValue) -> Result<String, EditError> {
         let mut expected = self.parse_checked(text)?;
         let edited = match self.format {
-            Format::Json => json::set(text, *self, entry),
-            Format::Toml => toml::set(text, *self, entry),
-            Format::Yaml => yaml::set(text, *self, entry),
+            ConfigFormat::Json => json::set(text, *self, entry),
+            ConfigFormat::Toml => toml::set(text, *self, entry),
+            ConfigFormat::Yaml => yaml::set(text, *self, entry),
         }
         .ok_or(EditError::Form)?;
         drop_nulls(&mut expected, self.keys);
@@ -149,15 +149,17 @@ impl<'a> Spot<'a> {
         }
         let mut expected = self.parse_checked(text)?;
         let edited = match self.format {
-            Format::Json => json::remove(text, *self),
-            Format::Toml => toml::remove(text, *self),
-            Format::Yaml => yaml::remove(text, *self),
+            ConfigFormat::Json => json::remove(text, *self),
+            ConfigFormat::Toml => toml::remove(text, *self),
+            ConfigFormat::Yaml => yaml::remove(text, *self),
         }
         .ok_or(EditError::Form)?;
         expected.set(self.keys, self.name, None);
         // A table of TOML exists only while it has something.
-        if self.format == Format::Toml
-            && expected.at(self.keys).is_some_and(Node::is_empty_map)
+        if self.format == ConfigFormat::Toml
+            && expected
+                .at(self.keys)
+                .is_some_and(ConfigValue::is_empty_map)
             && let Some((last, above)) = self.keys.split_last()
         {
             let mut without = expected.clone();
@@ -169,7 +171,7 @@ impl<'a> Spot<'a> {
         self.verified(expected, edited).map(Some)
     }
 
-    fn verified(&self, expected: Node, edited: String) -> Result<String, EditError> {
+    fn verified(&self, expected: ConfigValue, edited: String) -> Result<String, EditError> {
         let found = self.parse(&edited).map_err(|_| EditError::Form)?;
         if self.comparable(found) == self.comparable(expected) {
             Ok(edited)
@@ -180,20 +182,20 @@ impl<'a> Spot<'a> {
 }
 
 /// Whether a key has no value.
-fn is_null(node: &Node) -> bool {
-    matches!(node, Node::Word(word) if word == "null")
+fn is_null(node: &ConfigValue) -> bool {
+    matches!(node, ConfigValue::Word(word) if word == "null")
 }
 
 /// Replaces a key without a value by an empty map.
-fn drop_nulls(root: &mut Node, keys: &[&str]) {
+fn drop_nulls(root: &mut ConfigValue, keys: &[&str]) {
     let Some((key, rest)) = keys.split_first() else {
         return;
     };
-    if let Node::Map(fields) = root
+    if let ConfigValue::Map(fields) = root
         && let Some((_, node)) = fields.iter_mut().find(|(name, _)| name == key)
     {
         if is_null(node) {
-            *node = Node::Map(Vec::new());
+            *node = ConfigValue::Map(Vec::new());
         }
         drop_nulls(node, rest);
     }

@@ -3,54 +3,58 @@
 use toml_edit::{Array, DocumentMut, InlineTable, Item, Table, TableLike, Value};
 
 use super::{EditError, Spot};
-use crate::clients::entry::Node;
+use crate::clients::entry::ConfigValue;
 
 fn document(text: &str) -> Result<DocumentMut, EditError> {
     text.parse()
         .map_err(|error: toml_edit::TomlError| EditError::Syntax(error.message().to_owned()))
 }
 
-pub(super) fn parse(text: &str) -> Result<Node, EditError> {
+pub(super) fn parse(text: &str) -> Result<ConfigValue, EditError> {
     Ok(table(document(text)?.as_table()))
 }
 
-fn table(table: &dyn TableLike) -> Node {
+fn table(table: &dyn TableLike) -> ConfigValue {
     let fields = table.iter().map(|(key, item)| (key.to_owned(), node(item)));
-    Node::Map(fields.collect())
+    ConfigValue::Map(fields.collect())
 }
 
-fn node(item: &Item) -> Node {
+fn node(item: &Item) -> ConfigValue {
     match item {
-        Item::None => Node::Word("null".to_owned()),
+        Item::None => ConfigValue::Word("null".to_owned()),
         Item::Value(value) => scalar(value),
         Item::Table(inner) => table(inner),
-        Item::ArrayOfTables(tables) => Node::List(tables.iter().map(|it| table(it)).collect()),
+        Item::ArrayOfTables(tables) => {
+            ConfigValue::List(tables.iter().map(|it| table(it)).collect())
+        }
     }
 }
 
-fn scalar(value: &Value) -> Node {
+fn scalar(value: &Value) -> ConfigValue {
     match value {
-        Value::String(text) => Node::Text(text.value().clone()),
-        Value::Integer(number) => Node::Word(number.value().to_string()),
-        Value::Float(number) => Node::Word(number.value().to_string()),
-        Value::Boolean(boolean) => Node::Word(boolean.value().to_string()),
-        Value::Datetime(time) => Node::Text(time.value().to_string()),
-        Value::Array(items) => Node::List(items.iter().map(scalar).collect()),
+        Value::String(text) => ConfigValue::Text(text.value().clone()),
+        Value::Integer(number) => ConfigValue::Word(number.value().to_string()),
+        Value::Float(number) => ConfigValue::Word(number.value().to_string()),
+        Value::Boolean(boolean) => ConfigValue::Word(boolean.value().to_string()),
+        Value::Datetime(time) => ConfigValue::Text(time.value().to_string()),
+        Value::Array(items) => ConfigValue::List(items.iter().map(scalar).collect()),
         Value::InlineTable(inner) => table(inner),
     }
 }
 
 /// A field of an entry. Entries have no tables within tables.
-fn value(node: &Node) -> Option<Value> {
+fn value(node: &ConfigValue) -> Option<Value> {
     Some(match node {
-        Node::Text(text) => Value::from(text.as_str()),
-        Node::Word(word) => match word.as_str() {
+        ConfigValue::Text(text) => Value::from(text.as_str()),
+        ConfigValue::Word(word) => match word.as_str() {
             "true" => Value::from(true),
             "false" => Value::from(false),
             number => Value::from(number.parse::<i64>().ok()?),
         },
-        Node::List(items) => Value::Array(items.iter().map(value).collect::<Option<Array>>()?),
-        Node::Map(fields) => {
+        ConfigValue::List(items) => {
+            Value::Array(items.iter().map(value).collect::<Option<Array>>()?)
+        }
+        ConfigValue::Map(fields) => {
             let mut inner = InlineTable::new();
             for (key, node) in fields {
                 inner.insert(key, value(node)?);
@@ -60,9 +64,9 @@ fn value(node: &Node) -> Option<Value> {
     })
 }
 
-pub(super) fn set(text: &str, spot: Spot<'_>, entry: &Node) -> Option<String> {
+pub(super) fn set(text: &str, spot: Spot<'_>, entry: &ConfigValue) -> Option<String> {
     let mut document = document(text).ok()?;
-    let Node::Map(fields) = entry else {
+    let ConfigValue::Map(fields) = entry else {
         return None;
     };
     let mut map: &mut dyn TableLike = document.as_table_mut();

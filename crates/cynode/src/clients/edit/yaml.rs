@@ -3,7 +3,7 @@
 use saphyr_parser::{Event, Parser, ScalarStyle, Span};
 
 use super::{EditError, Spot};
-use crate::clients::entry::Node;
+use crate::clients::entry::ConfigValue;
 
 /// Maps and lists within one another.
 const MAX_DEPTH: usize = 64;
@@ -19,7 +19,7 @@ struct Located {
 #[derive(Debug)]
 enum LocatedValue {
     /// Anything but a map.
-    Other(Node),
+    Other(ConfigValue),
     Map {
         /// Each key with its line and its column, counted from 0.
         fields: Vec<(String, usize, usize, Located)>,
@@ -33,8 +33,8 @@ struct Reader<'a> {
     text: &'a str,
 }
 
-pub(super) fn parse(text: &str) -> Result<Node, EditError> {
-    Ok(read(text)?.map_or_else(|| Node::Map(Vec::new()), |root| root.node()))
+pub(super) fn parse(text: &str) -> Result<ConfigValue, EditError> {
+    Ok(read(text)?.map_or_else(|| ConfigValue::Map(Vec::new()), |root| root.node()))
 }
 
 /// The only document of a text; `None` if it has comments only.
@@ -87,13 +87,13 @@ impl<'a> Reader<'a> {
                 let is_null = style == ScalarStyle::Plain
                     && matches!(text.as_ref(), "" | "~" | "null" | "Null" | "NULL");
                 let node = if is_null {
-                    Node::Word("null".to_owned())
+                    ConfigValue::Word("null".to_owned())
                 } else {
-                    Node::Text(text.into_owned())
+                    ConfigValue::Text(text.into_owned())
                 };
                 other(node, last_line(span))
             }
-            Event::Alias(anchor) => other(Node::Text(format!("*{anchor}")), last_line(span)),
+            Event::Alias(anchor) => other(ConfigValue::Text(format!("*{anchor}")), last_line(span)),
             Event::SequenceStart(..) => {
                 let mut items = Vec::new();
                 let mut last = last_line(span);
@@ -101,7 +101,7 @@ impl<'a> Reader<'a> {
                     match self.next()? {
                         (Event::SequenceEnd, end) => {
                             last = self.end_of(span, end, last);
-                            return other(Node::List(items), last);
+                            return other(ConfigValue::List(items), last);
                         }
                         (event, span) => {
                             let item = self.value(event, span, depth + 1)?;
@@ -167,10 +167,10 @@ fn last_line(span: Span) -> usize {
 }
 
 impl Located {
-    fn node(&self) -> Node {
+    fn node(&self) -> ConfigValue {
         match &self.value {
             LocatedValue::Other(node) => node.clone(),
-            LocatedValue::Map { fields, .. } => Node::Map(
+            LocatedValue::Map { fields, .. } => ConfigValue::Map(
                 fields
                     .iter()
                     .map(|(key, _, _, value)| (key.clone(), value.node()))
@@ -188,15 +188,15 @@ impl Located {
 }
 
 /// The lines of an entry.
-fn lines(name: &str, entry: &Node, indent: usize) -> Option<String> {
-    let Node::Map(fields) = entry else {
+fn lines(name: &str, entry: &ConfigValue, indent: usize) -> Option<String> {
+    let ConfigValue::Map(fields) = entry else {
         return None;
     };
     let margin = " ".repeat(indent);
     let mut lines = vec![format!("{margin}{name}:\n")];
     for (key, value) in fields {
         match value {
-            Node::Map(inner) => {
+            ConfigValue::Map(inner) => {
                 lines.push(format!("{margin}  {key}:\n"));
                 for (key, value) in inner {
                     lines.push(format!("{margin}    {key}: {}\n", scalar(value)?));
@@ -209,15 +209,15 @@ fn lines(name: &str, entry: &Node, indent: usize) -> Option<String> {
 }
 
 /// A value on one line. Texts in double quotes are written as in JSON.
-fn scalar(value: &Node) -> Option<String> {
+fn scalar(value: &ConfigValue) -> Option<String> {
     Some(match value {
-        Node::Text(text) => serde_json::Value::from(text.as_str()).to_string(),
-        Node::Word(word) => word.clone(),
-        Node::List(items) => {
+        ConfigValue::Text(text) => serde_json::Value::from(text.as_str()).to_string(),
+        ConfigValue::Word(word) => word.clone(),
+        ConfigValue::List(items) => {
             let items: Option<Vec<String>> = items.iter().map(scalar).collect();
             format!("[{}]", items?.join(", "))
         }
-        Node::Map(_) => return None,
+        ConfigValue::Map(_) => return None,
     })
 }
 
@@ -235,7 +235,7 @@ fn with_newline(text: &str) -> String {
     }
 }
 
-pub(super) fn set(text: &str, spot: Spot<'_>, entry: &Node) -> Option<String> {
+pub(super) fn set(text: &str, spot: Spot<'_>, entry: &ConfigValue) -> Option<String> {
     let [key] = spot.keys else { return None };
     let root = read(text).ok()?;
     let Some((_, line, _, parent)) = root.as_ref().and_then(|root| root.field(key)) else {
@@ -270,7 +270,7 @@ pub(super) fn set(text: &str, spot: Spot<'_>, entry: &Node) -> Option<String> {
             let added = lines(spot.name, entry, 2)?;
             Some(format!("{}{added}{after}", with_newline(before)))
         }
-        LocatedValue::Other(Node::Word(_)) => {
+        LocatedValue::Other(ConfigValue::Word(_)) => {
             // Without a value, or with a null on the line of the key.
             let (before, after) = split_after(text, *line);
             let (above, own) = split_after(before, line - 1);

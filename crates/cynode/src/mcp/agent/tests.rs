@@ -1,14 +1,14 @@
-//! The file of an agent, without a server.
+//! Tests of the agent file without a server.
 
 use std::collections::BTreeSet;
 
 use super::*;
 
-fn place() -> Place {
-    Place {
+fn key() -> AgentKey {
+    AgentKey {
         server: "http://one".to_owned(),
         directory: "/a".into(),
-        is_brought: true,
+        uploads_directory: true,
         task: None,
         purpose: "bridge".to_owned(),
     }
@@ -34,61 +34,61 @@ fn no_user() -> Result<UserClient, Failure> {
 #[test]
 fn agents_are_told_apart_by_server_directory_task_and_purpose() {
     let keys: BTreeSet<String> = [
-        place(),
-        Place {
+        key(),
+        AgentKey {
             server: "http://two".to_owned(),
-            ..place()
+            ..key()
         },
-        Place {
+        AgentKey {
             directory: "/b".into(),
-            ..place()
+            ..key()
         },
-        Place {
-            is_brought: false,
-            ..place()
+        AgentKey {
+            uploads_directory: false,
+            ..key()
         },
-        Place {
+        AgentKey {
             task: Some(TaskId::generate()),
-            ..place()
+            ..key()
         },
-        Place {
+        AgentKey {
             purpose: "other".to_owned(),
-            ..place()
+            ..key()
         },
-        // Parts do not run into one another.
-        Place {
+        // Adjacent fields are not confused.
+        AgentKey {
             server: "http://one/".to_owned(),
             directory: "a".into(),
-            ..place()
+            ..key()
         },
     ]
     .iter()
-    .map(Place::key)
+    .map(AgentKey::file_name)
     .collect();
     assert_eq!(keys.len(), 7);
-    assert_eq!(place().key(), place().key());
+    assert_eq!(key().file_name(), key().file_name());
 }
 
 #[tokio::test]
 async fn a_valid_token_needs_no_credential_of_the_user() {
     let home = tempfile::tempdir().expect("a directory");
     let state = home.path().join("state/cynode-client");
-    let file = AgentFile::new(&state, place(), Lifetime::BRIDGE);
+    let file = AgentFile::new(&state, key(), Lifetime::BRIDGE);
     assert!(file.read().expect("read").is_none());
     assert!(file.current(no_user).await.is_err());
-    let known = agent("http://one");
-    file.write(&known).expect("written");
-    assert_eq!(file.current(no_user).await.ok(), Some(known.clone()));
-    // One that expires soon is used as long as it is valid, if it can't be renewed.
+    let stored = agent("http://one");
+    file.write(&stored).expect("written");
+    assert_eq!(file.current(no_user).await.ok(), Some(stored.clone()));
+    // An expiring token that can't be renewed is used until it expires.
     let soon = Agent {
         expires_at: OffsetDateTime::now_utc() + Duration::from_hours(1),
-        ..known.clone()
+        ..stored.clone()
     };
     file.write(&soon).expect("written");
     assert_eq!(file.current(no_user).await.ok(), Some(soon.clone()));
-    // Somebody else has replaced it.
-    let found = file.instead_of("cyn_older", no_user).await;
-    assert_eq!(found.ok(), Some(soon.clone()));
+    // Another process has replaced the token.
+    let current = file.instead_of("cyn_older", no_user).await;
+    assert_eq!(current.ok(), Some(soon.clone()));
     assert!(file.instead_of("cyn_secret", no_user).await.is_err());
     file.set_workspace(soon.token_id).await.expect("written");
     let read = file.read().expect("read").expect("an agent");
@@ -101,7 +101,7 @@ async fn a_valid_token_needs_no_credential_of_the_user() {
 async fn a_damaged_file_and_one_of_another_server_count_as_none() {
     let home = tempfile::tempdir().expect("a directory");
     let state = home.path().join("cynode-client");
-    let file = AgentFile::new(&state, place(), Lifetime::BRIDGE);
+    let file = AgentFile::new(&state, key(), Lifetime::BRIDGE);
     drop(file.lock("lock").await.expect("a lock"));
     file.write(&agent("http://two")).expect("written");
     assert!(file.read().expect("read").is_none());
@@ -114,7 +114,7 @@ async fn a_damaged_file_and_one_of_another_server_count_as_none() {
 async fn agents_beyond_the_limit_are_forgotten() {
     let home = tempfile::tempdir().expect("a directory");
     let state = home.path().join("cynode-client");
-    let file = AgentFile::new(&state, place(), Lifetime::BRIDGE);
+    let file = AgentFile::new(&state, key(), Lifetime::BRIDGE);
     drop(file.lock("lock").await.expect("a lock"));
     let agents = state.join("agents");
     for number in 0..=MAX_AGENTS {

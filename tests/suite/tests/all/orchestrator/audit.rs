@@ -40,7 +40,7 @@ async fn verdict(client: &UserClient) -> Result<AuditVerdict> {
 }
 
 /// Fails unless the trail is intact.
-pub(super) async fn intact(client: &UserClient) -> Result<AuditVerdict> {
+pub(super) async fn assert_trail_intact(client: &UserClient) -> Result<AuditVerdict> {
     let verdict = verdict(client).await?;
     ensure!(
         verdict.intact && verdict.problems.is_empty(),

@@ -3,13 +3,15 @@
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{
     ErrorCode, Job, JobCreate, JobState, PreferenceScope, ProjectCreate, SessionId, TaskCreate,
-    TaskId, TokenCreate, TokenKind, UserSessionCreate,
+    TaskId, UserSessionCreate,
 };
 use cynode_client::UserClient;
 use cynode_tests::{
+    Answer, Http, eventually,
     models::{ModelApi, ModelServer, PROMPT_TOKENS},
     sh,
 };
+use http::Method;
 use serde_json::{Value, json};
 
 use super::nodes::{Fleet, TIMEOUT, run_to_end, wait_for_node};
@@ -117,6 +119,39 @@ async fn a_job_goes_to_a_node_that_serves_one_of_its_models_or_fails_with_the_re
     Ok(())
 }
 
+/// The answer to a tool call of an agent.
+async fn tool(fleet: &Fleet, token: &str, name: &str, arguments: &Value) -> Result<Value> {
+    let call = json!({
+        "jsonrpc": "2.0", "id": 1, "method": "tools/call",
+        "params": {"name": name, "arguments": arguments},
+    });
+    let request = Http::to(&fleet.orchestrator.url()?, token)?
+        .request(Method::POST, "/mcp")
+        .header("accept", "application/json, text/event-stream")
+        .json(&call);
+    let answer: Value = serde_json::from_slice(&Answer::of(request).await?.body)?;
+    let result = &answer["result"]["structuredContent"];
+    ensure!(result.is_object(), "{answer}");
+    Ok(result.clone())
+}
+
+/// The models that a new session sees.
+async fn models_of_session(client: &UserClient, task: TaskId) -> Result<String> {
+    let made = client
+        .sessions()
+        .create_user_session(&UserSessionCreate {
+            task_id: Some(task),
+            session_id: Some(SessionId::generate()),
+            ..Default::default()
+        })
+        .await?;
+    let ask = sh("wget -qO- http://localhost:11434/v1/models");
+    let ran = client.sessions().exec(made.session_id, &ask).await?;
+    let listed: Value = serde_json::from_str(&ran.stdout).context(ran.stderr)?;
+    let ids = listed["data"].as_array().into_iter().flatten();
+    Ok(ids.filter_map(|model| model["id"].as_str()).collect())
+}
+
 // invariant: fail-closed
 #[tokio::test]
 async fn people_allow_models_and_agents_do_not() -> Result<()> {
@@ -128,43 +163,28 @@ async fn people_allow_models_and_agents_do_not() -> Result<()> {
         .await?;
     let client = fleet.orchestrator.client()?;
     let task = task(&client).await?;
-    let agent = client
-        .create_token(&TokenCreate {
-            kind: TokenKind::ProjectManager,
-            task_ids: vec![task],
-            ..token_defaults()
-        })
-        .await?;
-    let agent = UserClient::new(&fleet.orchestrator.url()?, &agent.token)?;
-
-    // Nothing is set: a person's job keeps its models, an agent's has none.
-    let refused = agent
-        .create_job(&asking(task, &["a"])?)
-        .await
-        .expect_err("none");
-    ensure!(refused.is(ErrorCode::ModelNotAllowed), "{refused}");
-    let session = async || -> Result<String> {
-        let made = client
-            .sessions()
-            .create_user_session(&UserSessionCreate {
-                task_id: Some(task),
-                session_id: Some(SessionId::generate()),
-                ..Default::default()
-            })
-            .await?;
-        let ask = sh("wget -qO- http://localhost:11434/v1/models");
-        let ran = client.sessions().exec(made.session_id, &ask).await?;
-        let listed: Value = serde_json::from_str(&ran.stdout).context(ran.stderr)?;
-        let ids = listed["data"].as_array().into_iter().flatten();
-        Ok(ids.filter_map(|model| model["id"].as_str()).collect())
+    let token = client
+        .create_token(&serde_json::from_value(json!({
+            "kind": "project_manager", "task_ids": [task],
+        }))?)
+        .await?
+        .token;
+    let by_agent = async |models: &[&str]| -> Result<Value> {
+        let request = serde_json::to_value(asking(task, models)?)?;
+        let arguments = json!({"task_id": task, "job": request["job"]});
+        tool(&fleet, &token, "db.job.create", &arguments).await
     };
-    assert_eq!(session().await?, "");
 
-    let denied = agent
-        .put_preference(PreferenceScope::Task, &task.to_string(), KEY, json!(["a"]))
-        .await
-        .expect_err("agents allow nothing");
-    ensure!(denied.is(ErrorCode::DeniedByPolicy), "{denied}");
+    // Nothing is set: a person's job keeps its models, an agent's and sessions have none.
+    let refused = by_agent(&["a"]).await?;
+    assert_eq!(refused["code"], "model_not_allowed", "{refused}");
+    assert_eq!(models_of_session(&client, task).await?, "");
+    let own = run_to_end(&client, &asking(task, &["b"])?).await?;
+    assert_eq!(own.state, JobState::Completed, "{own:?}");
+    let wider = json!({"task_id": task, "key": KEY, "value": ["a"]});
+    let denied = tool(&fleet, &token, "db.preference.set", &wider).await?;
+    assert_eq!(denied["code"], "denied_by_policy", "{denied}");
+
     let invalid = client
         .put_preference(PreferenceScope::System, "-", KEY, json!("a"))
         .await
@@ -173,44 +193,33 @@ async fn people_allow_models_and_agents_do_not() -> Result<()> {
     client
         .put_preference(PreferenceScope::System, "-", KEY, json!(["a", "b"]))
         .await?;
-    assert_eq!(session().await?, "ab");
+    assert_eq!(models_of_session(&client, task).await?, "ab");
     client
         .put_preference(PreferenceScope::Task, &task.to_string(), KEY, json!(["b"]))
         .await?;
-    assert_eq!(session().await?, "b");
+    assert_eq!(models_of_session(&client, task).await?, "b");
 
-    for by in [&client, &agent] {
-        let refused = by
-            .create_job(&asking(task, &["a"])?)
-            .await
-            .expect_err("not allowed");
-        ensure!(refused.is(ErrorCode::ModelNotAllowed), "{refused}");
-        let done = by.create_job(&asking(task, &["a", "b"])?).await?;
-        cynode_tests::eventually("the job ends", TIMEOUT, async || {
-            Ok(client.job(done.job_id).await?.state.is_final())
-        })
-        .await?;
-        let done = client.job(done.job_id).await?;
-        assert_eq!(done.state, JobState::Completed, "{done:?}");
-    }
-    // The sandbox of a job has the cut list, whatever its caller named.
+    let refused = client.create_job(&asking(task, &["a"])?).await;
+    let refused = refused.expect_err("not allowed");
+    ensure!(refused.is(ErrorCode::ModelNotAllowed), "{refused}");
+    let refused = by_agent(&["a"]).await?;
+    assert_eq!(refused["code"], "model_not_allowed", "{refused}");
+    // The list is cut before the node sees it, whatever its caller named.
+    let cut = run_to_end(&client, &asking(task, &["b", "a"])?).await?;
+    let result = cut.sba_result.context("a result")?;
+    ensure!(cut.state == JobState::Failed, "{result}");
+    let started = by_agent(&["a", "b"]).await?;
+    let id = serde_json::from_value(started["job_id"].clone())?;
+    eventually("the agent's job ends", TIMEOUT, async || {
+        Ok(client.job(id).await?.state.is_final())
+    })
+    .await?;
+    let done = client.job(id).await?;
+    assert_eq!(done.state, JobState::Completed, "{done:?}");
     let sent = server.computations();
     ensure!(
         sent.iter().all(|request| request.body["model"] == "b"),
         "{sent:?}"
     );
     Ok(())
-}
-
-fn token_defaults() -> TokenCreate {
-    TokenCreate {
-        kind: TokenKind::User,
-        user: None,
-        project_id: None,
-        task_ids: Vec::new(),
-        job_id: None,
-        session_id: None,
-        version: None,
-        expires_in_seconds: None,
-    }
 }

@@ -10,7 +10,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 use super::{
-    audit::{intact, records},
+    audit::{assert_trail_intact, records},
     cluster::{Cluster, session, text},
 };
 
@@ -105,7 +105,7 @@ async fn a_renewal_keeps_the_id_and_ends_the_old_secret_on_every_orchestrator() 
         .map(|record| (record.body.status, &record.body.detail["id"]))
         .collect();
     assert_eq!(outcomes, [(Some(200), &json!(token.id)); 2]);
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     cluster.worker.shut_down().await
 }
 

@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{
-    ErrorCode, Job, JobCreate, JobId, JobState, LimitsRequest, NodeState, PreferenceScope, TaskId,
+    ErrorCode, Job, JobCreate, JobId, JobState, LimitsRequest, NodeState, PreferenceScope,
     WorkspaceRef, sba::JobSpec,
 };
 use cynode_client::UserClient;
@@ -73,8 +73,14 @@ async fn nothing_is_left_on_the_node(cluster: &Cluster) -> Result<()> {
 }
 
 // proves: REQ-SANDBX-0110, REQ-SANDBX-0114,
-// CYNAI.SANDBX.ArtifactsDataExchange with a_sandbox_has_loopback_and_no_other_way_out
-// part of: REQ-SANDBX-0001, CYNAI.SBAGNT.ResultAndArtifactDelivery, CYNAI.SBAGNT.JobLifecycle
+// CYNAI.SANDBX.ArtifactsDataExchange with a_sandbox_does_not_reach_the_database,
+// REQ-SANDBX-0001 with no_secret_enters_through_any_channel_or_is_stored_anywhere and
+// the_systems_own_keys_and_tokens_are_kept_out and
+// commands_see_their_task_and_session_and_nothing_of_the_host and
+// a_sandbox_has_loopback_and_no_other_way_out and
+// a_shell_is_a_terminal_that_can_be_resized_and_ends_with_its_own_code and
+// every_runtime_fulfils_the_runtime_contract and a_sandbox_does_not_reach_the_database
+// part of: CYNAI.SBAGNT.ResultAndArtifactDelivery, CYNAI.SBAGNT.JobLifecycle
 // invariant: jobs
 #[tokio::test]
 async fn an_artifact_uploaded_from_inside_is_read_after_its_sandbox_is_gone() -> Result<()> {
@@ -251,7 +257,10 @@ async fn the_context_of_a_job_is_completed_from_its_project_task_and_preferences
     Ok(())
 }
 
-// part of: CYNAI.SBAGNT.SchemaValidation, REQ-SANDBX-0124
+// proves: REQ-SANDBX-0124 with only_marked_images_are_accepted_and_their_config_is_ignored and
+// a_plain_command_runs_on_an_image_that_is_not_marked_for_sessions and
+// a_rule_restricts_plain_commands_to_agent_compatible_images
+// part of: CYNAI.SBAGNT.SchemaValidation
 #[tokio::test]
 async fn a_job_that_can_not_be_run_is_refused_with_every_reason() -> Result<()> {
     let cluster = Cluster::start().await?;
@@ -273,7 +282,8 @@ async fn a_job_that_can_not_be_run_is_refused_with_every_reason() -> Result<()> 
             .map(|violation| violation["path"].as_str().unwrap_or_default().to_owned())
             .collect()
     };
-    let other = TaskId::generate().to_string();
+    let other = self::task(&cluster, &json!({"name": "another"})).await?;
+    let other_job = JobId::generate();
     let cases: [(&dyn Fn(&mut Value), &[&str]); 4] = [
         (
             &|body| {
@@ -282,7 +292,7 @@ async fn a_job_that_can_not_be_run_is_refused_with_every_reason() -> Result<()> 
             },
             &["job.steps[0].args.argv", "job.steps[0].retries"],
         ),
-        (&|body| body["job_id"] = json!(other), &["job.job_id"]),
+        (&|body| body["job_id"] = json!(other_job), &["job.job_id"]),
         (&|body| body["task_id"] = json!(other), &["job.task_id"]),
         (
             &|body| body["timeout_seconds"] = json!(1),
@@ -480,7 +490,7 @@ async fn a_job_file_is_run_followed_and_shown_as_a_timeline() -> Result<()> {
          1 write write_file success TIME 1\n\
          2 apply_unified_diff success TIME 1\n\
          3 run_command success TIME 0 8 B\n\
-         4 test run_command failure TIME 3 2.0 KiB"
+         4 test run_command failure TIME 3 2 KiB"
             .replace("ID/note", &format!("{id}/note")),
         "{shown}"
     );

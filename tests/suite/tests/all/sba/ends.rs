@@ -17,7 +17,12 @@ on_every_runtime!(the_first_failure_ends_a_job_and_its_deadlines_hold);
 
 const SUCCESS: StepStatus = StepStatus::Success;
 
-// part of: CYNAI.SBAGNT.FailureCodes, CYNAI.SBAGNT.ResultContract
+// proves: CYNAI.SBAGNT.ResultContract with a_stopped_job_has_a_whole_result and
+// a_full_disk_fails_the_step_that_needs_it_and_not_the_result and
+// a_step_or_a_runner_that_takes_all_memory_ends_the_job_with_a_result and
+// the_largest_result_arrives_whole and a_panic_of_a_step_ends_in_a_complete_result and
+// a_step_that_forges_every_file_and_kills_the_runner_has_no_success
+// part of: CYNAI.SBAGNT.FailureCodes
 // invariant: jobs
 async fn the_first_failure_ends_a_job_and_its_deadlines_hold(world: World) -> Result<()> {
     let mut worker = world.worker(&Options::default()).await?;
@@ -83,7 +88,13 @@ async fn the_first_failure_ends_a_job_and_its_deadlines_hold(world: World) -> Re
     world.assert_clean().await
 }
 
-// part of: CYNAI.SBAGNT.SchemaValidation, CYNAI.SBAGNT.WorkerApiIntegration
+// proves: CYNAI.SBAGNT.WorkerApiIntegration with every_type_of_step_runs_in_a_sandbox and
+// the_context_of_a_job_is_completed_from_its_project_task_and_preferences,
+// CYNAI.SBAGNT.SchemaValidation with
+// an_invalid_job_is_refused_before_any_step_with_the_path_to_the_error and
+// every_file_has_the_expected_verdict_with_the_code_and_the_path_of_each_error,
+// CYNAI.SBAGNT.ProtocolVersioning with
+// every_file_has_the_expected_verdict_with_the_code_and_the_path_of_each_error
 // invariant: jobs
 #[tokio::test]
 async fn a_specification_that_does_not_fit_its_request_is_refused_before_anything_runs()
@@ -98,7 +109,18 @@ async fn a_specification_that_does_not_fit_its_request_is_refused_before_anythin
         Ok(body)
     };
     let other = TaskId::generate();
-    let cases: [(&dyn Fn(&mut Value), &str); 6] = [
+    let cases: [(&dyn Fn(&mut Value), &str); 8] = [
+        (
+            &|body| body["job"]["protocol_version"] = json!("2.0"),
+            "protocol_version",
+        ),
+        (
+            &|body| {
+                body["job"]["protocol_version"] = json!("1.7");
+                body["job"]["colour"] = json!(1);
+            },
+            "1.7",
+        ),
         (&|body| body["job"]["colour"] = json!(1), "job: colour"),
         (
             &|body| body["job"]["steps"][0]["args"]["argv"] = json!([1]),
@@ -135,6 +157,14 @@ async fn a_specification_that_does_not_fit_its_request_is_refused_before_anythin
         fs_err::read_dir(world.state_dir().join("worker/jobs"))?.count(),
         0
     );
+    // A higher minor version with fields that are known here runs.
+    let newer = with(
+        specification(&[run_step("echo on")]),
+        "protocol_version",
+        "1.7",
+    );
+    let ended = Ended::after(&worker.client()?, &sba_job(&newer)).await?;
+    assert_eq!(ended.success()?.stdout(0)?, "on\n");
     Ok(())
 }
 

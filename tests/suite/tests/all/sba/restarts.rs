@@ -200,6 +200,8 @@ pub(crate) fn runners(world: &World) -> Result<Vec<u32>> {
         let is_runner = arguments
             .split('\0')
             .any(|argument| argument == "--supervised");
+        // The supervisor of a step is a fork of the runner, under another name.
+        let is_runner = is_runner && read("comm").trim_end() == "cynode-sba";
         if is_runner && read("cgroup").contains(&world.cgroup_parent()) {
             let pid = path.file_name().and_then(|name| name.to_str());
             found.push(pid.context("a pid")?.parse()?);

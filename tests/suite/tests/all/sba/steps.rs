@@ -11,7 +11,11 @@ use super::{Ended, run, until_step};
 
 on_every_runtime!(every_type_of_step_runs_in_a_sandbox);
 
-// part of: CYNAI.SBAGNT.Enforcement, CYNAI.SBAGNT.SandboxBoundary, REQ-SANDBX-0108
+// proves: CYNAI.SBAGNT.Enforcement with
+// a_process_that_swaps_links_makes_no_step_leave_the_workspace and
+// no_shell_interprets_arguments_unless_the_step_asks_for_one and
+// paths_that_lead_out_of_the_workspace_are_refused_by_every_step
+// part of: CYNAI.SBAGNT.SandboxBoundary, REQ-SANDBX-0108
 // invariant: jobs
 async fn every_type_of_step_runs_in_a_sandbox(world: World) -> Result<()> {
     let worker = world.worker(&Options::default()).await?;

@@ -9,7 +9,7 @@ use cynode_tests::{Answer, eventually};
 use http::Method;
 use serde_json::{Value, json};
 
-use super::{CallRecord, body, call, call_ok, call_record, intact, records_of_action};
+use super::{CallRecord, assert_trail_intact, body, call, call_ok, call_record, records_of_action};
 use crate::orchestrator::cluster::{Cluster, session, text};
 
 fn sh(script: &str) -> Value {
@@ -176,7 +176,7 @@ async fn no_call_takes_effect_or_is_denied_on_an_unverified_cached_identity() ->
             (status, Some("ada"))
         );
     }
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     cluster.worker.shut_down().await
 }
 
@@ -230,6 +230,6 @@ async fn a_caller_that_disconnects_during_verification_has_no_effect() -> Result
     );
     let (answer, _) = call_ok(&client, exec("test ! -e taken")?).await?;
     assert_eq!(body(&answer)?["exit_code"], 0, "{answer:?}");
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     cluster.worker.shut_down().await
 }

@@ -16,7 +16,7 @@ use rustix::process::Signal;
 use serde_json::json;
 use time::OffsetDateTime;
 
-use super::{CallRecord, TIMEOUT, call_record, intact, records_of_action, sha256};
+use super::{CallRecord, TIMEOUT, assert_trail_intact, call_record, records_of_action, sha256};
 use crate::orchestrator::{faults::small_limits, stack::kill};
 
 /// A worker behind relays that can be cut, and that finds a restarted orchestrator at any address.
@@ -158,7 +158,7 @@ async fn wait_until_all_closed(client: &UserClient) -> Result<()> {
         Ok(super::verdict(client).await?.open == 0)
     })
     .await?;
-    intact(client).await.map(drop)
+    assert_trail_intact(client).await.map(drop)
 }
 
 // part of: ISC-22

@@ -6,7 +6,7 @@ use cynode_api::{AuditKind, AuditRecord};
 use cynode_tests::{ControlPlane, RunningOrchestrator};
 use serde_json::{Value, json};
 
-use super::{intact, records_of_action};
+use super::{assert_trail_intact, records_of_action};
 
 /// Presents invalid tokens, many at once, and returns the statuses of the responses.
 async fn try_tokens(
@@ -117,6 +117,6 @@ async fn many_bad_tokens_of_one_source_leave_a_few_records_that_count_them_all()
         last["first_at"].is_string() && last["last_at"].is_string(),
         "{last:?}"
     );
-    intact(&orchestrator.client()?).await?;
+    assert_trail_intact(&orchestrator.client()?).await?;
     Ok(())
 }

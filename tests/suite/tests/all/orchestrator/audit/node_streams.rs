@@ -17,7 +17,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-use super::{TIMEOUT, intact, records, request, verdict, wait_until_signed};
+use super::{TIMEOUT, assert_trail_intact, records, request, verdict, wait_until_signed};
 use crate::orchestrator::{
     nodes::{Fleet, session_with_labels},
     simulated::{ONE, SimulatedFleet},
@@ -215,7 +215,7 @@ async fn a_batch_of_a_node_is_merged_once_and_signed_like_other_records() -> Res
     );
     assert_eq!(found[0].body.decision, Some(AuditDecision::Deny));
     wait_until_signed(&node.fleet.control_plane, &node.fleet.orchestrator).await?;
-    intact(&node.fleet.client).await?;
+    assert_trail_intact(&node.fleet.client).await?;
     Ok(())
 }
 
@@ -263,7 +263,7 @@ async fn a_gap_or_another_chain_is_refused_with_the_position_that_is_expected() 
         hosts(&node.merged().await?),
         ["a.example", "b.example", "c.example"]
     );
-    intact(&node.fleet.client).await?;
+    assert_trail_intact(&node.fleet.client).await?;
     Ok(())
 }
 
@@ -322,7 +322,7 @@ async fn a_node_speaks_only_for_itself_and_its_own_sandboxes() -> Result<()> {
         assert_eq!(send(&node.fleet, token, &json!(batch)).await?.0, 401);
     }
     assert_eq!(hosts(&node.merged().await?), ["d.example"]);
-    intact(&node.fleet.client).await?;
+    assert_trail_intact(&node.fleet.client).await?;
     Ok(())
 }
 
@@ -336,7 +336,7 @@ async fn tampering_with_a_nodes_records_is_found() -> Result<()> {
     let stream = node.batch().await?.stream;
     node.ship().await?;
     wait_until_signed(&node.fleet.control_plane, &node.fleet.orchestrator).await?;
-    intact(&node.fleet.client).await?;
+    assert_trail_intact(&node.fleet.client).await?;
     node.fleet.control_plane.postgres.query(&format!(
         "update audit_events set body = jsonb_set(body, '{{detail,host}}', '\"x.example\"') where stream = '{stream}' and seq = 3"
     ))?;
@@ -442,7 +442,7 @@ async fn a_worker_that_is_killed_between_record_and_shipping_loses_and_doubles_n
     assert_eq!(found.len(), distinct.len(), "records were doubled");
     assert_eq!(distinct, expected, "records were lost");
     ensure!(expected.len() > RECORDS, "{} records", expected.len());
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     Ok(())
 }
 
@@ -500,7 +500,7 @@ async fn a_worker_goes_on_when_the_orchestrator_refuses_or_has_lost_records() ->
         Ok(all().await?.contains(&"d.example".to_owned()))
     })
     .await?;
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     Ok(())
 }
 
@@ -543,7 +543,7 @@ async fn a_denial_that_a_sandbox_saw_is_in_the_trail_although_its_worker_was_kil
         Ok(expected.iter().all(|host| seen.contains(host)))
     })
     .await?;
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     Ok(())
 }
 

@@ -9,8 +9,8 @@ use http::{Method, header};
 use serde_json::{Value, json};
 
 use super::{
-    CallRecord, TIMEOUT, body, call_id, call_ok, intact, records, records_of_action, request,
-    sha256,
+    CallRecord, TIMEOUT, assert_trail_intact, body, call_id, call_ok, records, records_of_action,
+    request, sha256,
 };
 use crate::orchestrator::cluster::{Cluster, session, text};
 
@@ -237,7 +237,7 @@ async fn a_command_is_recorded_with_its_arguments_its_exit_and_its_output_hashes
         (intent.body.exec_id, &json!(6)),
         "{ended:?}"
     );
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     cluster.worker.shut_down().await
 }
 
@@ -406,7 +406,7 @@ async fn a_file_change_is_recorded_with_its_path_and_the_hashes_before_and_after
             "{hidden}"
         );
     }
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     cluster.worker.shut_down().await
 }
 
@@ -572,7 +572,7 @@ async fn changes_of_artifacts_tokens_settings_images_and_policies_are_recorded()
             "{hidden}"
         );
     }
-    intact(&client).await.map(drop)
+    assert_trail_intact(&client).await.map(drop)
 }
 
 // part of: ISC-22
@@ -696,6 +696,6 @@ async fn each_state_of_sessions_and_jobs_is_recorded_once_like_its_event() -> Re
             (AuditKind::Intent, first)
         );
     }
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     cluster.worker.shut_down().await
 }

@@ -1,5 +1,4 @@
-//! Refusals are recorded as truthfully as successes: the stage, the rule and the target, whatever
-//! the caller was told.
+//! Audit records of refusals name the real stage, rule and target, even where the caller sees 404.
 
 use anyhow::{Context as _, Result};
 use cynode_api::{AuditDecision, AuditKind, AuditRecord, AuditResult};
@@ -8,7 +7,7 @@ use cynode_tests::{Answer, eventually};
 use http::Method;
 use serde_json::json;
 
-use super::{CallRecord, TIMEOUT, call, call_ok, intact, records, records_of_action};
+use super::{CallRecord, TIMEOUT, assert_trail_intact, call, call_ok, records, records_of_action};
 use crate::orchestrator::cluster::{Cluster, session};
 
 const RULES: &str = r#"
@@ -38,12 +37,16 @@ async fn refusals_are_recorded_with_stage_and_rule_even_if_the_caller_sees_not_f
     let guessed = "cyn_this-was-never-a-token-of-anybody";
     let refused = Answer::of(cluster.request_by(guessed, Method::GET, "/v1/tasks")?).await?;
     assert_eq!(refused.outcome(), (401, "unauthorized".to_owned()));
-    let tried = records_of_action(&client, "authenticate").await?;
-    let [tried] = &tried[..] else {
-        anyhow::bail!("{tried:?}")
+    let attempts = records_of_action(&client, "authenticate").await?;
+    let [attempt] = &attempts[..] else {
+        anyhow::bail!("{attempts:?}")
     };
     assert_eq!(
-        (tried.body.kind, tried.body.decision, tried.body.result),
+        (
+            attempt.body.kind,
+            attempt.body.decision,
+            attempt.body.result
+        ),
         (
             AuditKind::Authentication,
             Some(AuditDecision::Deny),
@@ -51,10 +54,10 @@ async fn refusals_are_recorded_with_stage_and_rule_even_if_the_caller_sees_not_f
         )
     );
     assert_eq!(
-        (tried.body.stage.as_deref(), tried.body.status),
+        (attempt.body.stage.as_deref(), attempt.body.status),
         (Some("authenticate"), Some(401))
     );
-    assert_eq!(tried.body.detail["token"].as_str().map(str::len), Some(8));
+    assert_eq!(attempt.body.detail["token"].as_str().map(str::len), Some(8));
     assert_eq!(
         cluster
             .control_plane
@@ -63,7 +66,7 @@ async fn refusals_are_recorded_with_stage_and_rule_even_if_the_caller_sees_not_f
         "0"
     );
 
-    // Somebody else's session doesn't exist for him; the record names its owner.
+    // Bob gets 404 for Ada's session; the record names Bob, the session and the policy stage.
     let path = format!("/v1/sessions/{id}/exec");
     let (answer, CallRecord { intent, outcome }) = call(
         &client,
@@ -92,7 +95,7 @@ async fn refusals_are_recorded_with_stage_and_rule_even_if_the_caller_sees_not_f
         (Some(AuditResult::Refused), Some("session_not_found"))
     );
 
-    // A session that nobody has leaves another record, though the response is the same.
+    // A nonexistent session gets the same response but a different record.
     let nowhere = "/v1/sessions/01890000-0000-7000-8000-000000000001/exec";
     let (answer, CallRecord { intent, .. }) = call(
         &client,
@@ -109,7 +112,7 @@ async fn refusals_are_recorded_with_stage_and_rule_even_if_the_caller_sees_not_f
         (Some(AuditDecision::Deny), Some("resource"), None)
     );
 
-    // Permitted by no rule.
+    // No rule permits the call.
     let put = cluster
         .request_by(&bob, Method::PUT, "/v1/settings/greeting")?
         .json(&json!({"value": 1}));
@@ -128,7 +131,7 @@ async fn refusals_are_recorded_with_stage_and_rule_even_if_the_caller_sees_not_f
         (Some(403), Some("denied_by_policy"))
     );
 
-    // Forbidden by a rule, to administrators as well.
+    // A rule forbids the calls, even to administrators.
     call_ok(
         &client,
         cluster
@@ -237,6 +240,6 @@ async fn refusals_are_recorded_with_stage_and_rule_even_if_the_caller_sees_not_f
         .filter(|record| record.body.kind == AuditKind::Intent && is_bobs(record))
         .count();
     assert_eq!(by_bob, 3, "{denied:#?}");
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     cluster.worker.shut_down().await
 }

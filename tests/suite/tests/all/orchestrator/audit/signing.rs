@@ -6,7 +6,7 @@ use cynode_api::TaskCreate;
 use cynode_client::UserClient;
 use cynode_tests::{ControlPlane, RunningOrchestrator, eventually};
 
-use super::{TIMEOUT, create_tasks, intact, stream, verdict, wait_until_signed};
+use super::{TIMEOUT, assert_trail_intact, create_tasks, stream, verdict, wait_until_signed};
 
 /// The response of `/readyz`.
 async fn readiness(orchestrator: &RunningOrchestrator) -> Result<(u16, String)> {
@@ -68,7 +68,7 @@ async fn signing_continues_while_others_hold_locks() -> Result<()> {
             Ok(verdict(&client).await?.unsigned <= 2)
         })
         .await?;
-        intact(&client).await?;
+        assert_trail_intact(&client).await?;
         assert_eq!(readiness(&orchestrator).await?.0, 200);
     }
     wait_until_signed(&control_plane, &orchestrator).await
@@ -126,7 +126,7 @@ async fn an_unwritable_checkpoint_is_noticed_and_records_removed_meanwhile_are_f
     })
     .await?;
     wait_until_signed(&control_plane, &orchestrator).await?;
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
 
     // Again, and now the unsigned records are removed as if they had never existed.
     let held = control_plane

@@ -7,7 +7,7 @@ use cynode_client::UserClient;
 use cynode_tests::{ControlPlane, eventually};
 use serde_json::Value;
 
-use super::{TIMEOUT, create_tasks, intact, stream, verdict, wait_until_signed};
+use super::{TIMEOUT, assert_trail_intact, create_tasks, stream, verdict, wait_until_signed};
 
 /// A trail of two processes, the first of which is gone, with some checkpoints.
 struct TamperedTrail {
@@ -76,7 +76,7 @@ impl TamperedTrail {
         self.query(statement)?;
         let found = verdict(&self.client).await?;
         self.restore()?;
-        intact(&self.client)
+        assert_trail_intact(&self.client)
             .await
             .with_context(|| format!("after undoing {statement}"))?;
         ensure!(
@@ -116,7 +116,7 @@ impl ExpectedProblem {
 async fn tampering_with_rows_is_found_and_the_record_is_named() -> Result<()> {
     use ExpectedProblem::{Checkpoint, Record, Stream};
     let trail = TamperedTrail::new().await?;
-    let whole = intact(&trail.client).await?;
+    let whole = assert_trail_intact(&trail.client).await?;
     assert!(
         whole.records > 14
             && whole.streams >= 2
@@ -358,7 +358,7 @@ async fn a_restored_older_database_is_found_by_the_file_outside_it() -> Result<(
     }
     // The records to be hidden.
     create_tasks(&control_plane, &first, 2).await?;
-    intact(&first.client()?).await?;
+    assert_trail_intact(&first.client()?).await?;
     wait_until_signed(&control_plane, &first).await?;
     first.kill()?;
     for name in names {
@@ -444,14 +444,14 @@ async fn the_trail_verifies_at_every_moment_under_load() -> Result<()> {
     let callers: Vec<_> = (0..4).map(|number| tokio::spawn(work(number))).collect();
     let mut looks = 0;
     while callers.iter().any(|caller| !caller.is_finished()) {
-        intact(&client).await?;
+        assert_trail_intact(&client).await?;
         looks += 1;
     }
     for caller in callers {
         caller.await??;
     }
     ensure!(looks > 2, "verified {looks} times");
-    let whole = intact(&client).await?;
+    let whole = assert_trail_intact(&client).await?;
     ensure!(whole.open == 0 && whole.records >= 800, "{whole:?}");
     Ok(())
 }

@@ -6,7 +6,10 @@ use anyhow::{Context as _, Result, ensure};
 use cynode_api::AuditKind;
 use cynode_tests::{ControlPlane, eventually};
 
-use super::{TIMEOUT, create_tasks, intact, records_of_action, stream, verdict, wait_until_signed};
+use super::{
+    TIMEOUT, assert_trail_intact, create_tasks, records_of_action, stream, verdict,
+    wait_until_signed,
+};
 
 const NO_RETENTION: (&str, &str) = ("audit_days", "0");
 
@@ -68,7 +71,7 @@ async fn retention_leaves_an_intact_trail_but_a_plain_delete_is_found() -> Resul
     control_plane.postgres.query(
         "insert into audit_events (cursor, stream, seq, at, body, hash) select * from kept",
     )?;
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     wait_until_signed(&control_plane, &orchestrator).await?;
 
     // By retention.
@@ -84,7 +87,7 @@ async fn retention_leaves_an_intact_trail_but_a_plain_delete_is_found() -> Resul
         )?,
         from
     );
-    let whole = intact(&client).await?;
+    let whole = assert_trail_intact(&client).await?;
     assert_eq!(whole.truncated, from - 1);
     assert!(whole.records < before + 10, "{whole:?}");
     eventually("the truncation is a record itself", TIMEOUT, async || {
@@ -115,7 +118,7 @@ async fn retention_leaves_an_intact_trail_but_a_plain_delete_is_found() -> Resul
 
     // The stream goes on, and changes after the cut are found as before.
     create_tasks(&control_plane, &orchestrator, 2).await?;
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     let change = |value: &str| {
         control_plane.postgres.query(&format!(
             "update audit_events set at = at {value} interval \
@@ -176,7 +179,7 @@ async fn truncation_of_a_quiet_stream_is_kept_when_others_are_truncated_again() 
         let mut orchestrator = control_plane.orchestrator("", &[NO_RETENTION]).await?;
         truncated(&control_plane, before + 1).await?;
         create_tasks(&control_plane, &orchestrator, 2).await?;
-        let whole = intact(&orchestrator.client()?).await?;
+        let whole = assert_trail_intact(&orchestrator.client()?).await?;
         ensure!(whole.truncated > before, "{whole:?}");
         before = whole.truncated;
         wait_until_signed(&control_plane, &orchestrator).await?;
@@ -259,7 +262,7 @@ async fn two_orchestrators_fold_the_checkpoints_of_both() -> Result<()> {
         })
         .await?;
         for orchestrator in [&one, &two] {
-            let whole = intact(&orchestrator.client()?).await?;
+            let whole = assert_trail_intact(&orchestrator.client()?).await?;
             assert_eq!(
                 (whole.truncated, whole.streams >= 2),
                 (0, true),
@@ -303,7 +306,7 @@ async fn folding_many_checkpoints_into_one_hides_nothing() -> Result<()> {
                 .contains(r#"\"full\":true"#),
         "{lines}"
     );
-    let whole = intact(&client).await?;
+    let whole = assert_trail_intact(&client).await?;
     assert_eq!(
         (whole.truncated, whole.checkpoints <= 12),
         (0, true),
@@ -387,7 +390,7 @@ async fn folding_many_checkpoints_into_one_hides_nothing() -> Result<()> {
         .query(&swap("AAAA", "", &format!("number = {newest}")))?;
     until_folded(start).await?;
     wait_until_signed(&control_plane, &orchestrator).await?;
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
 
     // An end that was cut off in the database is not folded away either: the file still has it.
     until_done(

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::{McpAgent, create, exec, task};
 use crate::orchestrator::{
-    audit::{intact, records},
+    audit::{assert_trail_intact, records},
     cluster::{Cluster, text},
 };
 
@@ -127,7 +127,7 @@ async fn a_tool_for_other_callers_looks_unknown_and_the_attempt_is_recorded() ->
     )
     .await?;
     assert_eq!(nobody.outcome(), (401, "unauthorized".to_owned()));
-    intact(&cluster.orchestrator.client()?).await?;
+    assert_trail_intact(&cluster.orchestrator.client()?).await?;
     cluster.worker.shut_down().await
 }
 
@@ -304,7 +304,7 @@ async fn an_agents_token_reaches_only_its_task_and_what_belongs_to_it() -> Resul
         [denied(None), denied(Some(&theirs)), denied(Some(&theirs))],
         "the records do not name the target"
     );
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     cluster.worker.shut_down().await
 }
 
@@ -669,6 +669,6 @@ async fn an_agent_works_on_another_users_task_and_the_trail_records_it() -> Resu
         ),
         (Some("unavailable"), Some("web.fetch"))
     );
-    intact(&client).await?;
+    assert_trail_intact(&client).await?;
     cluster.worker.shut_down().await
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::{McpAgent, task};
 use crate::orchestrator::{
-    audit::{intact, records},
+    audit::{assert_trail_intact, records},
     cluster::{Cluster, text},
 };
 
@@ -227,7 +227,7 @@ async fn a_coding_round_needs_no_optional_argument() -> Result<()> {
         json!([shell.body.detail["timeout_ms"], shell.body.detail["cwd"]]),
         json!([120_000, "."])
     );
-    intact(&cluster.orchestrator.client()?).await?;
+    assert_trail_intact(&cluster.orchestrator.client()?).await?;
     cluster.worker.shut_down().await
 }
 

@@ -46,8 +46,7 @@ async fn final_event(agent: &McpAgent<'_>, task: &str, job: &str) -> Result<Valu
 }
 
 // proves: CYNAI.SBAGNT.JobLifecycle with
-// orchestrator::sba_jobs::a_running_job_is_followed_step_by_step and
-// sba::restarts::a_job_goes_on_while_its_worker_is_gone
+// a_running_job_is_followed_step_by_step and a_job_goes_on_while_its_worker_is_gone
 // part of: CYNAI.SBAGNT.WorkerApiIntegration, CYNAI.SBAGNT.FailureCodes
 // invariant: jobs
 #[tokio::test]
@@ -107,7 +106,7 @@ async fn managers_and_analysts_learn_how_a_job_ended_and_why() -> Result<()> {
         let refused = json!({"task_id": other, "job_id": job});
         assert_eq!(
             stranger.call_refused("db.job.get", refused).await?.0,
-            "not_found"
+            "job_not_found"
         );
         if code.is_null() {
             let kept = json!({"task_id": task, "path": format!("jobs/{job}/x")});

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::{McpAgent, create, task};
 use crate::orchestrator::{
-    audit::intact,
+    audit::assert_trail_intact,
     cluster::{Cluster, text},
 };
 
@@ -186,6 +186,6 @@ async fn a_tool_responds_to_any_arguments() -> Result<()> {
         results > 20 && refusals > 50,
         "{results} results, {refusals} refusals"
     );
-    intact(&cluster.orchestrator.client()?).await?;
+    assert_trail_intact(&cluster.orchestrator.client()?).await?;
     cluster.worker.shut_down().await
 }
