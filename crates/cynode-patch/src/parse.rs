@@ -36,6 +36,17 @@ impl<'a> Patch<'a> {
         Self::read(Lines::new(diff), strip, &mut Reader::Strict)
     }
 
+    /// Drops the sections with a path that `keep` does not accept.
+    pub fn retain(&mut self, keep: impl Fn(&[u8]) -> bool) {
+        self.sections.retain(|section| {
+            section
+                .old
+                .iter()
+                .chain(&section.new)
+                .all(|path| keep(path))
+        });
+    }
+
     pub(crate) fn read(
         mut lines: Lines<'a>,
         strip: u32,

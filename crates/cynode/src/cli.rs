@@ -668,7 +668,9 @@ pub struct End {
     after_help = "One side is SESSION:PATH, or :PATH for the session of this directory; the other \
                   is a local path, or '-' for standard input or output. SESSION is a name, an id, \
                   or at least 4 digits of one; write ./NAME:PATH for a local file.\nRelative paths \
-                  in a session start at /workspace."
+                  in a session start at /workspace. Local files are replaced without a question. \
+                  Out of a session, .git directories are not copied, nor is anything to one: git \
+                  runs programs that are named there."
 )]
 pub struct Cp {
     /// Copy directories recursively

@@ -1,12 +1,15 @@
 //! Exports the workspace's changes as a git diff, against a commit or against a snapshot.
 //!
 //! The snapshot is a git repository outside the workspace that holds everything the session began
-//! with, so that changes can be exported whether or not the workspace is a repository.
+//! with, so that changes can be exported whether or not the workspace is a repository. Files of
+//! repositories within the workspace are files like all others; only `.git` itself is left out.
 //!
 //! git runs inside the sandbox with its rights, so the repository's configuration adds no danger
 //! beyond that of the sandbox's code; it must not corrupt the result, though. Invariants: the
 //! user's own index and objects stay untouched (a private copy of the index takes the untracked
 //! files, without their contents), and git never prompts or waits for input.
+
+mod untracked;
 
 use std::{
     fs::File,
@@ -35,6 +38,9 @@ const SETTINGS: &[&str] = &[
     "core.untrackedCache=false",
     "core.quotePath=true",
     "core.pager=cat",
+    // Names that only other systems take for `.git` must not fail the command.
+    "core.protectHFS=false",
+    "core.protectNTFS=false",
     "diff.orderFile=/dev/null",
     "submodule.recurse=false",
     "safe.directory=*",
@@ -49,6 +55,8 @@ const DIFF: &[&str] = &[
     "--no-relative",
     "--find-renames",
     "--submodule=short",
+    // Uncommitted changes in a submodule can't be written as a change of the submodule.
+    "--ignore-submodules=dirty",
     "--src-prefix=a/",
     "--dst-prefix=b/",
 ];
@@ -57,6 +65,15 @@ const MAX_STDERR_BYTES: usize = 2_048;
 const MAX_BASE_BYTES: usize = 1_024;
 /// The tree of the snapshot, in its own repository.
 const SNAPSHOT_REF: &str = "refs/cynode/brought";
+/// Everything but `.git`, in all spellings that git refuses or that could replace it elsewhere.
+const ALL_BUT_GIT: &[&str] = &[
+    "--",
+    ".",
+    ":(exclude,icase,glob)**/.git",
+    ":(exclude,icase,glob)**/.git/**",
+    ":(exclude,icase,glob)**/git~1",
+    ":(exclude,icase,glob)**/git~1/**",
+];
 /// Take precedence over the attributes of the workspace.
 const SNAPSHOT_ATTRIBUTES: &[u8] = b"* -text -filter -ident !working-tree-encoding\n";
 
@@ -91,7 +108,6 @@ impl Files {
         }
         let base = git.base(base)?;
         git.copy_index()?;
-        // The private index gets only the names of untracked files; the diff reads them in place.
         git.add_untracked()?;
         git.diff(&base, peer)
     }
@@ -102,9 +118,12 @@ impl Files {
             return Err(Failure::new(
                 ErrorCode::NotARepository,
                 format!(
-                    "{} has no snapshot: the session began with an empty workspace, or its image \
-                     has no git",
-                    self.root.display()
+                    "{} has no snapshot: {}",
+                    self.root.display(),
+                    self.snapshot_failure().unwrap_or_else(|| {
+                        "the session began with an empty workspace, or its image has no git"
+                            .to_owned()
+                    })
                 ),
             ));
         };
@@ -120,11 +139,40 @@ impl Files {
         git.index = self.snapshot.join("index");
         self.remove_snapshot();
         let taken = self.store_snapshot(&git);
-        if taken.is_err() {
+        if let Err(failure) = &taken {
             // Half a snapshot would only take space.
             self.remove_snapshot();
+            self.record_snapshot_failure(failure);
         }
         taken
+    }
+
+    /// Keeps the reason for later exports, which fail without a snapshot.
+    fn record_snapshot_failure(&self, failure: &Failure) {
+        let (Failure::Refused(refused), Some(parent)) = (failure, self.snapshot.parent()) else {
+            return;
+        };
+        // Without the file, the message of later exports is less precise.
+        let _recorded = path::make_directories(parent).and_then(|_| {
+            let path = self.snapshot_failure_path();
+            create(&path)?
+                .write_all(refused.message.as_bytes())
+                .doing("writing", path::bytes(&path))
+        });
+    }
+
+    /// Why the snapshot could not be taken, if it was tried.
+    fn snapshot_failure(&self) -> Option<String> {
+        let (file, _) = path::open_file(&self.snapshot_failure_path()).ok()?;
+        let mut text = Vec::new();
+        file.take(MAX_STDERR_BYTES as u64)
+            .read_to_end(&mut text)
+            .ok()?;
+        Some(escaped(&text))
+    }
+
+    fn snapshot_failure_path(&self) -> PathBuf {
+        self.snapshot.with_extension("failure")
     }
 
     fn store_snapshot(&self, git: &Git<'_>) -> Outcome<()> {
@@ -139,16 +187,10 @@ impl Files {
         create(&attributes)?
             .write_all(SNAPSHOT_ATTRIBUTES)
             .doing("writing", path::bytes(&attributes))?;
+        git.enter_repositories(false)?;
         // The low threshold makes git write one pack instead of a file for each object.
-        git.run(&[
-            "-c",
-            "core.bigFileThreshold=1",
-            "add",
-            "--all",
-            "--force",
-            "--",
-            ".",
-        ])?;
+        let add = ["-c", "core.bigFileThreshold=1", "add", "--all", "--force"];
+        git.run(&[&add, ALL_BUT_GIT].concat())?;
         let tree = git
             .line(&["write-tree"])?
             .ok_or_else(|| Failure::new(ErrorCode::Internal, "git write-tree failed"))?;
@@ -279,32 +321,18 @@ impl<'a> Git<'a> {
 
     /// Runs a command without output.
     fn run(&self, arguments: &[&str]) -> Outcome<()> {
-        let mut child = self.start(self.command(arguments).stdout(Stdio::null()))?;
+        self.run_with(Stdio::null(), arguments)
+    }
+
+    /// Runs a command without output.
+    fn run_with(&self, stdin: Stdio, arguments: &[&str]) -> Outcome<()> {
+        let mut command = self.command(arguments);
+        let mut child = self.start(command.stdin(stdin).stdout(Stdio::null()))?;
         let status = child.wait().doing("waiting for", b"git")?;
         if status.success() {
             Ok(())
         } else {
             Err(self.git_failure(&arguments.join(" "), status))
-        }
-    }
-
-    /// Adds the names of untracked files to the private index.
-    fn add_untracked(&self) -> Outcome<()> {
-        let mut command = self.command(&["add", "--intent-to-add", "--", "."]);
-        // git stores an empty blob for them: keep it out of the user's repository.
-        if let Some(objects) = self.line(&["rev-parse", "--git-path", "objects"])? {
-            let objects_directory = self.scratch.path.join("objects");
-            path::make_directories(&objects_directory)?;
-            command
-                .env("GIT_OBJECT_DIRECTORY", objects_directory)
-                .env("GIT_ALTERNATE_OBJECT_DIRECTORIES", self.root.join(objects));
-        }
-        let mut child = self.start(command.stdout(Stdio::null()))?;
-        let status = child.wait().doing("waiting for", b"git")?;
-        if status.success() {
-            Ok(())
-        } else {
-            Err(self.git_failure("add", status))
         }
     }
 
@@ -348,7 +376,7 @@ impl<'a> Git<'a> {
     }
 
     fn diff(&self, base: &str, peer: &mut Peer) -> Outcome<()> {
-        let mut child = self.spawn(&[DIFF, &[base, "--"]].concat())?;
+        let mut child = self.spawn(&[DIFF, &[base], ALL_BUT_GIT].concat())?;
         let sent = match child.stdout.take() {
             Some(stdout) => send(stdout, peer),
             None => Ok(()),
@@ -454,7 +482,7 @@ mod tests {
 
     use super::{super::tests::*, *};
 
-    fn git(workspace: &TestWorkspace, arguments: &[&str]) {
+    pub(super) fn git(workspace: &TestWorkspace, arguments: &[&str]) {
         let output = Command::new("git")
             .args([
                 "-c",
@@ -478,7 +506,7 @@ mod tests {
         );
     }
 
-    fn ask(workspace: &TestWorkspace, base: Option<&str>) -> Answer {
+    pub(super) fn ask(workspace: &TestWorkspace, base: Option<&str>) -> Answer {
         workspace.ask(
             FileOp::ExportPatch {
                 base: base.map(str::to_owned),
@@ -487,11 +515,11 @@ mod tests {
         )
     }
 
-    fn exported(workspace: &TestWorkspace, base: Option<&str>) -> String {
+    pub(super) fn exported(workspace: &TestWorkspace, base: Option<&str>) -> String {
         String::from_utf8(ask(workspace, base).body().to_vec()).expect("text")
     }
 
-    fn repository() -> TestWorkspace {
+    pub(super) fn repository() -> TestWorkspace {
         let workspace = TestWorkspace::new();
         git(&workspace, &["init", "--quiet"]);
         workspace.put("kept", "same\n");
@@ -617,7 +645,7 @@ mod tests {
         }
     }
 
-    fn snapshot(workspace: &TestWorkspace) {
+    pub(super) fn snapshot(workspace: &TestWorkspace) {
         let answer = workspace.ask(FileOp::Snapshot, b"");
         assert_eq!(answer.first(), &Reply::Ok { changed: None });
     }

@@ -109,6 +109,21 @@ impl Earlier {
         self.files.is_empty()
     }
 
+    /// Splits off the files whose paths `keep` does not accept.
+    pub fn split_off(&mut self, keep: impl Fn(&[u8]) -> bool) -> Self {
+        let is_kept = |file: &EarlierFile| keep(&file.path.0);
+        let (kept, files) = std::mem::take(&mut self.files)
+            .into_iter()
+            .partition(is_kept);
+        self.files = kept;
+        Self { files }
+    }
+
+    /// Adds files that an application left out.
+    pub fn append(&mut self, other: Self) {
+        self.files.extend(other.files);
+    }
+
     /// Returns the files that are unchanged since they were applied.
     pub(super) fn take_back(
         &self,
@@ -122,8 +137,10 @@ impl Earlier {
             let (state, actual) = match tree.load_actual(&location) {
                 Ok(TreeNode::Nothing) => (PriorState::Nothing, None),
                 Ok(TreeNode::File(stamp, actual)) => (PriorState::File(stamp), Some(actual)),
+                // A deleted file may have been replaced by a directory.
+                Ok(TreeNode::Directory(stamp)) => (PriorState::Directory(stamp), None),
                 // The location now has another type of entry.
-                Ok(TreeNode::Directory(_)) | Err(Problem::Reject(_)) => continue,
+                Err(Problem::Reject(_)) => continue,
                 Err(Problem::Failure(error)) => return Err(error),
             };
             if actual.as_ref().map(Version::of) == file.after {

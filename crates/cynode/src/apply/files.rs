@@ -14,7 +14,9 @@ use rustix::{fs::fchmod, io::Errno};
 use serde::Serialize;
 
 use super::{
+    RESERVED_NAME,
     commit::{CommitError, New, PlannedChange, Staging, errno, new_mode},
+    is_reserved,
     summary::{repositories, warnings},
     tree::{LocalTree, Stamp, leads_outside},
 };
@@ -192,6 +194,10 @@ impl Receiver<'_> {
                 return Ok(());
             }
         };
+        if is_reserved(&location) {
+            self.skip(&joined, RESERVED_NAME);
+            return Ok(());
+        }
         let name = format!("new-{}", self.entries);
         let (mode, name) = match entry.kind {
             Kind::Directory => (0o040_000, None),

@@ -13,7 +13,7 @@ mod tree;
 use std::path::{Path, PathBuf};
 
 use cynode_patch::{
-    File, Location, Patch, Plan, PlanError, PriorState, Reject, Tree as _, TreeNode,
+    File, Location, Patch, Plan, PlanError, PriorState, Problem, Reject, Tree as _, TreeNode,
 };
 
 pub use self::{
@@ -28,6 +28,8 @@ use self::{
     tree::{LocalTree, Stamp},
 };
 
+/// The reason to refuse a path that begins like a staging directory.
+const RESERVED_NAME: &str = "the name is reserved for changes that are being made";
 /// Leading components to strip from the paths of a patch: `a/` and `b/`.
 const STRIP: u32 = 1;
 
@@ -80,6 +82,7 @@ pub fn prepare(directory: &Path, patch: &Patch<'_>, earlier: &Earlier) -> Result
     })?;
     let mut rejects = plan.rejects.clone();
     rejects.extend(tree::links_outside(&plan));
+    rejects.extend(reserved_names(&plan));
     if !rejects.is_empty() {
         return Err(Error::Rejected {
             rejects,
@@ -87,6 +90,22 @@ pub fn prepare(directory: &Path, patch: &Patch<'_>, earlier: &Earlier) -> Result
         });
     }
     Ok(Prepared { tree, plan })
+}
+
+/// Makes a reject for each change below a name of staging directories: [`leftovers`] would report
+/// it as what an interrupted command left behind.
+fn reserved_names(plan: &Plan<Stamp>) -> impl Iterator<Item = Reject> {
+    plan.entries
+        .iter()
+        .filter(|(location, entry)| entry.changed && is_reserved(location))
+        .map(|(location, _)| {
+            Reject::of_file(location.as_bytes().to_vec(), RESERVED_NAME.to_owned())
+        })
+}
+
+fn is_reserved(location: &Location) -> bool {
+    let prefix = location.as_bytes().get(..STAGING.len());
+    prefix.is_some_and(|prefix| prefix.eq_ignore_ascii_case(STAGING.as_bytes()))
 }
 
 impl Prepared {
@@ -101,20 +120,21 @@ impl Prepared {
         Ok(record)
     }
 
-    /// Returns whether the directory already has this change.
-    pub fn has_already(&self, path: &[u8]) -> bool {
-        Location::parse(path).is_ok_and(|location| {
-            let desired = self.plan.entries.get(&location);
-            self.tree.taken_back.get(&location).is_some_and(|file| {
-                let desired = desired.and_then(|entry| entry.now.as_ref());
-                is_same(file.actual.as_ref(), desired)
-            })
-        })
+    /// Describes the changes that [`Self::commit`] makes: all of them, and no others.
+    pub fn summary(&self, patch: &Patch<'_>) -> Result<Summary, Error> {
+        summary::of_changes(self, patch)
     }
 
-    /// Files of an earlier application that the session has since reverted.
-    pub fn restored(&self) -> Vec<&Location> {
-        self.unplanned().map(|(location, _)| location).collect()
+    /// The file as it is in the directory.
+    fn actual(&self, location: &Location) -> Result<Option<File>, Error> {
+        if let Some(file) = self.tree.taken_back.get(location) {
+            return Ok(file.actual.clone());
+        }
+        match self.tree.load_actual(location) {
+            Ok(TreeNode::File(_, file)) => Ok(Some(file)),
+            Ok(_) | Err(Problem::Reject(_)) => Ok(None),
+            Err(Problem::Failure(error)) => Err(Error::Read(error)),
+        }
     }
 
     fn unplanned(&self) -> impl Iterator<Item = (&Location, Option<&File>)> {

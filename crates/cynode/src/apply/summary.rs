@@ -1,9 +1,18 @@
-//! A summary of planned changes, for people to review.
+//! Summaries of changes, for people to review.
+//!
+//! Invariant: the summary of planned changes is made from the plan itself, so that nothing is done
+//! that is not shown.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use cynode_patch::{Change, Patch, Section, Side};
+use cynode_patch::{Change, File, Kind, Location, Patch, PriorState, Section, Side};
 use serde::Serialize;
+
+use super::{
+    Error, Prepared,
+    commit::{New, PlannedChange},
+};
+use crate::clients::{CLIENTS, Client};
 
 /// One changed file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -28,12 +37,8 @@ pub struct Summary {
 }
 
 impl Summary {
+    /// Summarizes a patch, whatever the directory has already.
     pub fn new(patch: &Patch<'_>) -> Self {
-        Self::of_sections(patch, |_| true)
-    }
-
-    /// Keeps only the sections whose paths `keep` accepts.
-    pub fn of_sections(patch: &Patch<'_>, keep: impl Fn(&[u8]) -> bool) -> Self {
         let created = patch
             .sections()
             .iter()
@@ -43,13 +48,6 @@ impl Summary {
         let files = patch
             .sections()
             .iter()
-            .filter(|section| {
-                section
-                    .new
-                    .as_deref()
-                    .or(section.old.as_deref())
-                    .is_some_and(&keep)
-            })
             .map(|section| file_summary(section, &repositories))
             .collect();
         Self { files }
@@ -65,23 +63,7 @@ impl Summary {
     }
 }
 
-impl FileSummary {
-    /// A file that the session has since reverted.
-    pub fn restored(path: &[u8]) -> Self {
-        Self {
-            path: String::from_utf8_lossy(path).into_owned(),
-            operation: "restore",
-            from: None,
-            added: 0,
-            removed: 0,
-            binary: false,
-            warnings: Vec::new(),
-        }
-    }
-}
-
 fn file_summary(section: &Section<'_>, repositories: &BTreeSet<Vec<u8>>) -> FileSummary {
-    let text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
     let is_moved = matches!(section.change, Change::Rename | Change::Copy);
     let path = section.new.as_deref().or(section.old.as_deref());
     let path = path.unwrap_or_default();
@@ -124,8 +106,160 @@ fn counts(section: &Section<'_>) -> (usize, usize) {
     (added, removed)
 }
 
+/// Summarizes planned changes.
+pub(super) fn of_changes(prepared: &Prepared, patch: &Patch<'_>) -> Result<Summary, Error> {
+    let changes = prepared.changes();
+    let written = prepared.plan.entries.iter();
+    let written = written.filter(|(_, entry)| entry.changed && entry.now.is_some());
+    let summaries = ChangeSummaries {
+        prepared,
+        deleted: changes
+            .iter()
+            .filter(|change| change.new.is_none())
+            .map(|change| change.location)
+            .collect(),
+        sections: sections_by_location(patch),
+        repositories: repositories(written.map(|(location, _)| location.as_bytes())),
+    };
+    let moved: BTreeSet<Location> = changes
+        .iter()
+        .filter_map(|change| summaries.moved_from(change))
+        .collect();
+    let files = changes
+        .iter()
+        .filter(|change| !moved.contains(change.location))
+        .map(|change| summaries.file_summary(change))
+        .collect::<Result<_, _>>()?;
+    Ok(Summary { files })
+}
+
+/// The sections by the location that they write or delete; `None` if there are several.
+fn sections_by_location<'p>(patch: &'p Patch<'_>) -> BTreeMap<Location, Option<&'p Section<'p>>> {
+    let mut found = BTreeMap::new();
+    for section in patch.sections() {
+        let path = section.new.as_deref().or(section.old.as_deref());
+        if let Ok(location) = Location::parse(path.unwrap_or_default()) {
+            found
+                .entry(location)
+                .and_modify(|other| *other = None)
+                .or_insert(Some(section));
+        }
+    }
+    found
+}
+
+/// What the summary of one change depends on.
+struct ChangeSummaries<'a> {
+    prepared: &'a Prepared,
+    deleted: BTreeSet<&'a Location>,
+    sections: BTreeMap<Location, Option<&'a Section<'a>>>,
+    repositories: BTreeSet<Vec<u8>>,
+}
+
+impl ChangeSummaries<'_> {
+    /// The section with exactly this change; `None` if the directory has a part of it already.
+    fn section(&self, location: &Location) -> Option<&Section<'_>> {
+        let is_taken_back = self.prepared.tree.taken_back.contains_key(location);
+        let section = self.sections.get(location).copied().flatten();
+        section.filter(|_| !is_taken_back)
+    }
+
+    /// The deleted file that this change moves to a new location.
+    fn moved_from(&self, change: &PlannedChange<'_>) -> Option<Location> {
+        let section = self.section(change.location)?;
+        let from = Location::parse(section.old.as_deref()?).ok()?;
+        let is_moved = section.change == Change::Rename
+            && matches!(change.before, PriorState::Nothing)
+            && !self.sections.contains_key(&from)
+            && !self.prepared.tree.taken_back.contains_key(&from)
+            && self.deleted.contains(&from);
+        is_moved.then_some(from)
+    }
+
+    fn file_summary(&self, change: &PlannedChange<'_>) -> Result<FileSummary, Error> {
+        let location = change.location;
+        let new = match change.new {
+            Some(New::Content(file)) => Some(file),
+            _ => None,
+        };
+        let section = self.section(location);
+        let is_new = !matches!(change.before, PriorState::File(_));
+        let moved_from = self.moved_from(change);
+        let is_copy = section.is_some_and(|section| section.change == Change::Copy) && is_new;
+        let is_planned = self
+            .prepared
+            .plan
+            .entries
+            .get(location)
+            .is_some_and(|entry| entry.changed);
+        let operation = match (new, is_new) {
+            (None, _) => "delete",
+            (Some(_), _) if !is_planned => "restore",
+            (Some(_), true) if moved_from.is_some() => "rename",
+            (Some(_), true) if is_copy => "copy",
+            (Some(_), true) => "create",
+            (Some(_), false) => "modify",
+        };
+        let from = match section {
+            Some(section) if is_copy => section.old.clone(),
+            _ => moved_from.map(|from| from.as_bytes().to_vec()),
+        };
+        let is_whole = |section: &&Section<'_>| {
+            from.is_some() || !matches!(section.change, Change::Rename | Change::Copy)
+        };
+        let (added, removed, binary) = match section.filter(is_whole) {
+            Some(section) => {
+                let (added, removed) = counts(section);
+                (added, removed, section.binary.is_some())
+            }
+            None => compare(
+                self.prepared.actual(location)?.as_ref(),
+                new.map(|file| &file.bytes[..]),
+            ),
+        };
+        Ok(FileSummary {
+            path: text(location.as_bytes()),
+            operation,
+            from: from.as_deref().map(text),
+            added,
+            removed,
+            binary,
+            warnings: new.map_or_else(Vec::new, |file| {
+                let mode = match file.kind {
+                    Kind::Symlink => 0o120_000,
+                    Kind::Regular(mode) => 0o100_000 | mode,
+                };
+                warnings(location.as_bytes(), Some(mode), &self.repositories)
+            }),
+        })
+    }
+}
+
+/// Counts the added and the removed lines between the common beginning and the common end of two
+/// contents. Also returns whether one of them is binary.
+fn compare(old: Option<&File>, new: Option<&[u8]>) -> (usize, usize, bool) {
+    let old = old.map_or(&b""[..], |file| &file.bytes);
+    let new = new.unwrap_or_default();
+    if old.contains(&0) || new.contains(&0) {
+        return (0, 0, true);
+    }
+    let lines = |bytes| <[u8]>::split_inclusive(bytes, |byte| *byte == b'\n').collect::<Vec<_>>();
+    let (old, new) = (lines(old), lines(new));
+    let pairs = old.iter().zip(&new);
+    let start = pairs.take_while(|(old, new)| old == new).count();
+    let (old, new) = (&old[start..], &new[start..]);
+    let pairs = old.iter().rev().zip(new.iter().rev());
+    let end = pairs.take_while(|(old, new)| old == new).count();
+    (new.len() - end, old.len() - end, false)
+}
+
+fn text(name: &[u8]) -> String {
+    String::from_utf8_lossy(name).into_owned()
+}
+
 /// Files that a shell, an editor, an agent, git or a build server executes or obeys implicitly.
 const SELF_RUNNING_FILES: &[&str] = &[
+    ".aider.conf.yml",
     ".bash_login",
     ".bash_logout",
     ".bash_profile",
@@ -141,6 +275,8 @@ const SELF_RUNNING_FILES: &[&str] = &[
     ".gitconfig",
     ".gitlab-ci.yml",
     ".gitmodules",
+    ".goosehints",
+    ".hgrc",
     ".lldbinit",
     ".mcp.json",
     ".mise.toml",
@@ -150,8 +286,11 @@ const SELF_RUNNING_FILES: &[&str] = &[
     ".pnpmfile.cjs",
     ".pre-commit-config.yaml",
     ".profile",
+    ".roomodes",
+    ".roorules",
     ".tool-versions",
     ".vimrc",
+    ".windsurfrules",
     ".yarnrc.yml",
     ".zlogin",
     ".zprofile",
@@ -170,26 +309,43 @@ const SELF_RUNNING_FILES: &[&str] = &[
 const SELF_RUNNING_ENDINGS: &[&str] = &[".code-workspace", ".pth"];
 /// Directories with only such files.
 const SELF_RUNNING_DIRECTORIES: &[&str] = &[
+    ".amazonq",
     ".cargo",
     ".circleci",
     ".claude",
+    ".clinerules",
     ".codex",
+    ".continue",
     ".cursor",
     ".devcontainer",
     ".direnv",
     ".fleet",
     ".gemini",
+    ".git-hooks",
     ".githooks",
     ".github",
+    ".hg",
     ".husky",
     ".idea",
+    ".junie",
+    ".kiro",
     ".mise",
+    ".opencode",
+    ".openhands",
+    ".qwen",
+    ".roo",
     ".vscode",
+    ".windsurf",
     ".yarn",
     ".zed",
     "git-hooks",
     "hooks",
 ];
+
+/// What the clients that `cynode connect` knows read: it names the programs that they start.
+fn client_files() -> impl Iterator<Item = String> {
+    CLIENTS.iter().flat_map(Client::configuration_files)
+}
 
 /// Directories that git would take for a repository, because they get a `HEAD`. The configuration
 /// of a repository can name programs that git executes.
@@ -244,4 +400,8 @@ fn runs_by_itself(path: &[u8]) -> bool {
         || parts
             .iter()
             .any(|part| SELF_RUNNING_DIRECTORIES.contains(part))
+        || client_files().any(|file| {
+            let above = lower.strip_suffix(&file.to_lowercase());
+            above.is_some_and(|above| above.is_empty() || above.ends_with('/'))
+        })
 }

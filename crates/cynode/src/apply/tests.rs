@@ -39,6 +39,35 @@ impl Directory {
         Ok(record.expect("small"))
     }
 
+    /// Applies a patch after earlier ones, and checks that the summary shows all changes and no
+    /// others. Returns the summary's lines.
+    fn show_and_apply(&self, patch: &str, earlier: &mut Earlier) -> Vec<String> {
+        let patch = parse(patch.as_bytes()).expect("valid");
+        let prepared = prepare(&self.root(), &patch, earlier).expect("fits");
+        let summary = prepared.summary(&patch).expect("readable");
+        let before = self.everything();
+        *earlier = prepared.commit().expect("applied").expect("small");
+        let after = self.everything();
+        let is_directory = |entry: &&(String, String)| entry.1 == "directory";
+        let mut done: Vec<String> = before
+            .iter()
+            .filter(|entry| !after.contains(entry))
+            .chain(after.iter().filter(|entry| !before.contains(entry)))
+            .filter(|entry| !is_directory(entry))
+            .map(|(name, _)| name.clone())
+            .collect();
+        done.sort();
+        done.dedup();
+        let mut shown: Vec<String> = summary
+            .files
+            .iter()
+            .flat_map(|file| file.from.iter().chain([&file.path]).cloned())
+            .collect();
+        shown.sort();
+        assert_eq!(shown, done);
+        lines(&summary)
+    }
+
     fn get(&self, name: &str) -> Option<String> {
         fs_err::read_to_string(self.root().join(name)).ok()
     }
@@ -70,6 +99,26 @@ impl Directory {
         found.sort();
         found
     }
+}
+
+fn lines(summary: &Summary) -> Vec<String> {
+    let line = |file: &FileSummary| {
+        format!(
+            "{} {} +{} -{} {}",
+            file.operation,
+            file.path,
+            file.added,
+            file.removed,
+            file.warnings.join(",")
+        )
+    };
+    summary.files.iter().map(line).collect()
+}
+
+fn rename(from: &str, to: &str) -> String {
+    format!(
+        "diff --git a/{from} b/{to}\nsimilarity index 100%\nrename from {from}\nrename to {to}\n"
+    )
 }
 
 fn create(name: &str, mode: &str, content: &str) -> String {
@@ -298,22 +347,8 @@ fn the_summary_counts_lines_and_marks_what_runs() {
         + &delete(".npmrc", "x");
     let patch = parse(patch.as_bytes()).expect("valid");
     let summary = Summary::new(&patch);
-    let lines: Vec<String> = summary
-        .files
-        .iter()
-        .map(|file| {
-            format!(
-                "{} {} +{} -{} {}",
-                file.operation,
-                file.path,
-                file.added,
-                file.removed,
-                file.warnings.join(",")
-            )
-        })
-        .collect();
     assert_eq!(
-        lines,
+        lines(&summary),
         [
             "modify a +1 -1 ",
             "create tool +1 -0 executable",
@@ -490,9 +525,17 @@ fn what_was_applied_before_comes_again_without_a_conflict() {
         &earlier,
     )
     .expect("fits");
-    assert!(!prepared.has_already(b"a") && !prepared.has_already(b"new/y"));
-    let restored: Vec<&[u8]> = prepared.restored().iter().map(|it| it.as_bytes()).collect();
-    assert_eq!(restored, [&b"b"[..], b"c", b"new/x"]);
+    let parsed = parse(second.as_bytes()).expect("valid");
+    assert_eq!(
+        lines(&prepared.summary(&parsed).expect("readable")),
+        [
+            "modify a +1 -1 ",
+            "restore b +1 -0 ",
+            "restore c +1 -1 ",
+            "delete new/x +0 -1 ",
+            "create new/y +1 -0 ",
+        ]
+    );
     let earlier = prepared.commit().expect("applied").expect("small");
     let expected = [
         ("a", "three\n"),
@@ -534,4 +577,218 @@ fn a_record_of_earlier_changes_is_bounded() {
     let most = earlier::MAX_KEPT_BYTES;
     assert!(record(&[most / 2, most / 2]).is_some());
     assert!(record(&[most / 2, most / 2 + 1]).is_none());
+}
+
+const EIGHT: &str = "1\n2\n3\n4\n5\n6\n7\n8\n";
+
+#[test]
+fn a_rename_of_which_one_half_is_done_shows_the_other_half() {
+    let directory = Directory::with(&[("a", EIGHT), ("z", "one\n")]);
+    let mut earlier = Earlier::default();
+    let body: String = EIGHT.lines().map(|line| format!("+{line}\n")).collect();
+    let copied = format!(
+        "diff --git a/b b/b\nnew file mode 100644\n--- /dev/null\n+++ b/b\n@@ -0,0 +1,8 @@\n{body}"
+    );
+    let shown = directory.show_and_apply(&copied, &mut earlier);
+    assert_eq!(shown, ["create b +8 -0 "]);
+    // The session now deletes the original: git reports a rename to the file that is here already.
+    let shown = directory.show_and_apply(&rename("a", "b"), &mut earlier);
+    assert_eq!(shown, ["delete a +0 -8 "]);
+    assert_eq!(directory.get("a"), None);
+    assert_eq!(
+        directory.show_and_apply(&rename("a", "b"), &mut earlier),
+        [""; 0]
+    );
+    // A rename to another name undoes the first one.
+    let shown = directory.show_and_apply(&rename("a", "c"), &mut earlier);
+    assert_eq!(shown, ["delete b +0 -8 ", "create c +8 -0 "]);
+    let shown = directory.show_and_apply(&rename("z", "y"), &mut earlier);
+    assert_eq!(
+        shown,
+        ["restore a +8 -0 ", "delete c +0 -8 ", "rename y +0 -0 "]
+    );
+}
+
+#[test]
+fn marks_come_from_the_files_after_the_change() {
+    let directory = Directory::with(&[("tool", "one\n"), ("moved", EIGHT), ("plain", "one\n")]);
+    for name in ["tool", "moved"] {
+        let mode = std::fs::Permissions::from_mode(0o755);
+        fs_err::set_permissions(directory.root().join(name), mode).expect("mode");
+    }
+    symlink("plain", directory.root().join("link")).expect("link");
+    let patch = modify("tool", "one", "two")
+        + &modify("plain", "one", "two")
+        + &rename("moved", "bin/moved")
+        + &rename("link", "other");
+    let shown = directory.show_and_apply(&patch, &mut Earlier::default());
+    assert_eq!(
+        shown,
+        [
+            "rename bin/moved +0 -0 executable",
+            "rename other +0 -0 symbolic link",
+            "modify plain +1 -1 ",
+            "modify tool +1 -1 executable",
+        ]
+    );
+}
+
+#[test]
+fn files_that_make_agents_and_other_tools_run_programs_are_marked() {
+    for path in [
+        ".kiro/settings/mcp.json",
+        "sub/.qwen/settings.json",
+        "opencode.json",
+        "sub/OpenCode.jsonc",
+        ".opencode/plugin/x.ts",
+        ".openhands/setup.sh",
+        ".hg/hgrc",
+        ".git-hooks/pre-commit",
+        ".windsurfrules",
+        ".roo/rules/x.md",
+        ".amazonq/mcp.json",
+        ".husky/pre-commit",
+        ".claude.json",
+        ".config/goose/config.yaml",
+        ".codex/config.toml",
+        "AGENTS.md",
+    ] {
+        let patch = create(path, "100644", "x");
+        let summary = Summary::new(&parse(patch.as_bytes()).expect("valid"));
+        assert_eq!(summary.files[0].warnings, ["runs by itself"], "{path}");
+    }
+    for path in [
+        "Makefile",
+        "my-opencode.json",
+        "settings.json",
+        "src/kiro.rs",
+        "hgrc.txt",
+    ] {
+        let patch = create(path, "100644", "x");
+        let summary = Summary::new(&parse(patch.as_bytes()).expect("valid"));
+        assert_eq!(summary.files[0].warnings, [""; 0], "{path}");
+    }
+}
+
+#[test]
+fn every_client_that_is_connected_to_is_marked() {
+    for file in crate::clients::CLIENTS
+        .iter()
+        .flat_map(|client| client.configuration_files())
+    {
+        let patch = create(&format!("sub/{file}"), "100644", "x");
+        let summary = Summary::new(&parse(patch.as_bytes()).expect("valid"));
+        assert_eq!(summary.files[0].warnings, ["runs by itself"], "{file}");
+    }
+}
+
+#[test]
+fn swaps_of_files_and_directories_that_were_applied_come_again_without_a_conflict() {
+    let directory = Directory::with(&[("d/f", "one\n"), ("d/g", "one\n"), ("x", "one\n")]);
+    let begin = directory.everything();
+    let swapped = delete("d/f", "one")
+        + &delete("d/g", "one")
+        + &create("d", "100644", "now a file")
+        + &delete("x", "one")
+        + &create("x/y", "100644", "now below");
+    let mut earlier = Earlier::default();
+    directory.show_and_apply(&swapped, &mut earlier);
+    let applied = directory.everything();
+    assert_eq!(directory.show_and_apply(&swapped, &mut earlier), [""; 0]);
+    assert_eq!(directory.everything(), applied);
+    // The session goes on beside and in the swapped places.
+    let more = swapped.replace("now below", "changed") + &create("x/z", "100644", "more");
+    assert_eq!(
+        directory.show_and_apply(&more, &mut earlier),
+        ["modify x/y +1 -1 ", "create x/z +1 -0 "]
+    );
+    // One of them is reverted, then all.
+    let half = delete("x", "one") + &create("x/y", "100644", "now below");
+    assert_eq!(
+        directory.show_and_apply(&half, &mut earlier),
+        [
+            "delete d +0 -1 ",
+            "restore d/f +1 -0 ",
+            "restore d/g +1 -0 ",
+            "modify x/y +1 -1 ",
+            "delete x/z +0 -1 ",
+        ]
+    );
+    assert_eq!(
+        directory.show_and_apply("", &mut earlier),
+        ["restore x +1 -0 ", "delete x/y +0 -1 "]
+    );
+    assert_eq!(directory.everything(), begin);
+}
+
+#[test]
+fn a_link_in_the_place_of_a_directory_comes_again_without_a_conflict() {
+    let directory = Directory::with(&[("d/f", "one\n"), ("e/f", "one\n")]);
+    let begin = directory.everything();
+    let link = create("d", "120000", "e") + "\\ No newline at end of file\n";
+    let swapped = delete("d/f", "one") + &link;
+    let mut earlier = Earlier::default();
+    directory.show_and_apply(&swapped, &mut earlier);
+    assert_eq!(directory.show_and_apply(&swapped, &mut earlier), [""; 0]);
+    directory.show_and_apply("", &mut earlier);
+    assert_eq!(directory.everything(), begin);
+}
+
+#[test]
+fn a_directory_with_files_of_somebody_else_is_not_replaced() {
+    let directory = Directory::with(&[("x", "one\n")]);
+    let mut earlier = Earlier::default();
+    let swapped = delete("x", "one") + &create("x/y", "100644", "now below");
+    directory.show_and_apply(&swapped, &mut earlier);
+    fs_err::write(directory.root().join("x/mine"), "mine\n").expect("written");
+    assert_eq!(directory.show_and_apply(&swapped, &mut earlier), [""; 0]);
+    let before = directory.everything();
+    assert!(directory.apply_again("", &earlier).is_err());
+    assert_eq!(directory.everything(), before);
+}
+
+#[test]
+fn names_of_staging_directories_are_refused() {
+    for name in [".cynode-apply-x/y", ".cynode-apply-", ".CYNODE-Apply-x"] {
+        let directory = Directory::with(&[]);
+        assert!(
+            matches!(
+                directory.apply(&create(name, "100644", "x")),
+                Err(Error::Rejected { .. })
+            ),
+            "{name}"
+        );
+        assert_eq!(leftovers(&directory.root()), Vec::<PathBuf>::new());
+    }
+    for name in [".cynode", "sub/.cynode-apply-x"] {
+        let created = Directory::with(&[]).apply(&create(name, "100644", "x"));
+        created.expect(name);
+    }
+}
+
+#[test]
+fn what_is_excluded_stays_as_it_is_and_is_remembered() {
+    let directory = Directory::with(&[("a", "one\n"), ("b", "one\n")]);
+    let mut earlier = Earlier::default();
+    let both = modify("a", "one", "two") + &modify("b", "one", "two");
+    directory.show_and_apply(&both, &mut earlier);
+    fs_err::write(directory.root().join("b"), "mine\n").expect("written");
+    // Without b, nothing conflicts, and a changes again.
+    let text = modify("a", "one", "three") + &modify("b", "one", "three");
+    let keep = |path: &[u8]| path != b"b";
+    let mut patch = parse(text.as_bytes()).expect("valid");
+    patch.retain(keep);
+    let left_out = earlier.split_off(keep);
+    let prepared = prepare(&directory.root(), &patch, &earlier).expect("fits");
+    let summary = prepared.summary(&patch).expect("readable");
+    assert_eq!(lines(&summary), ["modify a +1 -1 "]);
+    let mut earlier = prepared.commit().expect("applied").expect("small");
+    earlier.append(left_out);
+    assert_eq!(directory.get("b").as_deref(), Some("mine\n"));
+    // The record of b is still there: as it was pulled, it changes again.
+    fs_err::write(directory.root().join("b"), "two\n").expect("written");
+    assert_eq!(
+        directory.show_and_apply(&text, &mut earlier),
+        ["modify b +1 -1 "]
+    );
 }

@@ -232,6 +232,16 @@ impl Tree for LocalTree {
 
     fn locate(&self, location: &Location) -> TreeResult<Location> {
         let parts = location.parts();
+        // What replaced a directory counts as reverted, and so does the directory.
+        let above = (1..parts.len()).find_map(|depth| {
+            let above = Location::from_parts(parts[..depth].iter().copied());
+            self.taken_back.get(&above)
+        });
+        match above.map(|file| &file.before) {
+            Some(None) => return Ok(location.clone()),
+            Some(Some(_)) => return reject("a part of the path is not a directory"),
+            None => {}
+        }
         // The deepest existing directory decides.
         for depth in (0..parts.len()).rev() {
             match self.directory(&parts[..depth]) {

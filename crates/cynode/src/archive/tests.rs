@@ -188,6 +188,39 @@ fn a_path_of_a_record_is_the_path_that_the_gate_checks() {
 }
 
 #[test]
+fn nothing_in_a_git_directory_is_written_in_any_spelling() {
+    let scratch = Scratch::new();
+    fs_err::create_dir(scratch.target().join(".git")).expect("made");
+    fs_err::write(scratch.target().join(".git/config"), "mine").expect("written");
+    let bytes = archive(&[
+        raw(EntryType::Directory, b"./.git/", b"", b""),
+        file(b".git/config"),
+        file(b".git/hooks/post-checkout"),
+        file(b"sub/.GIT/config"),
+        file(b"sub/git~1/config"),
+        file(b"module/.git"),
+        symlink(b"hooks", b".git/hooks"),
+        symlink(b".git.", b"elsewhere"),
+        file(b".github/x"),
+        file(b"kept"),
+    ]);
+    let unpacked = scratch.unpack(&bytes).expect("unpacked");
+    assert_eq!(
+        fs_err::read_to_string(scratch.target().join(".git/config")).expect("there"),
+        "mine"
+    );
+    assert_eq!(
+        files(&scratch.target()),
+        [".git/config", ".github/x", "kept"]
+    );
+    let named: Vec<_> = unpacked.git_directories.iter().map(Vec::as_slice).collect();
+    let expected = [".git", ".git.", "module/.git", "sub/.GIT", "sub/git~1"];
+    assert_eq!(named, expected.map(str::as_bytes));
+    // The link is skipped like others that lead out.
+    assert_eq!(unpacked.skipped_count, 1);
+}
+
+#[test]
 fn an_empty_stream_is_no_archive_and_an_end_marker_is_an_empty_one() {
     let scratch = Scratch::new();
     assert!(matches!(scratch.unpack(b""), Err(UnpackError::Refused(_))));

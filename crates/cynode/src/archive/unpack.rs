@@ -4,11 +4,13 @@
 //! paths, `..` and paths below a link of the same archive, as the gate and the agent do; the tree
 //! walks every path from the target's descriptor, one component at a time, and never follows a
 //! symbolic link. Links that point outside, hard links and special files are skipped and reported.
+//! Nothing in a `.git` directory, in any spelling, is written: git runs programs that are named
+//! there.
 //! Files get only permission bits that the umask allows: no setuid, no owner. No archive makes
 //! memory grow beyond the bounds of `cynode_archive` and [`MAX_DIRECTORY_BYTES`].
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     ffi::OsStr,
     io::{self, Read, Write as _},
     os::{fd::OwnedFd, unix::ffi::OsStrExt},
@@ -16,6 +18,7 @@ use std::{
 };
 
 use cynode_archive::{Archive, Input, Kind, ReadError, Reader, components};
+use cynode_patch::spells_git;
 use rustix::{
     fs::{AtFlags, CWD, Mode, OFlags, fchmod, mkdirat, openat, statat, symlinkat, unlinkat},
     io::Errno,
@@ -36,9 +39,18 @@ pub struct Unpacked {
     /// The first skipped entries, each with its reason.
     pub skipped: Vec<String>,
     pub skipped_count: u64,
+    /// The first `.git` directories and files, which are left out on purpose.
+    pub git_directories: BTreeSet<Vec<u8>>,
 }
 
 impl Unpacked {
+    /// Leaves out an entry at or below `.git`.
+    fn leave_out(&mut self, git: Vec<u8>) {
+        if self.git_directories.len() < MAX_SKIPPED_NAMES {
+            self.git_directories.insert(git);
+        }
+    }
+
     fn skip(&mut self, name: &[u8], reason: &str) {
         self.skipped_count += 1;
         if self.skipped.len() < MAX_SKIPPED_NAMES {
@@ -115,6 +127,10 @@ pub fn unpack(
         is_empty = false;
         let name = &entry.path;
         let path: Vec<&[u8]> = components(name).collect();
+        if let Some(depth) = path.iter().position(|part| spells_git(part)) {
+            unpacked.leave_out(path[..=depth].join(&b'/'));
+            continue;
+        }
         let mode = Mode::from_bits_truncate(entry.mode);
         match entry.kind {
             Kind::Directory => tree.directory(&path, mode, name)?,
@@ -147,7 +163,9 @@ fn check_link_target(target: &[u8], depth: usize) -> Result<(), &'static str> {
     let mut ups = 0;
     let mut after_name = false;
     for part in components(target) {
-        if part != b".." {
+        if spells_git(part) {
+            return Err("link to a .git directory");
+        } else if part != b".." {
             after_name = true;
         } else if after_name {
             return Err("link with '..' in the middle");

@@ -37,8 +37,9 @@ pub struct Diff {
 #[command(
     after_help = "The changes come from a sandbox, so look at them first: files that are \
                   executable, or that a shell, an editor or git runs by itself, are marked. With \
-                  --apply, all changes are made or none. Nothing is written through symbolic \
-                  links, outside of DIR, or to a .git directory."
+                  --apply, the listed changes are made, all or none. Nothing is written through \
+                  symbolic links, outside of DIR, or to a .git directory. Files of repositories \
+                  within the workspace come out like others, without their .git."
 )]
 pub struct Pull {
     /// Name, id or part of the id [default: the session of this directory]
@@ -52,4 +53,7 @@ pub struct Pull {
     /// What to compare with, as in `session diff`
     #[arg(long, value_name = "BASE", default_value = "brought")]
     pub base: String,
+    /// File or directory to leave as it is, relative to DIR (repeatable)
+    #[arg(long, value_name = "PATH")]
+    pub exclude: Vec<PathBuf>,
 }

@@ -16,11 +16,11 @@ use cynode_api::Task;
 use cynode_client::UserClient;
 use serde_json::json;
 
+pub use self::table::{CLIENTS, Client};
 use self::{
     entry::EntrySpec,
     journal::Journal,
     locate::Machine,
-    table::{CLIENTS, Client},
     work::{ClientEntry, ClientReport, State},
 };
 use crate::{

@@ -56,6 +56,18 @@ pub enum Location {
     Variable(&'static str, &'static str, &'static str),
 }
 
+impl Client {
+    /// The files that it reads, relative to a project or to the home directory.
+    pub fn configuration_files(&self) -> impl Iterator<Item = String> {
+        let places = self.project.iter().chain(&self.user);
+        places.flat_map(|place| place.files).map(|file| match file {
+            Location::Project(path) | Location::Home(path) => (*path).to_owned(),
+            Location::Config(path) => format!(".config/{path}"),
+            Location::Variable(_, directory, name) => format!("{directory}/{name}"),
+        })
+    }
+}
+
 const fn json(files: &'static [Location], keys: &'static [&'static str]) -> Place {
     Place {
         files,

@@ -16,6 +16,7 @@ use cynode_api::{
     SessionId, file_limits, is_session_name,
 };
 use cynode_client::{FileBody, PutOptions, SessionClient};
+use cynode_patch::spells_git;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::{
@@ -29,7 +30,7 @@ use crate::{
     cli::Cp,
     failure::{Failure, INTERNAL, USAGE},
     output::{self, Progress},
-    resolve,
+    resolve, sanitize,
     staged::{StagedFile, unless_interrupted},
     umask::umask,
 };
@@ -272,13 +273,18 @@ impl Remote<'_> {
         };
         match target {
             CopySide::Local(target) if target.is_dir() => {
-                save(file, &into_dir(&target, &self.path)).await
+                let target = into_dir(&target, &self.path);
+                refuse_git(&target)?;
+                save(file, &target).await
             }
             CopySide::Local(target) if ends_in_slash(&target) => Err(Failure::usage(format!(
                 "{} is not a directory",
                 target.display()
             ))),
-            CopySide::Local(target) => save(file, &target).await,
+            CopySide::Local(target) => {
+                refuse_git(&target)?;
+                save(file, &target).await
+            }
             _ => show(file, args.raw).await,
         }
     }
@@ -311,6 +317,7 @@ impl Remote<'_> {
         } else {
             target.to_owned()
         };
+        refuse_git(&target)?;
         let request = ExportRequest {
             version: Some(API_VERSION),
             format: ExportFormat::Tar,
@@ -360,8 +367,33 @@ impl Remote<'_> {
             archive::UnpackError::Target(error) => local_failure(&error),
             _ => Failure::internal(error.to_string()),
         })?;
+        for directory in &unpacked.git_directories {
+            output::message(&format!(
+                "cynode: not copied: {}: git runs programs that are named there",
+                sanitize::line(&String::from_utf8_lossy(directory))
+            ));
+        }
         report_skipped(&unpacked.skipped, unpacked.skipped_count)
     }
+}
+
+/// Refuses to write into a `.git` directory on this machine: its configuration and its hooks name
+/// programs that git runs.
+fn refuse_git(target: &Path) -> Result<(), Failure> {
+    // What exists may be a link, or the current directory.
+    let above = target.parent().filter(|above| *above != Path::new(""));
+    let resolved = fs_err::canonicalize(target)
+        .or_else(|_| fs_err::canonicalize(above.unwrap_or(Path::new("."))))
+        .ok();
+    let is_git = |path: &Path| path.iter().any(|part| spells_git(part.as_bytes()));
+    if !is_git(target) && !resolved.as_deref().is_some_and(is_git) {
+        return Ok(());
+    }
+    Err(Failure::usage(format!(
+        "{} is in a .git directory, where git finds programs to run",
+        sanitize::line(&target.to_string_lossy())
+    ))
+    .remedy("Copy it to another name, read it, and move it."))
 }
 
 /// Writes a local file atomically: a failed copy keeps the existing file.
@@ -504,6 +536,25 @@ mod tests {
             CopySide::parse(OsStr::from_bytes(&[ID.as_bytes(), b":\xff"].concat())),
             CopySide::Session(Some(ID.to_owned()), OsStr::from_bytes(b"\xff").into())
         );
+    }
+
+    #[test]
+    fn nothing_is_copied_to_a_git_directory() {
+        let root = tempfile::tempdir().expect("a directory");
+        fs_err::create_dir_all(root.path().join("repo/.git/hooks")).expect("made");
+        std::os::unix::fs::symlink("repo/.git", root.path().join("link")).expect("link");
+        for refused in [
+            "repo/.git",
+            "repo/.git/config",
+            "repo/.GIT/hooks/x",
+            "repo/git~1",
+            "link/config",
+        ] {
+            assert!(refuse_git(&root.path().join(refused)).is_err(), "{refused}");
+        }
+        for accepted in ["repo/.github", "repo/x", "repo/.gitignore", "missing/x"] {
+            refuse_git(&root.path().join(accepted)).expect(accepted);
+        }
     }
 
     #[test]

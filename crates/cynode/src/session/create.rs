@@ -65,10 +65,21 @@ pub async fn create(
             if let Some(directories) = Directories::of(client.base()) {
                 directories.remember_brought(&bring::root(directory)?, session.session_id);
             }
+            warn_of_missing_snapshot(client, session.session_id).await;
         }
         None => super::remember(client, session.session_id),
     }
     print(globals, &session, uploaded.as_ref())
+}
+
+/// Says in time that the changes will not come out as a patch.
+async fn warn_of_missing_snapshot(client: &SessionClient, id: SessionId) {
+    if let Some(reason) = super::diff::missing_snapshot(client, id).await {
+        output::message(&format!(
+            "cynode: 'session diff' and 'session pull' will need a commit as --base: {}",
+            sanitize::line(&reason)
+        ));
+    }
 }
 
 /// Refuses what only an orchestrator can do.

@@ -15,6 +15,8 @@ use crate::{
     output::{self, Progress, TableStyle},
 };
 
+/// The base that means what the session began with.
+pub(super) const BROUGHT: &str = "brought";
 /// The longest patch that is read into memory. Printing one needs no memory.
 const MAX_PATCH_BYTES: usize = 256 * 1024 * 1024;
 
@@ -71,6 +73,20 @@ async fn export(client: &SessionClient, id: SessionId, base: &str) -> Result<Fil
     })
 }
 
+/// Why the changes of a session that has just begun can't be exported, if they can't.
+pub(super) async fn missing_snapshot(client: &SessionClient, id: SessionId) -> Option<String> {
+    let request = ExportRequest {
+        version: Some(API_VERSION),
+        format: ExportFormat::Patch,
+        base: Some(BROUGHT.to_owned()),
+        path: None,
+    };
+    let error = client.export(id, &request).await.err()?;
+    // Others, such as a policy's denial, say nothing about the snapshot.
+    let is_missing = error.is(ErrorCode::NotARepository) || error.is(ErrorCode::ExecFailed);
+    is_missing.then(|| error.chain())
+}
+
 /// The changes of a session as a patch, whole.
 pub(super) async fn fetch(
     client: &SessionClient,
@@ -93,7 +109,9 @@ async fn read(mut body: FileBody) -> Result<Vec<u8>, Failure> {
                     output::size(MAX_PATCH_BYTES as u64)
                 ),
             )
-            .remedy("Copy the files instead, with 'cynode session cp -r'."));
+            .remedy(
+                "Delete generated files in the session, or list them in its .gitignore, and retry.",
+            ));
         }
         patch.extend_from_slice(&piece);
         progress.set_bytes("fetching the changes", patch.len() as u64);
@@ -108,8 +126,8 @@ pub(super) fn parse(patch: &[u8]) -> Result<Patch<'_>, Failure> {
 
 pub(super) fn invalid(error: &apply::Error) -> Failure {
     Failure::new(USAGE, "invalid_patch", error.to_string()).remedy(
-        "See the patch itself with 'cynode session diff', or copy the files with \
-         'cynode session cp'.",
+        "See the patch itself with 'cynode session diff', and undo in the session what can't be \
+         pulled.",
     )
 }
 

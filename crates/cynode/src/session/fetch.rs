@@ -44,7 +44,7 @@ impl WorkspacePath {
         } else {
             path
         };
-        let bytes = relative.as_os_str().as_bytes().trim_ascii_end();
+        let bytes = relative.as_os_str().as_bytes();
         let parts: Vec<&[u8]> = bytes
             .split(|byte| *byte == b'/')
             .filter(|part| !part.is_empty() && *part != b".")
@@ -261,6 +261,9 @@ mod tests {
             ("/workspace", "."),
             (".", "."),
             ("a b", "a b"),
+            ("out ", "out "),
+            (" ", " "),
+            ("out /", "out "),
         ] {
             assert_eq!(parse(path).ok().as_deref(), Some(expected), "{path}");
         }

@@ -4,18 +4,19 @@
 use std::{
     collections::BTreeSet,
     io,
+    os::unix::ffi::OsStrExt as _,
     path::{Path, PathBuf},
     process::ExitCode,
 };
 
 use cynode_api::SessionId;
 use cynode_client::SessionClient;
-use cynode_patch::{Patch, Reject, escaped};
+use cynode_patch::{Location, Patch, Reject, escaped};
 use serde_json::{Value, json};
 
 use super::{diff, transfer::local_failure};
 use crate::{
-    apply::{self, CommitError, FileSummary, Prepared, Summary},
+    apply::{self, CommitError, Summary},
     bring,
     cli::{Globals, OutputFormat, Pull},
     directories::Directories,
@@ -26,8 +27,6 @@ use crate::{
     staged::outlast_signals,
 };
 
-/// The base that means what the session began with.
-const BROUGHT: &str = "brought";
 /// Rejected hunks that are printed.
 const MAX_REJECTS: usize = 50;
 
@@ -41,23 +40,29 @@ pub async fn run(
     let patch = diff::fetch(client, id, &args.base).await?;
     warn_of_leftovers(&directory);
     // Changes since a commit don't count from the session's beginning.
-    let pulled = (args.base == BROUGHT)
+    let pulled = (args.base == diff::BROUGHT)
         .then(|| Pulled::of(client.base(), id, &directory))
         .flatten();
-    let earlier = pulled.as_ref().map(Pulled::read).unwrap_or_default();
-    let parsed = diff::parse(&patch)?;
-    let prepared = apply::prepare(&directory, &parsed, &earlier)
-        .map_err(|error| failure(&directory, error, globals.output))?;
-    let summary = summary(&parsed, &prepared);
+    let mut earlier = pulled.as_ref().map(Pulled::read).unwrap_or_default();
+    let mut parsed = diff::parse(&patch)?;
+    let mut excluded = Exclusions::parse(&args.exclude)?;
+    excluded.complete(&parsed);
+    parsed.retain(|path| !excluded.contains(path));
+    // What was pulled before stays as it is, and is remembered.
+    let left_out = earlier.split_off(|path| !excluded.contains(path));
+    let fail = |error| failure(&directory, error, globals.output);
+    let prepared = apply::prepare(&directory, &parsed, &earlier).map_err(fail)?;
+    let summary = prepared.summary(&parsed).map_err(fail)?;
     if globals.output == OutputFormat::Table {
         diff::print(&summary)?;
     }
     let is_applied = args.apply && !summary.files.is_empty();
     if is_applied {
         outlast_signals()?;
-        let record = prepared
-            .commit()
-            .map_err(|error| failure(&directory, error, globals.output))?;
+        let mut record = prepared.commit().map_err(fail)?;
+        if let Some(record) = &mut record {
+            record.append(left_out);
+        }
         if let Some(pulled) = pulled {
             pulled.write(record.as_ref());
         }
@@ -65,15 +70,56 @@ pub async fn run(
     report(globals, id, &directory, &summary, is_applied)
 }
 
-/// What would change now.
-fn summary(patch: &Patch<'_>, prepared: &Prepared) -> Summary {
-    let mut summary = Summary::of_sections(patch, |path| !prepared.has_already(path));
-    let restored = prepared.restored();
-    let restored = restored
-        .iter()
-        .map(|path| FileSummary::restored(path.as_bytes()));
-    summary.files.extend(restored);
-    summary
+/// Files and directories that are left as they are.
+struct Exclusions(Vec<Location>);
+
+impl Exclusions {
+    fn parse(paths: &[PathBuf]) -> Result<Self, Failure> {
+        let parse = |path: &PathBuf| {
+            let bytes = path.as_os_str().as_bytes();
+            let name = bytes.strip_suffix(b"/").unwrap_or(bytes);
+            // A path that can't be applied may be named, so that the others can.
+            let parts = name.split(|byte| *byte == b'/');
+            let parts: Vec<&[u8]> = parts.filter(|part| !matches!(*part, b"" | b".")).collect();
+            if name.starts_with(b"/") || parts.is_empty() || parts.contains(&&b".."[..]) {
+                let path = line(&path.to_string_lossy());
+                return Err(
+                    Failure::usage(format!("--exclude {path}: not a path below DIR"))
+                        .remedy("Write the path as the list of changes shows it."),
+                );
+            }
+            Ok(Location::from_parts(parts))
+        };
+        Ok(Self(paths.iter().map(parse).collect::<Result<_, _>>()?))
+    }
+
+    /// Adds the other path of each rename with an excluded path: a rename is left out as a whole.
+    fn complete(&mut self, patch: &Patch<'_>) {
+        let mut count = None;
+        while count != Some(self.0.len()) {
+            count = Some(self.0.len());
+            for section in patch.sections() {
+                let paths = || section.old.iter().chain(&section.new);
+                if !paths().any(|path| self.contains(path)) {
+                    continue;
+                }
+                for path in paths() {
+                    if !self.contains(path) {
+                        let parts = path.split(|byte| *byte == b'/');
+                        self.0.push(Location::from_parts(parts));
+                    }
+                }
+            }
+        }
+    }
+
+    fn contains(&self, path: &[u8]) -> bool {
+        let is_at_or_below = |excluded: &Location| {
+            let rest = path.strip_prefix(excluded.as_bytes());
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(b"/"))
+        };
+        self.0.iter().any(is_at_or_below)
+    }
 }
 
 /// The directory to change.
@@ -125,8 +171,8 @@ fn rejected(directory: &Path, rejects: &[Reject], is_cut: bool, format: OutputFo
         ),
     )
     .remedy(
-        "Undo or move aside the local changes to these files, or apply the output of \
-         'cynode session diff' by hand.",
+        "Undo or move aside the local changes to these files, or pull the other changes with \
+         --exclude PATH.",
     )
     .with_extension("rejects", rejects.iter().map(document).collect())
 }
@@ -212,4 +258,46 @@ fn report(
         OutputFormat::Table => {}
     }
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rename_is_left_out_as_a_whole() {
+        let rename = |from: &str, to: &str| {
+            format!(
+                "diff --git a/{from} b/{to}\nsimilarity index 100%\nrename from {from}\n\
+                 rename to {to}\n"
+            )
+        };
+        // The second is found only after the first.
+        let text = rename("c", "b") + &rename("b", "sub/a") + &rename("x", "y");
+        let mut patch = diff::parse(text.as_bytes()).unwrap_or_default();
+        let mut excluded = Exclusions::parse(&["sub".into()]).expect("valid");
+        excluded.complete(&patch);
+        patch.retain(|path| !excluded.contains(path));
+        assert_eq!(patch.sections().len(), 1);
+        assert!(excluded.contains(b"c") && !excluded.contains(b"x"));
+    }
+
+    #[test]
+    fn exclusions_hold_for_files_and_all_below_directories() {
+        let excluded = Exclusions::parse(&["./a//b/".into(), "c".into(), ".git".into()]);
+        let excluded = excluded.expect("valid");
+        for (path, expected) in [
+            (&b"a/b"[..], true),
+            (b"a/b/c", true),
+            (b"a/bc", false),
+            (b"a", false),
+            (b"c", true),
+            (b".git/config", true),
+        ] {
+            assert_eq!(excluded.contains(path), expected, "{path:?}");
+        }
+        for path in ["", ".", "/a", "../a", "a/.."] {
+            assert!(Exclusions::parse(&[path.into()]).is_err(), "{path}");
+        }
+    }
 }

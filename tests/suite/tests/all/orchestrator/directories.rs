@@ -301,7 +301,6 @@ async fn hostile_changes_are_refused_as_a_whole() -> Result<()> {
         .cli(&["session", "create", ".", "--memory", "256m"])?
         .success()?;
     let pull = || project.cli(&["session", "pull", "--apply"]);
-    // git inside refuses the last one itself, so that there is no patch.
     for (script, undo, expected) in [
         ("ln -s /etc/passwd link", "rm link", (64, "patch_rejected")),
         ("ln -s ../../x link", "rm link", (64, "patch_rejected")),
@@ -311,9 +310,9 @@ async fn hostile_changes_are_refused_as_a_whole() -> Result<()> {
             (64, "patch_rejected"),
         ),
         (
-            "mkdir -p sub/.GIT; echo x > sub/.GIT/config",
-            "rm -r sub",
-            (70, "internal"),
+            "echo x > .cynode-apply-x",
+            "rm .cynode-apply-x",
+            (64, "patch_rejected"),
         ),
     ] {
         project.sh(&format!("echo two >> a; {script}"))?;
@@ -336,6 +335,74 @@ async fn hostile_changes_are_refused_as_a_whole() -> Result<()> {
     assert_eq!(refused.failure(), (64, "patch_rejected".to_owned()));
     assert!(refused.stderr.contains("symbolic link"), "{refused:?}");
     assert_eq!(fs_err::read_dir(&outside)?.count(), 0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn repositories_in_the_workspace_come_out_as_files() -> Result<()> {
+    let project = Project::new().await?;
+    project.put("a", "one\n")?;
+    project.put("vendor/lib/file", "one\n")?;
+    project.git(&["init", "-q", "vendor/lib"])?;
+    let created = project.cli(&["session", "create", ".", "--memory", "256m"])?;
+    assert!(
+        created.code == Some(0) && !created.stderr.contains("--base"),
+        "{created:?}"
+    );
+    project.sh(
+        "echo two >> a; echo two >> vendor/lib/file; mkdir -p app sub/.GIT; \
+         echo x > sub/.GIT/config; cd app; git init -q; echo x > main",
+    )?;
+    let pulled = project.cli(&["session", "pull", "--apply"])?;
+    assert_eq!(pulled.code, Some(0), "{pulled:?}");
+    assert_eq!(project.get("a")?, "one\ntwo\n");
+    assert_eq!(project.get("vendor/lib/file")?, "one\ntwo\n");
+    assert_eq!(project.get("app/main")?, "x\n");
+    assert!(
+        !project.has("app/.git") && !project.has("sub"),
+        "{pulled:?}"
+    );
+
+    // A copy leaves their configuration out.
+    fs_err::create_dir_all(project.directory.join("app/.git"))?;
+    project.put("app/.git/config", "mine\n")?;
+    let copied = project.cli(&["session", "cp", "-r", ":app/.", "app"])?;
+    assert!(
+        copied.code == Some(0) && copied.stderr.contains("not copied: .git"),
+        "{copied:?}"
+    );
+    assert_eq!(project.get("app/.git/config")?, "mine\n");
+    let refused = project.cli(&["session", "cp", "-r", ":app/.git", "app"])?;
+    assert_eq!(refused.code, Some(64), "{refused:?}");
+    assert_eq!(project.get("app/.git/config")?, "mine\n");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_pull_does_what_it_shows_and_leaves_out_what_it_is_told() -> Result<()> {
+    let project = Project::new().await?;
+    project.put("a", LINES)?;
+    project.put("z", "one\n")?;
+    project
+        .cli(&["session", "create", ".", "--memory", "256m"])?
+        .success()?;
+    project.sh("cp a b")?;
+    project.cli(&["session", "pull", "--apply"])?.success()?;
+    // git now reports a rename to a file that is here already.
+    project.sh("rm a")?;
+    let shown = project.cli(&["session", "pull", "--apply"])?;
+    assert!(shown.text().contains("delete"), "{shown:?}");
+    assert!(!project.has("a") && project.has("b"), "{shown:?}");
+
+    project.sh("echo two > z; echo c > c")?;
+    project.put("z", "mine\n")?;
+    let refused = project.cli(&["session", "pull", "--apply"])?;
+    assert_eq!(refused.failure(), (64, "patch_rejected".to_owned()));
+    project
+        .cli(&["session", "pull", "--apply", "--exclude", "z"])?
+        .success()?;
+    assert_eq!(project.get("z")?, "mine\n");
+    assert_eq!(project.get("c")?, "c\n");
     Ok(())
 }
 
