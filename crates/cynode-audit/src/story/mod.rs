@@ -15,7 +15,7 @@ use serde_json::Value;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-pub use self::text::is_hidden;
+pub use self::text::{is_hidden, shown as escape_line};
 pub(crate) use self::text::quoted;
 use crate::action::{TargetKind, Verb, target_kind, verb};
 

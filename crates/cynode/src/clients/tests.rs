@@ -55,6 +55,7 @@ impl Files {
             client,
             place,
             path: self.machine().path(place, &self.project).expect("a path"),
+            directory: PathBuf::from("/w"),
             project: in_project.then(|| self.project.clone()),
             target,
             journal: &self.journal,

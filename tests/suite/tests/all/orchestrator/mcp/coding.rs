@@ -423,8 +423,15 @@ async fn a_kept_session_is_resumed_and_a_lost_workspace_is_never_replaced_silent
     );
     ensure!(told.contains("was resumed"), "{told}");
 
-    // With its workspace gone, only a create starts another.
-    agent.told("sandbox_session_end", json!({})).await?;
+    // With its workspace gone, only a create starts another. A kept one can be deleted later.
+    let (told, _) = agent
+        .told("sandbox_session_end", json!({"workspace": "keep"}))
+        .await?;
+    ensure!(told.contains("is kept"), "{told}");
+    for arguments in [json!({}), json!({"workspace": "delete"})] {
+        let (told, _) = agent.told("sandbox_session_end", arguments).await?;
+        ensure!(told.contains("is deleted"), "{told}");
+    }
     for (tool, arguments) in [
         ("sandbox_session_exec", json!({"command": "ls"})),
         ("sandbox_workspace_list", json!({})),
