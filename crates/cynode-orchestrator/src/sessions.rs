@@ -6,8 +6,8 @@
 use std::{sync::Arc, time::Duration};
 
 use cynode_api::{
-    ErrorCode, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, UserSessionCreate,
-    WorkspaceDisposal,
+    ErrorCode, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task,
+    UserSessionCreate, WorkspaceDisposal,
 };
 use time::OffsetDateTime;
 use tokio::sync::Notify;

@@ -383,7 +383,7 @@ impl Db {
     pub(crate) async fn request_end(&self, id: SessionId, end: &SessionEnd) -> Result<(), Error> {
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
-            "update sessions s set ending = case when $3 and s.ending is not null then s.ending || '{"workspace": "delete"}' else coalesce(s.ending, $2) end, state = case when s.state = 'lost' then 'lost' else 'ending' end,
+            "update sessions s set ending = case when $3 and s.ending is not null then s.ending || jsonb_build_object('workspace', 'delete') else coalesce(s.ending, $2) end, state = case when s.state = 'lost' then 'lost' else 'ending' end,
                  updated_at = clock_timestamp(), lease_until = now() + interval '20 seconds'
              from (select session_id, state from sessions where session_id = $1 for update) before
              where s.session_id = before.session_id and before.state in ('creating', 'running', 'lost') returning s.task_id, s.state <> before.state as is_new",

@@ -1,9 +1,11 @@
-//! Refuses messages with a name that occurs twice in one object: serde_json keeps the last value, and
-//! whoever reads the message otherwise may see the first.
+//! Refuses messages with a name that occurs twice in one object: serde_json keeps the last value,
+//! and whoever reads the message otherwise may see the first.
 
 use std::{collections::HashSet, fmt};
 
-use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{
+    DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor,
+};
 
 /// Names of this length and shorter ones are repeated in the message.
 const MAX_SHOWN_NAME: usize = 64;
@@ -89,15 +91,28 @@ mod tests {
     fn a_name_that_occurs_twice_in_one_object_is_found_at_any_depth() {
         for (text, expected) in [
             (r#"{"a":1,"b":2}"#, None),
-            (r#"{"a":{"x":1},"b":{"x":1.5},"c":[{"x":null},{"x":"a"}]}"#, None),
+            (
+                r#"{"a":{"x":1},"b":{"x":1.5},"c":[{"x":null},{"x":"a"}]}"#,
+                None,
+            ),
             (r#"{"a":1,"a":1}"#, Some("a")),
-            (r#"{"params":{"arguments":{"path":"x","path":"y"}}}"#, Some("path")),
-            (r#"{"a":[true,{"e\n":1,"b":-2,"e\u000a":{}}]}"#, Some("e\\n")),
+            (
+                r#"{"params":{"arguments":{"path":"x","path":"y"}}}"#,
+                Some("path"),
+            ),
+            (
+                r#"{"a":[true,{"e\n":1,"b":-2,"e\u000a":{}}]}"#,
+                Some("e\\n"),
+            ),
             ("not json", None),
             (r#"{"a":1,"#, None),
             ("", None),
         ] {
-            assert_eq!(duplicate_name(text.as_bytes()).as_deref(), expected, "{text}");
+            assert_eq!(
+                duplicate_name(text.as_bytes()).as_deref(),
+                expected,
+                "{text}"
+            );
         }
         let deep = format!("{}{}", "[".repeat(100_000), "]".repeat(100_000));
         assert_eq!(duplicate_name(deep.as_bytes()), None);

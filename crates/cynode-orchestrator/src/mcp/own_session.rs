@@ -102,8 +102,8 @@ impl Gateway {
             Err(failure) => return Err(failure),
             Ok(output) => return Ok(output.with_note_before(note)),
         }
-        // A node that has just restarted answers like an ended session, although the processes of its
-        // sessions run on.
+        // A node that has just restarted refuses commands as if its sessions had ended, although
+        // their processes run on.
         let before = self.shown(client, tool, own).await?;
         let after = self.resume(client, tool, own).await.map_err(|failure| {
             if !is_one_of(&failure, &GONE) {
@@ -278,7 +278,8 @@ mod tests {
 
     #[test]
     fn only_a_session_with_a_new_container_was_resumed() {
-        let session = |state: &str, expires_at: &str| json!({"state": state, "expires_at": expires_at});
+        let session =
+            |state: &str, expires_at: &str| json!({"state": state, "expires_at": expires_at});
         let after = session("running", "2");
         // The node has restarted, and the sandbox ran on.
         assert!(goes_on(Some(&session("running", "2")), &after));

@@ -1,9 +1,7 @@
 //! The plan of a tool call: a request to the user API, which passes the same gate as any other.
 
 use bytes::Bytes;
-use cynode_api::{
-    ExecId, ExecRequest, SessionId, TaskId, UserSessionCreate, WorkspaceDisposal,
-};
+use cynode_api::{ExecId, ExecRequest, SessionId, TaskId, UserSessionCreate, WorkspaceDisposal};
 use cynode_service::ApiError;
 use http::{HeaderName, HeaderValue, Method};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};

@@ -5,8 +5,8 @@ use axum::{
     response::Response,
 };
 use cynode_api::{
-    AuditBody, AuditDecision, AuditKind, AuditResult, Base64Bytes, ErrorCode, Problem, SessionState,
-    WorkspaceDisposal,
+    AuditBody, AuditDecision, AuditKind, AuditResult, Base64Bytes, ErrorCode, Problem,
+    SessionState, WorkspaceDisposal,
 };
 use cynode_service::{ApiError, compute, json};
 use futures_util::StreamExt as _;

@@ -290,7 +290,8 @@ mod tests {
             Err(PRIVATE_KEY)
         );
         let members = |member: &str| {
-            serde_json::json!({"type": "service_account", member: key, "client_id": "1"})
+            let kind = "service_account";
+            serde_json::json!({"type": kind, member: key, "client_id": "1"})
         };
         assert_eq!(
             scan("gcp.json", &members("private_key").to_string()),
@@ -301,10 +302,16 @@ mod tests {
         // Samples inside of other files come in, and are named when they are stored.
         let vectors = serde_json::json!({ "tests": [members("private_key")] });
         assert_eq!(scan("vectors.json", &vectors.to_string()), Ok(()));
-        assert_eq!(scan("src/key.rs", &format!("const KEY: &str = \"{key}\"")), Ok(()));
+        assert_eq!(
+            scan("src/key.rs", &format!("const KEY: &str = \"{key}\"")),
+            Ok(())
+        );
         assert_eq!(scan("README", &format!("Like this:\n{key}")), Ok(()));
         assert_eq!(scan("settings.toml", &token), Ok(()));
-        assert_eq!(scan("key.pub", "-----BEGIN PUBLIC KEY-----\nMFkw\n"), Ok(()));
+        assert_eq!(
+            scan("key.pub", "-----BEGIN PUBLIC KEY-----\nMFkw\n"),
+            Ok(())
+        );
         assert_eq!(
             scan(
                 ".git/config",

@@ -393,9 +393,7 @@ fn masked(text: &str) -> String {
 
 /// The tokens of a text that another does not have.
 fn removed_tokens(before: &str, after: &str) -> Vec<String> {
-    let tokens = token_places(before)
-        .into_iter()
-        .map(|place| &before[place]);
+    let tokens = token_places(before).into_iter().map(|place| &before[place]);
     let gone = tokens.filter(|token| !after.contains(token));
     gone.map(str::to_owned).collect()
 }

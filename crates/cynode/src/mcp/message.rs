@@ -116,8 +116,8 @@ impl Message {
                 "jsonrpc: must be \"2.0\"",
             ));
         }
-        let is_answer = envelope.method.is_none()
-            && (envelope.result.is_some() || envelope.error.is_some());
+        let is_answer =
+            envelope.method.is_none() && (envelope.result.is_some() || envelope.error.is_some());
         if !is_answer && envelope.id.is_some_and(|id| !is_id(&id)) {
             return Err(Malformed::new(
                 id,

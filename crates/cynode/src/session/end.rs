@@ -2,9 +2,7 @@
 
 use std::process::ExitCode;
 
-use cynode_api::{
-    API_VERSION, Session, SessionEnd, SessionId, SessionState, WorkspaceDisposal,
-};
+use cynode_api::{API_VERSION, Session, SessionEnd, SessionId, SessionState, WorkspaceDisposal};
 use cynode_client::{SessionClient, SessionFilter};
 use serde_json::json;
 
@@ -92,10 +90,16 @@ fn told(session: &Session, workspace: WorkspaceDisposal) -> String {
             format!("ended session {id}; deleted workspace {workspace_id}")
         }
         (WorkspaceDisposal::Keep, false) => {
-            format!("session {id} is {}; its workspace will be kept", session.state)
+            format!(
+                "session {id} is {}; its workspace will be kept",
+                session.state
+            )
         }
         (WorkspaceDisposal::Delete, false) => {
-            format!("session {id} is {}; its workspace will be deleted", session.state)
+            format!(
+                "session {id} is {}; its workspace will be deleted",
+                session.state
+            )
         }
     }
 }

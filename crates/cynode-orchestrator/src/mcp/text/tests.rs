@@ -514,8 +514,6 @@ fn names_from_a_sandbox_forge_no_lines() {
     );
     assert_eq!(
         failed,
-        format!(
-            "c (run): {escaped}\nr\n{escaped}: {escaped}\n  expected:\n    a\\nb"
-        )
+        format!("c (run): {escaped}\nr\n{escaped}: {escaped}\n  expected:\n    a\\nb")
     );
 }
