@@ -7,8 +7,8 @@ use serde::de::{
     DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor,
 };
 
-/// Names of this length and shorter ones are repeated in the message.
-const MAX_SHOWN_NAME: usize = 64;
+/// Characters of a name that the message repeats.
+const SHOWN_NAME_CHARACTERS: usize = 64;
 
 /// The name that occurs twice in an object of a JSON text, if any. What is not JSON is left to its
 /// parser.
@@ -16,14 +16,14 @@ pub(super) fn duplicate_name(text: &[u8]) -> Option<String> {
     let mut found = None;
     let mut deserializer = serde_json::Deserializer::from_slice(text);
     // Fails at a duplicate, and where the text is not JSON.
-    drop(Check(&mut found).deserialize(&mut deserializer));
+    drop(NameCheck(&mut found).deserialize(&mut deserializer));
     found
 }
 
 /// Reads a value and keeps nothing but the names of the objects around it.
-struct Check<'a>(&'a mut Option<String>);
+struct NameCheck<'a>(&'a mut Option<String>);
 
-impl<'de> DeserializeSeed<'de> for Check<'_> {
+impl<'de> DeserializeSeed<'de> for NameCheck<'_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -31,7 +31,7 @@ impl<'de> DeserializeSeed<'de> for Check<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Check<'_> {
+impl<'de> Visitor<'de> for NameCheck<'_> {
     type Value = ();
 
     fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -63,7 +63,7 @@ impl<'de> Visitor<'de> for Check<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<(), A::Error> {
-        while list.next_element_seed(Check(&mut *self.0))?.is_some() {}
+        while list.next_element_seed(NameCheck(&mut *self.0))?.is_some() {}
         Ok(())
     }
 
@@ -71,13 +71,13 @@ impl<'de> Visitor<'de> for Check<'_> {
         let mut names = HashSet::new();
         while let Some(name) = object.next_key::<String>()? {
             if names.contains(&name) {
-                let shown: String = name.chars().take(MAX_SHOWN_NAME).collect();
+                let shown: String = name.chars().take(SHOWN_NAME_CHARACTERS).collect();
                 *self.0 = Some(cynode_audit::escape_line(&shown));
                 object.next_value::<IgnoredAny>()?;
                 return Err(A::Error::custom("a duplicate"));
             }
             names.insert(name);
-            object.next_value_seed(Check(&mut *self.0))?;
+            object.next_value_seed(NameCheck(&mut *self.0))?;
         }
         Ok(())
     }
