@@ -548,7 +548,7 @@ mod tests {
 
     #[tokio::test]
     async fn unread_input_is_rejected_with_the_number_of_accepted_bytes() {
-        use StdinDelivery::{Closed, Refused, Taken, Waiting};
+        use StdinDelivery::{Closed, QueueFull, Queued, Taken};
         let full = |taken: usize| Err(("stdin_full".to_owned(), taken.into()));
         let closed = || Err(("stdin_closed".to_owned(), serde_json::Value::Null));
         assert_eq!(
@@ -556,15 +556,15 @@ mod tests {
             Ok(())
         );
         assert_eq!(
-            outcome(3 * MAX_DATA, false, &[Taken, Waiting]).await,
+            outcome(3 * MAX_DATA, false, &[Taken, Queued]).await,
             full(2 * MAX_DATA)
         );
         assert_eq!(
-            outcome(3 * MAX_DATA, false, &[Taken, Refused]).await,
+            outcome(3 * MAX_DATA, false, &[Taken, QueueFull]).await,
             full(MAX_DATA)
         );
-        assert_eq!(outcome(10, false, &[Refused]).await, full(0));
-        assert_eq!(outcome(10, true, &[Taken, Waiting]).await, full(10));
+        assert_eq!(outcome(10, false, &[QueueFull]).await, full(0));
+        assert_eq!(outcome(10, true, &[Taken, Queued]).await, full(10));
         assert_eq!(outcome(10, true, &[Closed]).await, closed());
         assert_eq!(
             outcome(10, true, &[Taken, Closed]).await,
