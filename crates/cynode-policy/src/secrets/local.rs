@@ -37,6 +37,13 @@ const KEY_FILES: &[&str] = &[
 const KEY_STORES: &[&str] = &[".jks", ".kdbx", ".keystore", ".p12", ".pfx"];
 /// Hold certificates as well as keys, so the content decides.
 const KEY_MATERIAL: &[&str] = &[".key", ".p8", ".pem", ".ppk"];
+/// What files of keys begin with, whatever their names: PEM blocks, one of which may be a key, what
+/// `openssl pkcs12` writes before them, and PuTTY's header.
+const KEY_BEGINNINGS: &[&[u8]] = &[b"-----BEGIN ", b"Bag Attributes", b"PuTTY-User-Key-File-"];
+const PUTTY_BEGINNING: &[u8] = b"PuTTY-User-Key-File-";
+/// The beginning of a file that shows what kind of file it is. Credentials in JSON are shorter.
+const MAX_BEGINNING_BYTES: usize = 64 * 1024;
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// Scans one file, chunk by chunk.
 #[derive(Debug)]
@@ -45,7 +52,10 @@ pub struct LocalScan {
     /// Finds the system's own tokens.
     system: Watch,
     system_token: Option<&'static str>,
+    /// The name is one of files that hold keys or certificates.
     may_hold_key: bool,
+    beginning: Vec<u8>,
+    is_longer: bool,
     /// The beginning of an npm configuration.
     npm_config: Option<Vec<u8>>,
 }
@@ -92,6 +102,8 @@ impl Scanner {
             system: self.system_only().watch(),
             system_token: None,
             may_hold_key: KEY_MATERIAL.iter().any(|ending| name.ends_with(ending)),
+            beginning: Vec::new(),
+            is_longer: false,
             npm_config: (name == ".npmrc").then(Vec::new),
         }
     }
@@ -100,6 +112,10 @@ impl Scanner {
 impl LocalScan {
     pub fn feed(&mut self, bytes: &[u8]) {
         self.content.feed(bytes);
+        let room = MAX_BEGINNING_BYTES - self.beginning.len();
+        self.is_longer |= bytes.len() > room;
+        self.beginning
+            .extend_from_slice(&bytes[..bytes.len().min(room)]);
         if self.system_token.is_none() {
             self.system_token = self.system.feed(bytes).map(|hit| hit.what);
         }
@@ -117,12 +133,40 @@ impl LocalScan {
         if self.npm_config.as_deref().is_some_and(has_npm_credential) {
             return Err(NPM_CREDENTIAL);
         }
+        let beginning = text_of(&self.beginning);
+        if beginning.starts_with(PUTTY_BEGINNING) {
+            return Err(PRIVATE_KEY);
+        }
+        let is_of_keys = self.may_hold_key
+            || KEY_BEGINNINGS.iter().any(|it| beginning.starts_with(it))
+            || !self.is_longer && is_json_credential(beginning);
         let shapes = self.content.finish()?;
-        if self.may_hold_key && shapes.contains(&PRIVATE_KEY) {
+        if is_of_keys && shapes.contains(&PRIVATE_KEY) {
             return Err(PRIVATE_KEY);
         }
         Ok(())
     }
+}
+
+/// The text without what may precede its first word.
+fn text_of(bytes: &[u8]) -> &[u8] {
+    let text = bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes);
+    text.trim_ascii_start()
+}
+
+/// Whether a text is a JSON object with a private key as a member, such as the credential of a
+/// service account. Objects that have keys deeper inside are test vectors and the like.
+fn is_json_credential(text: &[u8]) -> bool {
+    if text.first() != Some(&b'{') {
+        return false;
+    }
+    let members = serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(text);
+    members.is_ok_and(|members| {
+        ["private_key", "privateKey"].iter().any(|name| {
+            let key = members.get(*name).and_then(serde_json::Value::as_str);
+            key.is_some_and(|key| key.trim_start().starts_with("-----BEGIN "))
+        })
+    })
 }
 
 /// Whether a line sets a token or a password to a value, and not to one of the environment.
@@ -227,8 +271,47 @@ mod tests {
         ]
         .concat();
         assert_eq!(scan("server.PEM", &key), Err(PRIVATE_KEY));
-        assert_eq!(scan("src/key.rs", &key), Ok(()));
         assert_eq!(scan("server.pem", "-----BEGIN CERTIFICATE-----\n"), Ok(()));
+        for before in [
+            "",
+            "\u{feff}",
+            "\r\n  \n",
+            "-----BEGIN EC PARAMETERS-----\nBggqhkjOPQMBBw==\n-----END EC PARAMETERS-----\n",
+            "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n",
+            "Bag Attributes\n    localKeyID: 01\nKey Attributes: <No Attributes>\n",
+        ] {
+            let file = format!("{before}{key}");
+            for name in ["deploy", "notes", "tests/data/key.txt", "src/key.rs"] {
+                assert_eq!(scan(name, &file), Err(PRIVATE_KEY), "{name} {before:?}");
+            }
+        }
+        assert_eq!(
+            scan("key", "PuTTY-User-Key-File-3: ssh-ed25519\n"),
+            Err(PRIVATE_KEY)
+        );
+        let members = |member: &str| {
+            let kind = "service_account";
+            serde_json::json!({"type": kind, member: key, "client_id": "1"})
+        };
+        assert_eq!(
+            scan("gcp.json", &members("private_key").to_string()),
+            Err(PRIVATE_KEY)
+        );
+        let pretty = format!("\n{:#}\n", members("privateKey"));
+        assert_eq!(scan("account", &pretty), Err(PRIVATE_KEY));
+        // Samples inside of other files come in, and are named when they are stored.
+        let vectors = serde_json::json!({ "tests": [members("private_key")] });
+        assert_eq!(scan("vectors.json", &vectors.to_string()), Ok(()));
+        assert_eq!(
+            scan("src/key.rs", &format!("const KEY: &str = \"{key}\"")),
+            Ok(())
+        );
+        assert_eq!(scan("README", &format!("Like this:\n{key}")), Ok(()));
+        assert_eq!(scan("settings.toml", &token), Ok(()));
+        assert_eq!(
+            scan("key.pub", "-----BEGIN PUBLIC KEY-----\nMFkw\n"),
+            Ok(())
+        );
         assert_eq!(
             scan(
                 ".git/config",

@@ -89,7 +89,7 @@ pub(crate) fn print_flagged(flags: &Flags) {
     const MAX_SHOWN: usize = 10;
     for file in flags.flagged.iter().take(MAX_SHOWN) {
         output::message(&format!(
-            "cynode: {} contains what looks like {}",
+            "cynode: {} went in, although it contains what looks like {}",
             crate::sanitize::line(&file.path),
             crate::sanitize::line(&file.shape)
         ));
@@ -99,7 +99,7 @@ pub(crate) fn print_flagged(flags: &Flags) {
         .saturating_sub(MAX_SHOWN.min(flags.flagged.len()) as u64);
     if more > 0 {
         output::message(&format!(
-            "cynode: {more} more files contain what looks like credentials"
+            "cynode: {more} more files went in that contain what looks like credentials"
         ));
     }
 }
