@@ -6,7 +6,8 @@
 use std::{sync::Arc, time::Duration};
 
 use cynode_api::{
-    ErrorCode, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, UserSessionCreate,
+    ErrorCode, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task,
+    UserSessionCreate, WorkspaceDisposal,
 };
 use time::OffsetDateTime;
 use tokio::sync::Notify;
@@ -51,6 +52,8 @@ pub(crate) enum Error {
     IdInUse(SessionId),
     #[error("another live session is named '{0}'")]
     NameInUse(String),
+    #[error("the end of session {0} was requested before, with its workspace deleted")]
+    WorkspaceDeleted(SessionId),
     #[error("the session is gone")]
     Gone,
     #[error("creating the session was interrupted")]
@@ -67,6 +70,7 @@ impl Error {
             Self::Placement(_)
             | Self::IdInUse(_)
             | Self::NameInUse(_)
+            | Self::WorkspaceDeleted(_)
             | Self::Gone
             | Self::Interrupted => false,
         }
@@ -364,14 +368,23 @@ impl Sessions {
     }
 
     /// Ends a session. The request is stored first, so that the session ends even when its node is
-    /// unreachable now.
+    /// unreachable now. A later request may still delete a workspace that was to be kept.
     pub(crate) async fn end(&self, row: SessionRow, end: SessionEnd) -> Result<Session, Error> {
+        let was_over = matches!(row.state, SessionState::Ended | SessionState::Failed);
         self.db.request_end(row.session_id, &end).await?;
         let Some(row) = self.db.any_session(row.session_id).await? else {
             return Err(Error::Gone);
         };
-        // The first end request wins.
+        // Only the node knows what became of the workspace of an ended session.
+        if was_over && end.workspace.is_some() && row.state == SessionState::Ended {
+            return self.end_on_node(&row, &end).await;
+        }
+        let wants_to_keep = end.workspace == Some(WorkspaceDisposal::Keep);
+        // The first request decides the rest.
         let end = row.ending.clone().unwrap_or(end);
+        if wants_to_keep && end.workspace != Some(WorkspaceDisposal::Keep) {
+            return Err(Error::WorkspaceDeleted(row.session_id));
+        }
         let node = self.db.node(row.node_id).await?;
         if !node.is_responsive(self.config.unreachable_after()) {
             return Ok(row.object);

@@ -166,6 +166,7 @@ impl From<sessions::Error> for ApiError {
             }
             Error::IdInUse(_) => ErrorCode::SessionIdInUse,
             Error::NameInUse(_) => ErrorCode::NameInUse,
+            Error::WorkspaceDeleted(_) => ErrorCode::WorkspaceNotFound,
             Error::Gone => ErrorCode::SessionNotFound,
             Error::Interrupted => ErrorCode::Internal,
         };

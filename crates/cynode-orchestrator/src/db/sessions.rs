@@ -4,7 +4,7 @@ use std::{collections::HashMap, time::Duration};
 
 use cynode_api::{
     ImageVersionId, Limits, NodeId, Page, Session, SessionCreate, SessionEnd, SessionId,
-    SessionState, TaskId, UserSessionCreate, WorkspaceId, session_limits,
+    SessionState, TaskId, UserSessionCreate, WorkspaceDisposal, WorkspaceId, session_limits,
 };
 use serde_json::Value;
 use sqlx::{Row as _, postgres::PgRow};
@@ -378,17 +378,19 @@ impl Db {
         Ok(Some(was))
     }
 
-    /// Requests the end of a session, durably, so that it outlives its caller.
+    /// Requests the end of a session, durably, so that it outlives its caller. The first request
+    /// wins, but a workspace that was to be kept can still be deleted.
     pub(crate) async fn request_end(&self, id: SessionId, end: &SessionEnd) -> Result<(), Error> {
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
-            "update sessions s set ending = coalesce(s.ending, $2), state = case when s.state = 'lost' then 'lost' else 'ending' end,
+            "update sessions s set ending = case when $3 and s.ending is not null then s.ending || jsonb_build_object('workspace', 'delete') else coalesce(s.ending, $2) end, state = case when s.state = 'lost' then 'lost' else 'ending' end,
                  updated_at = clock_timestamp(), lease_until = now() + interval '20 seconds'
              from (select session_id, state from sessions where session_id = $1 for update) before
              where s.session_id = before.session_id and before.state in ('creating', 'running', 'lost') returning s.task_id, s.state <> before.state as is_new",
         )
         .bind(id.as_uuid())
         .bind(to_json(end))
+        .bind(end.workspace == Some(WorkspaceDisposal::Delete))
         .fetch_optional(&mut *transaction)
         .await?;
         if let Some(row) = row

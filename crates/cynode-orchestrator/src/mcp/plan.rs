@@ -1,7 +1,7 @@
 //! The plan of a tool call: a request to the user API, which passes the same gate as any other.
 
 use bytes::Bytes;
-use cynode_api::{ExecId, ExecRequest, SessionId, TaskId, UserSessionCreate};
+use cynode_api::{ExecId, ExecRequest, SessionId, TaskId, UserSessionCreate, WorkspaceDisposal};
 use cynode_service::ApiError;
 use http::{HeaderName, HeaderValue, Method};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
@@ -23,6 +23,8 @@ pub(crate) enum Plan {
     Request(ApiRequest),
     Exec(Box<ExecPlan>),
     Export(Box<ExportPlan>),
+    /// Ends a session. The answer says what becomes of its workspace.
+    End(Box<ApiRequest>, WorkspaceDisposal),
     /// Does this in the token's own session.
     InOwnSession(OwnSession, Box<Self>),
     /// Answers the token's own session if it lives, else resumes it or creates the next one.

@@ -6,6 +6,7 @@ use axum::{
 };
 use cynode_api::{
     AuditBody, AuditDecision, AuditKind, AuditResult, Base64Bytes, ErrorCode, Problem,
+    SessionState, WorkspaceDisposal,
 };
 use cynode_service::{ApiError, compute, json};
 use futures_util::StreamExt as _;
@@ -57,6 +58,18 @@ impl ToolOutput {
             (first, second) => first.or(second),
         };
         Self { note, ..self }
+    }
+}
+
+/// What becomes of the workspace of a session that was ended.
+fn workspace_note(session: &Value, workspace: WorkspaceDisposal) -> String {
+    let id = session["workspace_id"].as_str().unwrap_or_default();
+    let is_over = session["state"] == json!(SessionState::Ended);
+    match (workspace, is_over) {
+        (WorkspaceDisposal::Keep, true) => format!("Its workspace {id} is kept."),
+        (WorkspaceDisposal::Keep, false) => format!("Its workspace {id} will be kept."),
+        (WorkspaceDisposal::Delete, true) => format!("Its workspace {id} is deleted."),
+        (WorkspaceDisposal::Delete, false) => format!("Its workspace {id} will be deleted."),
     }
 }
 
@@ -153,6 +166,11 @@ impl Gateway {
     ) -> Result<ToolOutput, ToolFailure> {
         let value = match plan {
             Plan::Export(export) => return self.export(client, tool, *export).await,
+            Plan::End(request, workspace) => {
+                let value = self.call(client, tool, *request).await?;
+                let note = Some(workspace_note(&value, workspace));
+                return Ok(ToolOutput { value, note });
+            }
             Plan::InOwnSession(..) | Plan::CreateOwnSession(..) => {
                 let error = ApiError::new(ErrorCode::Internal, "the plan is nested");
                 Err(ToolFailure::unrecorded(Stage::Run, error))

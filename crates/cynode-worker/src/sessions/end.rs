@@ -23,7 +23,8 @@ pub(crate) struct EndRequest {
 }
 
 impl Sessions {
-    /// Ends a session. A session that has already ended keeps its first end.
+    /// Ends a session. A session that has already ended keeps its first end, except for a workspace
+    /// that the request names explicitly.
     pub(crate) async fn end(
         self: &Arc<Self>,
         id: SessionId,
@@ -35,13 +36,77 @@ impl Sessions {
             .unwrap_or_else(|| "ended by the caller".to_owned());
         check_reason(&reason)?;
         let entry = self.get(id)?;
-        let workspace = match request.workspace.unwrap_or_default() {
+        let requested = request.workspace;
+        let workspace = match requested.unwrap_or_default() {
             WorkspaceDisposal::Delete => Disposal::Delete,
             WorkspaceDisposal::Keep => Disposal::Keep,
         };
         self.end_entry(&entry, EndRequest { reason, workspace })
             .await?;
+        if let Some(requested) = requested {
+            // Runs to completion even if the caller disconnects.
+            let (sessions, entry) = (Arc::clone(self), Arc::clone(&entry));
+            let settled =
+                tokio::spawn(async move { sessions.settle_workspace(&entry, requested).await })
+                    .await;
+            settled.map_err(|_| {
+                ApiError::new(ErrorCode::Internal, "ending the session was interrupted")
+            })??;
+        }
         Ok(entry.object())
+    }
+
+    /// Makes the workspace of a session that an earlier request has ended what this request asks
+    /// for: a kept one can be deleted, and one that is kept for a while can be kept.
+    async fn settle_workspace(
+        &self,
+        entry: &Arc<SessionEntry>,
+        requested: WorkspaceDisposal,
+    ) -> Result<(), ApiError> {
+        let _step = entry.step.lock().await;
+        let record = entry.record();
+        let disposal = record.disposal.unwrap_or_default();
+        // The session may have been resumed meanwhile.
+        if record.session.state != SessionState::Ended {
+            return Ok(());
+        }
+        let id = record.session.workspace_id;
+        let change = match (requested, disposal) {
+            (WorkspaceDisposal::Delete, Disposal::Delete) => return Ok(()),
+            (WorkspaceDisposal::Delete, Disposal::Keep | Disposal::KeepForAWhile) => {
+                // Admissions of other sessions may take the workspace.
+                let _admission = self.admission_lock.lock().await;
+                self.check_workspace_unused(id, record.session.session_id)?;
+                self.delete_workspace(id)
+                    .await
+                    .map_err(|error| journal_error(&error))?;
+                Disposal::Delete
+            }
+            (WorkspaceDisposal::Keep, _) => {
+                let workspace = self.journal.workspace(id);
+                if workspace.map_err(|error| journal_error(&error))?.is_none() {
+                    return Err(ApiError::new(
+                        ErrorCode::WorkspaceNotFound,
+                        format!(
+                            "session {} has ended before, and its workspace is gone",
+                            record.session.session_id
+                        ),
+                    ));
+                }
+                if disposal != Disposal::KeepForAWhile {
+                    return Ok(());
+                }
+                self.keep_workspace(id, false)
+                    .await
+                    .map_err(|error| journal_error(&error))?;
+                Disposal::Keep
+            }
+        };
+        self.update(entry, move |record| record.disposal = Some(change))
+            .await
+            .map_err(|error| journal_error(&error))?;
+        drop(self.empty_trash());
+        Ok(())
     }
 
     pub(crate) async fn end_entry(

@@ -79,20 +79,31 @@ impl Sessions {
                             format!("this task has no workspace {id}"),
                         )
                     })?;
-                if self.by_id.lock().values().any(|entry| {
-                    let other = entry.record.lock();
-                    other.session.workspace_id == *id
-                        && other.session.session_id != for_session
-                        && other.is_live()
-                }) {
-                    return Err(ApiError::new(
-                        ErrorCode::WorkspaceInUse,
-                        format!("workspace {id} is mounted in another session"),
-                    ));
-                }
+                self.check_workspace_unused(*id, for_session)?;
                 self.resize_disk(record, disk).await
             }
         }
+    }
+
+    /// Refuses a workspace that a live session other than `session` uses.
+    pub(super) fn check_workspace_unused(
+        &self,
+        id: WorkspaceId,
+        session: SessionId,
+    ) -> Result<(), ApiError> {
+        let is_used = self.by_id.lock().values().any(|entry| {
+            let other = entry.record.lock();
+            other.session.workspace_id == id
+                && other.session.session_id != session
+                && other.is_live()
+        });
+        if is_used {
+            return Err(ApiError::new(
+                ErrorCode::WorkspaceInUse,
+                format!("workspace {id} is mounted in another session"),
+            ));
+        }
+        Ok(())
     }
 
     /// Applies the requested disk size to a retained workspace: it can grow but not shrink.

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use cynode_api::{API_VERSION, SessionEnd, SessionId, SessionState, WorkspaceDisposal};
+use cynode_api::{API_VERSION, Session, SessionEnd, SessionId, SessionState, WorkspaceDisposal};
 use cynode_client::{SessionClient, SessionFilter};
 use serde_json::json;
 
@@ -71,16 +71,37 @@ pub async fn run(
         (OutputFormat::Json, sessions) => output::json(&json!({ "items": sessions }))?,
         (OutputFormat::Table, sessions) => {
             for session in sessions {
-                let kept = if args.keep_workspace {
-                    format!("; kept workspace {}", session.workspace_id)
-                } else {
-                    String::new()
-                };
-                output::message(&format!("ended session {}{kept}", session.session_id));
+                output::message(&told(session, workspace));
             }
         }
     }
     first_failure.map_or(Ok(ExitCode::SUCCESS), Err)
+}
+
+/// What became of a session and of its workspace.
+fn told(session: &Session, workspace: WorkspaceDisposal) -> String {
+    let (id, workspace_id) = (session.session_id, session.workspace_id);
+    let is_over = session.state == SessionState::Ended;
+    match (workspace, is_over) {
+        (WorkspaceDisposal::Keep, true) => {
+            format!("ended session {id}; kept workspace {workspace_id}")
+        }
+        (WorkspaceDisposal::Delete, true) => {
+            format!("ended session {id}; deleted workspace {workspace_id}")
+        }
+        (WorkspaceDisposal::Keep, false) => {
+            format!(
+                "session {id} is {}; its workspace will be kept",
+                session.state
+            )
+        }
+        (WorkspaceDisposal::Delete, false) => {
+            format!(
+                "session {id} is {}; its workspace will be deleted",
+                session.state
+            )
+        }
+    }
 }
 
 async fn live_sessions(client: &SessionClient) -> Result<Vec<SessionId>, Failure> {

@@ -258,6 +258,52 @@ async fn a_workspace_is_deleted_at_the_end_or_kept_for_the_same_task() -> Result
     world.assert_clean().await
 }
 
+#[tokio::test]
+async fn the_kept_workspace_of_an_ended_session_is_deleted_on_request() -> Result<()> {
+    let world = World::new()?;
+    let mut worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let end = |workspace| SessionEnd {
+        workspace: Some(workspace),
+        ..Default::default()
+    };
+    let (keep, delete) = (end(WorkspaceDisposal::Keep), end(WorkspaceDisposal::Delete));
+    let first = client.create_session(&session()).await?;
+    let id = first.session_id;
+    let workspace = world
+        .state_dir()
+        .join("worker/workspaces")
+        .join(first.workspace_id.to_string());
+    client.end_session(id, &keep).await?;
+    // A repetition without a wish of its own changes nothing.
+    client.end_session(id, &SessionEnd::default()).await?;
+    client.end_session(id, &keep).await?;
+    assert!(workspace.exists());
+
+    // Not while another session uses it.
+    let mut second = session();
+    second.task_id = first.task_id;
+    second.workspace_ref = Some(WorkspaceRef::Workspace(first.workspace_id));
+    let taken = client.create_session(&second).await?;
+    let error = client.end_session(id, &delete).await.expect_err("in use");
+    assert!(error.is(ErrorCode::WorkspaceInUse), "{error}");
+    client.end_session(taken.session_id, &keep).await?;
+
+    for _ in 0..2 {
+        let ended = client.end_session(id, &delete).await?;
+        assert_eq!(ended.state, SessionState::Ended);
+        assert!(!workspace.exists());
+    }
+    for ended in [id, taken.session_id] {
+        let error = client.end_session(ended, &keep).await.expect_err("gone");
+        assert!(error.is(ErrorCode::WorkspaceNotFound), "{error}");
+        let error = client.resume_session(ended).await.expect_err("gone");
+        assert!(error.is(ErrorCode::NotResumable), "{error}");
+    }
+    worker.shut_down().await?;
+    world.assert_clean().await
+}
+
 // proves: CYNAI.SANDBX.LongRunningSession with
 // a_workspace_is_deleted_at_the_end_or_kept_for_the_same_task and
 // a_shell_is_a_terminal_that_can_be_resized_and_ends_with_its_own_code and

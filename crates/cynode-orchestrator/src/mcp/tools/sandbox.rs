@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use cynode_api::{
     ALLOW_PM_IMAGES, Base64Bytes, ExecId, ExecRequest, FileWritten, Image, ImageCreate, JobId,
-    OutputPage, Page, Session, SessionEnd, SessionId, TaskId,
+    OutputPage, Page, Session, SessionId, TaskId, WorkspaceDisposal,
 };
 use cynode_service::ApiError;
 use http::Method;
@@ -229,18 +229,8 @@ impl Arguments for StreamLogs {
 
 impl Arguments for Destroy {
     fn into_plan(self) -> Result<Plan, ApiError> {
-        let body = SessionEnd {
-            reason: self.reason,
-            ..SessionEnd::default()
-        };
-        Ok(Plan::Request(
-            ApiRequest::new(
-                Method::POST,
-                format!("/v1/sessions/{}/end", session(self.job_id)),
-                self.task_id,
-            )
-            .json(&body)?,
-        ))
+        let workspace = WorkspaceDisposal::Delete;
+        sessions::end(self.task_id, session(self.job_id), self.reason, workspace)
     }
 }
 

@@ -157,6 +157,24 @@ arguments! {
     }
 }
 
+/// The end of a session. The workspace is named explicitly: a session that has ended before keeps
+/// its workspace otherwise.
+pub(super) fn end(
+    task: TaskId,
+    session: SessionId,
+    reason: Option<String>,
+    workspace: WorkspaceDisposal,
+) -> Result<Plan, ApiError> {
+    let body = SessionEnd {
+        version: None,
+        reason,
+        workspace: Some(workspace),
+    };
+    let path = format!("/v1/sessions/{session}/end");
+    let request = ApiRequest::new(Method::POST, path, task).json(&body)?;
+    Ok(Plan::End(Box::new(request), workspace))
+}
+
 /// The argument, unless it stands for the default.
 pub(super) fn chosen(text: &str) -> Option<&str> {
     (!matches!(text, "default" | "new")).then_some(text)
@@ -336,18 +354,8 @@ impl Arguments for List {
 
 impl Arguments for End {
     fn into_plan(self) -> Result<Plan, ApiError> {
-        let body = SessionEnd {
-            version: None,
-            reason: Some(self.reason),
-            workspace: self.workspace,
-        };
-        Ok(Plan::Request(
-            ApiRequest::new(
-                Method::POST,
-                format!("/v1/sessions/{}/end", self.session_id),
-                self.task_id,
-            )
-            .json(&body)?,
-        ))
+        let reason = Some(self.reason);
+        let workspace = self.workspace.unwrap_or_default();
+        end(self.task_id, self.session_id, reason, workspace)
     }
 }
