@@ -154,7 +154,7 @@ codes! {
          once.";
     NotARepository = "not_a_repository", 409,
         "The workspace is not a git repository",
-        "Run 'git init' in the workspace, or export as tar.";
+        "Run 'git init' in the workspace, or read its files instead.";
     StdinClosed = "stdin_closed", 409,
         "Standard input of the exec is closed",
         "Start it with stdin_open: true, and write before it ends.";

@@ -32,5 +32,7 @@ pub use checkpoint::{Checkpoint, MalformedCheckpoint, SignedCheckpoint};
 pub use fold::{FoldError, Folded, fold};
 pub use key::{MalformedKey, PublicKey, SigningKey};
 pub use ocsf::ocsf;
-pub use story::{Story, StoryCommands, StoryLine, StorySummary, headline, is_hidden, story};
+pub use story::{
+    Story, StoryCommands, StoryLine, StorySummary, escape_line, headline, is_hidden, story,
+};
 pub use verify::{DERIVED_COLUMNS, Unsigned, Verifier};

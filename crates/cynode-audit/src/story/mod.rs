@@ -15,8 +15,8 @@ use serde_json::Value;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-pub use self::text::is_hidden;
 pub(crate) use self::text::quoted;
+pub use self::text::{is_hidden, shown as escape_line};
 use crate::action::{TargetKind, Verb, target_kind, verb};
 
 /// The number of names that a summary lists.

@@ -9,8 +9,10 @@ use super::Story;
 /// The longest description of one call, in characters.
 const MAX_CHARACTERS: usize = 500;
 
-/// Escapes control characters and characters that hide or reorder text.
-pub(super) fn shown(text: &str) -> String {
+/// Escapes control characters and characters that hide or reorder text, so that a text from a
+/// sandbox stays on its line.
+#[must_use]
+pub fn shown(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for character in text.chars() {
         match character {

@@ -11,6 +11,7 @@
 //! Invariant: a caller can't tell a tool that it may not use from one that does not exist. The
 //! audit trail can.
 
+mod duplicates;
 mod help;
 mod own_session;
 mod plain;
@@ -186,6 +187,13 @@ async fn limit_body(
     };
     match gate::json_body(&orchestrator, caller, body).await {
         Ok((bytes, room)) => {
+            let text = bytes.clone();
+            let duplicate =
+                compute::run(bytes.len(), move || duplicates::duplicate_name(&text)).await;
+            if let Some(name) = duplicate {
+                return ApiError::invalid(format!("'{name}' occurs twice in one object"))
+                    .into_response();
+            }
             parts.extensions.insert(BodyBytes(bytes.len()));
             next.run(Request::from_parts(parts, json::body(bytes, room)))
                 .await

@@ -102,7 +102,10 @@ impl Gateway {
             Err(failure) => return Err(failure),
             Ok(output) => return Ok(output.with_note_before(note)),
         }
-        self.resume(client, tool, own).await.map_err(|failure| {
+        // A node that has just restarted refuses commands as if its sessions had ended, although
+        // their processes run on.
+        let before = self.shown(client, tool, own).await?;
+        let after = self.resume(client, tool, own).await.map_err(|failure| {
             if !is_one_of(&failure, &GONE) {
                 return failure;
             }
@@ -117,7 +120,8 @@ impl Gateway {
             ToolFailure::recorded(Stage::Run, error.with_remedy(remedy))
         })?;
         let output = self.run_plan(client, tool, plan).await?;
-        Ok(output.with_note_before(Some(resumed(own.id))))
+        let is_new = !goes_on(before.as_ref(), &after);
+        Ok(output.with_note_before(is_new.then(|| resumed(own.id))))
     }
 
     /// Answers the token's session if it lives, resumes it if its workspace is kept, or creates
@@ -168,19 +172,10 @@ impl Gateway {
         tool: &'static Tool,
         own: OwnSession,
     ) -> Result<Option<ToolOutput>, ToolFailure> {
-        let path = format!("/v1/sessions/{}", own.id);
-        let value = match self
-            .call(client, tool, ApiRequest::get(path, own.task))
-            .await
-        {
-            Ok(value) => value,
-            Err(failure) if is_one_of(&failure, &GONE) => return Ok(None),
-            Err(failure) => return Err(failure),
+        let Some(value) = self.shown(client, tool, own).await? else {
+            return Ok(None);
         };
-        let lives = [SessionState::Running, SessionState::Creating]
-            .iter()
-            .any(|state| value["state"] == json!(state));
-        if lives {
+        if lives(&value) {
             let note = format!(
                 "Session {} already exists; it is answered unchanged. End it to start another.",
                 own.id
@@ -195,6 +190,24 @@ impl Gateway {
                 value,
                 note: Some(resumed(own.id)),
             })),
+            Err(failure) if is_one_of(&failure, &GONE) => Ok(None),
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// The token's session as its node reports it; `None` if there is no such session.
+    async fn shown(
+        &self,
+        client: &Client<'_>,
+        tool: &'static Tool,
+        own: OwnSession,
+    ) -> Result<Option<Value>, ToolFailure> {
+        let path = format!("/v1/sessions/{}", own.id);
+        match self
+            .call(client, tool, ApiRequest::get(path, own.task))
+            .await
+        {
+            Ok(session) => Ok(Some(session)),
             Err(failure) if is_one_of(&failure, &GONE) => Ok(None),
             Err(failure) => Err(failure),
         }
@@ -243,6 +256,37 @@ impl Gateway {
     }
 }
 
+/// Whether a session has its container, or gets it.
+fn lives(session: &Value) -> bool {
+    [SessionState::Running, SessionState::Creating]
+        .iter()
+        .any(|state| session["state"] == json!(state))
+}
+
+/// Whether a session is the same as before a resume, which gives it another lifetime.
+fn goes_on(before: Option<&Value>, after: &Value) -> bool {
+    before.is_some_and(|before| lives(before) && before["expires_at"] == after["expires_at"])
+}
+
 fn resumed(id: SessionId) -> String {
     format!("Session {id} had ended and was resumed: its files are kept, its processes are gone.")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_session_with_a_new_container_was_resumed() {
+        let session =
+            |state: &str, expires_at: &str| json!({"state": state, "expires_at": expires_at});
+        let after = session("running", "2");
+        // The node has restarted, and the sandbox ran on.
+        assert!(goes_on(Some(&session("running", "2")), &after));
+        assert!(!goes_on(Some(&session("ended", "1")), &after));
+        assert!(!goes_on(Some(&session("lost", "1")), &after));
+        // The node did not answer at first, so its last report was shown.
+        assert!(!goes_on(Some(&session("running", "1")), &after));
+        assert!(!goes_on(None, &after));
+    }
 }

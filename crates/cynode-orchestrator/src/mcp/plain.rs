@@ -1,7 +1,11 @@
 //! Text without terminal control, for models.
+//!
+//! Texts with one item per line must not let a sandbox forge lines: names are escaped like those
+//! that the CLI prints ([`name`]), and the content of lines stays on them ([`line`]).
 
-use std::iter::Peekable;
-use std::str::Chars;
+use std::{fmt::Write as _, iter::Peekable, str::Chars};
+
+use cynode_audit::{escape_line, is_hidden};
 
 /// Longer control strings are not skipped as a whole: they may never end.
 const MAX_CONTROL_CHARS: usize = 1_024;
@@ -26,6 +30,41 @@ pub(super) fn text(raw: &str) -> String {
         }
     }
     plain
+}
+
+/// A name from a sandbox, on one line. What can't be seen is escaped and not removed, since the
+/// text names the file.
+pub(super) fn name(raw: &str) -> String {
+    escape_line(raw)
+}
+
+/// The content of one line, on one line.
+pub(super) fn line(raw: &str) -> String {
+    let content = raw.strip_suffix('\n').unwrap_or(raw);
+    let content = content.strip_suffix('\r').unwrap_or(content);
+    text(content)
+        .replace('\n', "\\n")
+        .replace('\u{2028}', "\\u{2028}")
+        .replace('\u{2029}', "\\u{2029}")
+}
+
+/// Escapes hidden characters in a JSON document. Parsers read the same strings.
+pub(super) fn json(document: String) -> String {
+    let needs_escape = |c: char| c == '\u{7f}' || is_hidden(c);
+    if !document.contains(needs_escape) {
+        return document;
+    }
+    let mut escaped = String::with_capacity(document.len());
+    for c in document.chars() {
+        if needs_escape(c) {
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                write!(escaped, "\\u{unit:04x}").expect("a String takes everything");
+            }
+        } else {
+            escaped.push(c);
+        }
+    }
+    escaped
 }
 
 fn skip_escape(chars: &mut Peekable<Chars<'_>>) {
@@ -99,6 +138,32 @@ mod tests {
         ] {
             assert_eq!(text(raw), expected, "{raw:?}");
         }
+    }
+
+    #[test]
+    fn names_and_lines_stay_on_their_line() {
+        for (raw, expected) in [
+            ("src/main.rs", "src/main.rs"),
+            ("x\nfake.txt 99", "x\\nfake.txt 99"),
+            ("a\rb\tc", "a\\rb\\tc"),
+            ("\u{1b}[31mred", "\\x1b[31mred"),
+            ("safe\u{202e}txt.exe", "safe\\u{202e}txt.exe"),
+            ("a\u{2028}b\u{200b}", "a\\u{2028}b\\u{200b}"),
+        ] {
+            assert_eq!(name(raw), expected, "{raw:?}");
+        }
+        for (raw, expected) in [
+            ("let x = 1;\r\n", "let x = 1;"),
+            ("one\rfake.txt:2: two\n", "one\\nfake.txt:2: two"),
+            ("a\u{2028}b\u{1b}[0m", "a\\u{2028}b"),
+        ] {
+            assert_eq!(line(raw), expected, "{raw:?}");
+        }
+        let document = serde_json::json!({"path": "a\u{202e}b\u{e0041}\n"});
+        let shown = json(document.to_string());
+        assert_eq!(shown, r#"{"path":"a\u202eb\udb40\udc41\n"}"#);
+        let read: serde_json::Value = serde_json::from_str(&shown).expect("JSON");
+        assert_eq!(read, document);
     }
 
     #[test]

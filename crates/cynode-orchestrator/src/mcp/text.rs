@@ -42,8 +42,8 @@ pub(crate) fn failure(failure: &Value, view: &View) -> String {
         "{} ({}): {}\n{}",
         text("code"),
         text("stage"),
-        text("message"),
-        text("remedy")
+        plain::name(text("message")),
+        plain::name(text("remedy"))
     );
     shown.push_str(&repairs(failure));
     let rejects = failure["rejects"].as_array();
@@ -69,9 +69,9 @@ fn repairs(result: &Value) -> String {
             &mut shown,
             format!(
                 "\nrepaired {}, hunk {}: {}",
-                text("path"),
+                plain::name(text("path")),
                 repair["hunk"],
-                text("what")
+                plain::name(text("what"))
             ),
         );
     }
@@ -86,22 +86,20 @@ fn repairs(result: &Value) -> String {
 }
 
 fn rejected(reject: &Value) -> String {
-    let mut shown = format!("\n{}", reject["path"].as_str().unwrap_or_default());
+    let text = |name: &str| plain::name(reject[name].as_str().unwrap_or_default());
+    let mut shown = format!("\n{}", text("path"));
     if let Some(hunk) = reject["hunk"].as_u64() {
         add(&mut shown, format!(", hunk {hunk}"));
     }
     if let Some(line) = reject["line"].as_u64() {
         add(&mut shown, format!(", line {line}"));
     }
-    add(
-        &mut shown,
-        format!(": {}", reject["reason"].as_str().unwrap_or_default()),
-    );
+    add(&mut shown, format!(": {}", text("reason")));
     for name in ["expected", "found"] {
         if let Some(lines) = reject[name].as_array().filter(|lines| !lines.is_empty()) {
             add(&mut shown, format!("\n  {name}:"));
             for line in lines.iter().filter_map(Value::as_str) {
-                add(&mut shown, format!("\n    {}", line.trim_end_matches('\n')));
+                add(&mut shown, format!("\n    {}", plain::line(line)));
             }
         }
     }
@@ -195,13 +193,11 @@ fn file(content: &str, result: &Value, view: &View) -> String {
 fn listing(result: &Value, view: &View) -> String {
     let entries = result["entries"].as_array();
     let line = |entry: &Value| {
-        let path = entry["path"].as_str().unwrap_or_default();
+        let name = |member: &str| plain::name(entry[member].as_str().unwrap_or_default());
+        let path = name("path");
         match entry["type"].as_str() {
             Some("dir") => format!("{path}/\n"),
-            Some("symlink") => format!(
-                "{path} -> {}\n",
-                entry["target"].as_str().unwrap_or_default()
-            ),
+            Some("symlink") => format!("{path} -> {}\n", name("target")),
             _ => format!("{path} {}\n", entry["size"]),
         }
     };
@@ -252,14 +248,14 @@ impl More {
 
 fn found(result: &Value, view: &View) -> String {
     let line = |entry: &Value| {
-        let path = entry["path"].as_str().unwrap_or_default();
+        let path = plain::name(entry["path"].as_str().unwrap_or_default());
         let number = entry["line"].as_u64().unwrap_or_default();
         let context = |name: &str, first: u64| {
             let lines = entry[name].as_array().into_iter().flatten();
             let lines: Vec<String> = lines
                 .filter_map(Value::as_str)
                 .zip(first..)
-                .map(|(text, number)| format!("{path}-{number}- {text}\n"))
+                .map(|(text, number)| format!("{path}-{number}- {}\n", plain::line(text)))
                 .collect();
             lines.concat()
         };
@@ -267,7 +263,7 @@ fn found(result: &Value, view: &View) -> String {
         format!(
             "{}{path}:{number}: {}\n{}",
             context("before", number.saturating_sub(before)),
-            entry["text"].as_str().unwrap_or_default(),
+            plain::line(entry["text"].as_str().unwrap_or_default()),
             context("after", number + 1)
         )
     };
@@ -314,7 +310,7 @@ fn patched(result: &Value) -> String {
         let text = |name: &str| file[name].as_str().unwrap_or_default();
         add(
             &mut shown,
-            format!("{} {}\n", text("operation"), text("path")),
+            format!("{} {}\n", text("operation"), plain::name(text("path"))),
         );
     }
     let rest: Map<String, Value> = result
@@ -353,7 +349,7 @@ fn json_text(result: &Value, view: &View) -> String {
         text.truncate(text.floor_char_boundary(view.limit - TRUNCATED.len()));
         text.push_str(TRUNCATED);
     }
-    text
+    plain::json(text)
 }
 
 const TRUNCATED: &str = "\n… truncated; structuredContent has the rest";

@@ -73,7 +73,8 @@ fn steps(result: &Value) -> String {
     };
     for step in failed.iter().take(SHOWN_STEPS) {
         let text = |member: &str| step[member].as_str().map(name);
-        let id = text("id").map(|id| format!(" {id:?}")).unwrap_or_default();
+        let id = step["id"].as_str().map(|id| format!(" {:?}", short(id)));
+        let id = id.unwrap_or_default();
         let exit = step["exit_code"].as_i64();
         let exit = exit
             .map(|code| format!(", exit code {code}"))
@@ -126,14 +127,18 @@ fn artifacts(job: &Value) -> String {
 }
 
 fn name(text: &str) -> String {
+    plain::name(&short(text))
+}
+
+fn short(text: &str) -> String {
     text.chars().take(NAME_CHARACTERS).collect()
 }
 
 fn cut(value: &Value, characters: usize) -> String {
     let text = value.as_str().unwrap_or_default();
     match text.char_indices().nth(characters) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
+        Some((end, _)) => format!("{}…", plain::name(&text[..end])),
+        None => plain::name(text),
     }
 }
 

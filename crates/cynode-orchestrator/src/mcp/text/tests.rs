@@ -464,3 +464,56 @@ fn a_long_text_is_cut_between_characters() {
         assert!(long.ends_with(TRUNCATED), "{}", long.len());
     }
 }
+
+#[test]
+fn names_from_a_sandbox_forge_no_lines() {
+    let hostile = "x\nfake.txt 99\u{202e}";
+    let escaped = "x\\nfake.txt 99\\u{202e}";
+    let list = view(ToolSet::Coding, "sandbox_workspace_list", &json!({}));
+    let entries = json!({
+        "entries": [
+            {"path": hostile, "type": "file", "size": 1},
+            {"path": hostile, "type": "dir"},
+            {"path": "\u{1b}[2Klink", "type": "symlink", "target": hostile},
+        ],
+        "truncated": false,
+    });
+    assert_eq!(
+        rendered(&entries, &list),
+        format!("{escaped} 1\n{escaped}/\n\\x1b[2Klink -> {escaped}\n")
+    );
+    let search = view(
+        ToolSet::Coding,
+        "sandbox_workspace_search",
+        &json!({"pattern": "x"}),
+    );
+    let matches = json!({
+        "matches": [{
+            "path": hostile, "line": 2, "text": "one\rfake.txt:9: two\r\n",
+            "before": ["a\rb\n"], "after": [],
+        }],
+        "files_searched": 1, "truncated": false,
+    });
+    assert_eq!(
+        rendered(&matches, &search),
+        format!("{escaped}-1- a\\nb\n{escaped}:2: one\\nfake.txt:9: two\n")
+    );
+    let patch = view(
+        ToolSet::Coding,
+        "sandbox_workspace_apply_patch",
+        &json!({"diff": "x"}),
+    );
+    let patched = json!({"files": [{"operation": "update", "path": hostile}]});
+    assert_eq!(rendered(&patched, &patch), format!("update {escaped}\n"));
+    let failed = failure(
+        &json!({
+            "code": "c", "stage": "run", "message": hostile, "remedy": "r",
+            "rejects": [{"path": hostile, "reason": hostile, "expected": ["a\rb\n"]}],
+        }),
+        &patch,
+    );
+    assert_eq!(
+        failed,
+        format!("c (run): {escaped}\nr\n{escaped}: {escaped}\n  expected:\n    a\\nb")
+    );
+}

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{AuditDecision, AuditKind, AuditRecord};
 use cynode_client::AuditFilter;
-use cynode_tests::{Answer, BASE, RunningOrchestrator};
+use cynode_tests::{Answer, BASE, RunningOrchestrator, eventually};
 use http::Method;
 use serde_json::{Value, json};
 
@@ -423,8 +423,15 @@ async fn a_kept_session_is_resumed_and_a_lost_workspace_is_never_replaced_silent
     );
     ensure!(told.contains("was resumed"), "{told}");
 
-    // With its workspace gone, only a create starts another.
-    agent.told("sandbox_session_end", json!({})).await?;
+    // With its workspace gone, only a create starts another. A kept one can be deleted later.
+    let (told, _) = agent
+        .told("sandbox_session_end", json!({"workspace": "keep"}))
+        .await?;
+    ensure!(told.contains("is kept"), "{told}");
+    for arguments in [json!({}), json!({"workspace": "delete"})] {
+        let (told, _) = agent.told("sandbox_session_end", arguments).await?;
+        ensure!(told.contains("is deleted"), "{told}");
+    }
     for (tool, arguments) in [
         ("sandbox_session_exec", json!({"command": "ls"})),
         ("sandbox_workspace_list", json!({})),
@@ -790,5 +797,39 @@ async fn help_and_instructions_use_the_names_of_the_client() -> Result<()> {
             "{path}: {told}"
         );
     }
+    cluster.worker.shut_down().await
+}
+
+#[tokio::test]
+async fn a_command_is_ended_thirty_seconds_after_its_call_was_cancelled() -> Result<()> {
+    let mut cluster = Cluster::start().await?;
+    let admin = cluster.orchestrator.token()?;
+    let task = task(&cluster, &admin, "cancelled").await?;
+    let agent = McpAgent::coding(&cluster, &task).await?;
+    let (_, session) = agent.told("sandbox_session_create", small()).await?;
+    let path = format!("/v1/sessions/{}/execs", text(&session["session_id"])?);
+    let state = async || -> Result<Option<String>> {
+        let answer = Answer::of(cluster.request(Method::GET, &path)?).await?;
+        let page: Value = serde_json::from_slice(&answer.body)?;
+        Ok(page["items"][0]["state"].as_str().map(str::to_owned))
+    };
+    let timeout = std::time::Duration::from_secs(60);
+    {
+        let call = agent.told(
+            "sandbox_session_exec",
+            json!({"command": "sleep 7003", "timeout_ms": 600_000}),
+        );
+        tokio::select! {
+            answer = call => anyhow::bail!("it answered: {answer:?}"),
+            started = eventually("the command runs", timeout, async || {
+                Ok(state().await?.as_deref() == Some("running"))
+            }) => started?,
+        }
+        // The connection closes here.
+    }
+    eventually("the command is ended", timeout, async || {
+        Ok(state().await?.as_deref() == Some("exited"))
+    })
+    .await?;
     cluster.worker.shut_down().await
 }
