@@ -88,6 +88,12 @@ pub fn agent_client(globals: &Globals, token: &str) -> Result<SessionClient, Fai
     )?)
 }
 
+/// Checks that a program finds the server with a credential when `CYNODE_TOKEN` is not in its
+/// environment.
+pub fn check_stored_credential(globals: &Globals) -> Result<(), Failure> {
+    find(environment("CYNODE_URL"), None, &StateDir::new(globals)?).map(drop)
+}
+
 /// Whether the environment names the server.
 pub fn is_url_set() -> bool {
     environment("CYNODE_URL").is_some()

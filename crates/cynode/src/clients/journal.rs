@@ -46,6 +46,9 @@ pub struct ClientChange {
     replaced: String,
     /// There was no file before.
     created: bool,
+    /// The directory that the entry is for.
+    #[serde(default)]
+    pub directory: Option<String>,
     /// Directories that were made for it, innermost first.
     pub directories: Vec<PathBuf>,
 }
@@ -79,6 +82,7 @@ impl ClientChange {
             length: rest_after.len() - end,
             replaced: rest[..rest.len() - end].to_owned(),
             created: before.is_none(),
+            directory: None,
             directories: Vec::new(),
         }
     }

@@ -12,7 +12,7 @@ mod work;
 
 use std::process::ExitCode;
 
-use cynode_api::Task;
+use cynode_api::{ErrorCode, Task, TokenId};
 use cynode_client::UserClient;
 use serde_json::json;
 
@@ -28,10 +28,10 @@ use crate::{
     cli::{Connect, Globals, OutputFormat},
     commands::CommandResult,
     connect,
-    failure::{Failure, USAGE},
+    failure::{Failure, UNREACHABLE, USAGE},
     mcp::{
         self,
-        agent::{AgentFile, AgentKey, Lifetime},
+        agent::{self, AgentFile, AgentKey, Lifetime},
     },
     output, sanitize,
 };
@@ -69,19 +69,32 @@ pub async fn run(globals: &Globals, args: Connect) -> CommandResult {
             client,
             place,
             path: machine.path(place, &directory)?,
+            directory: directory.clone(),
             project: project.then(|| directory.clone()),
             target,
             journal: &journal,
             is_detected: machine.has(client),
         };
-        let report = if args.remove {
-            forget_token(globals, client, &directory).await;
+        let mut report = if args.remove {
             work.remove()
         } else if args.write {
             work.write(args.with_token)
         } else {
             work.show(args.with_token)
         };
+        let forgets_token = match report.state {
+            State::Removed | State::Absent => true,
+            // A token that replaces another is the same one, renewed.
+            State::Written => !args.with_token && !report.removed_tokens.is_empty(),
+            State::Shown | State::Present | State::Unchanged | State::Refused => false,
+        };
+        if forgets_token {
+            let tokens = &report.removed_tokens;
+            if let Some(left) = revoke_tokens(globals, client, &directory, tokens).await? {
+                report.warning = Some(left.warning());
+                report.remedy = Some(left.remedy());
+            }
+        }
         reports.push(report);
     }
     print(globals, &args, &reports)
@@ -174,6 +187,19 @@ fn target(
     if args.gitignore {
         arguments.push("--gitignore".to_owned());
     }
+    if token.is_none() {
+        connect::check_stored_credential(globals).map_err(|failure| {
+            Failure::usage(format!(
+                "CYNODE_TOKEN is set in this environment only, so the bridge would start without \
+                 it: {}",
+                failure.message()
+            ))
+            .remedy(
+                "Use --with-token, which writes a token for one task to the client's file, or run \
+                 this where 'cynode up' runs.",
+            )
+        })?;
+    }
     // Clients start programs with few variables of the environment.
     let mut environment = Vec::new();
     if connect::is_url_set() {
@@ -238,29 +264,82 @@ fn token_file(
     Ok(AgentFile::new(&state, key, Lifetime::IN_FILE))
 }
 
-/// Revokes the token that a client's file had, if there was one. Works without a server, too: the
-/// token then lives until it expires.
-async fn forget_token(globals: &Globals, client: &Client, directory: &std::path::Path) {
-    let Ok(server) = connect::user_client(globals) else {
-        return;
-    };
-    let forgotten = async {
-        let file = token_file(&server, client, directory)?;
-        if file.read()?.is_none() {
-            return Ok(());
-        }
-        if let Some(token) = file.forget().await? {
-            server.revoke_token(token).await?;
-        }
-        Ok::<(), Failure>(())
-    };
-    if let Err(failure) = forgotten.await {
-        output::message(&format!(
-            "cynode: the token of {} is not revoked: {}",
-            client.name,
-            sanitize::line(failure.message())
-        ));
+/// A token that a client's file had and that could not be revoked.
+struct LiveToken {
+    /// Unknown if this user's state directory does not have the token.
+    id: Option<TokenId>,
+    reason: String,
+}
+
+impl LiveToken {
+    fn warning(&self) -> String {
+        format!(
+            "the token that was in the file is still valid: {}",
+            sanitize::line(&self.reason)
+        )
     }
+
+    fn remedy(&self) -> String {
+        match self.id {
+            Some(id) => format!("Revoke it with 'cynode token revoke {id}'."),
+            None => "Find it with 'cynode token list', and revoke it with 'cynode token revoke \
+                     ID'."
+                .to_owned(),
+        }
+    }
+}
+
+/// Revokes the token that was made for a client's file, and those that were in it. Without the
+/// server they stay remembered, so that a repetition revokes them.
+async fn revoke_tokens(
+    globals: &Globals,
+    client: &Client,
+    directory: &std::path::Path,
+    tokens: &[String],
+) -> Result<Option<LiveToken>, Failure> {
+    let server = connect::user_client(globals);
+    let state = mcp::state_directory()?;
+    let mut agents = Vec::new();
+    if let Ok(server) = &server {
+        agents.extend(token_file(server, client, directory)?.stored()?);
+    }
+    for token in tokens {
+        match agent::stored_with_token(&state, token)? {
+            Some(stored) => agents.push(stored),
+            None if agents.is_empty() => {
+                return Ok(Some(LiveToken {
+                    id: None,
+                    reason: "its id is not known here".to_owned(),
+                }));
+            }
+            // An earlier secret of the same token.
+            None => {}
+        }
+    }
+    for stored in agents {
+        let id = stored.agent.token_id;
+        let revoked = match &server {
+            Ok(server) if server.base() == stored.agent.server => {
+                match server.revoke_token(id).await {
+                    Err(error) if !error.is(ErrorCode::NotFound) => Err(Failure::from(error)),
+                    _ => Ok(()),
+                }
+            }
+            Ok(_) => Err(Failure::usage(format!(
+                "it is for another server, {}",
+                stored.agent.server
+            ))),
+            Err(failure) => Err(Failure::usage(failure.message())),
+        };
+        if let Err(failure) = revoked {
+            return Ok(Some(LiveToken {
+                id: Some(id),
+                reason: failure.message().to_owned(),
+            }));
+        }
+        stored.remove()?;
+    }
+    Ok(None)
 }
 
 fn print(globals: &Globals, args: &Connect, reports: &[ClientReport]) -> CommandResult {
@@ -277,6 +356,9 @@ fn print(globals: &Globals, args: &Connect, reports: &[ClientReport]) -> Command
     }
     if reports.iter().any(|report| report.state == State::Refused) {
         return Ok(ExitCode::from(USAGE));
+    }
+    if reports.iter().any(|report| report.warning.is_some()) {
+        return Ok(ExitCode::from(UNREACHABLE));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -313,9 +395,21 @@ fn print_report(report: &ClientReport) -> Result<(), Failure> {
                 report.name,
                 sanitize::line(problem)
             ));
-            output::message("  remedy: Edit the file yourself; this is the entry:");
-            output::line(&report.snippet)?;
+            match &report.remedy {
+                Some(remedy) => output::message(&format!("  remedy: {}", sanitize::line(remedy))),
+                None => {
+                    output::message("  remedy: Edit the file yourself; this is the entry:");
+                    output::line(&report.snippet)?;
+                }
+            }
         }
+    }
+    if let Some(warning) = &report.warning {
+        output::message(&format!("cynode: warning: {}: {warning}", report.name));
+        output::message(&format!(
+            "  remedy: {}",
+            report.remedy.as_deref().unwrap_or_default()
+        ));
     }
     if let Some(note) = report.note.filter(|_| report.state == State::Written) {
         output::message(&format!("  {note}"));

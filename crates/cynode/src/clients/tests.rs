@@ -55,6 +55,7 @@ impl Files {
             client,
             place,
             path: self.machine().path(place, &self.project).expect("a path"),
+            directory: PathBuf::from("/w"),
             project: in_project.then(|| self.project.clone()),
             target,
             journal: &self.journal,
@@ -564,4 +565,114 @@ fn a_token_is_in_the_file_only_and_the_file_is_private() {
         !told.contains("verysecret") && told.contains("cyn_…"),
         "{told}"
     );
+}
+
+#[test]
+// invariant: no-secrets-inside
+fn no_diff_shows_a_token_whoever_wrote_it() {
+    let files = Files::new();
+    let with_token = EntrySpec {
+        http: Some((
+            "http://h:1/mcp/coding".to_owned(),
+            "cyn_verysecrettoken".to_owned(),
+        )),
+        ..target()
+    };
+    files.work("cursor", false, with_token).write(true);
+    // One line has the entry and another server's.
+    let path = files.path("cursor");
+    let other = read(&path).replace(['\n', ' '], "").replacen(
+        "\"cynode\":",
+        "\"other\":{\"env\":{\"T\":\"cyn_anothersecret\"}},\"cynode\":",
+        1,
+    );
+    fs_err::write(&path, other).expect("written");
+    let report = files.remove("cursor");
+    assert_eq!(report.state, State::Removed);
+    assert!(
+        report.diff.contains("cyn_…") && !report.diff.contains("secret"),
+        "{}",
+        report.diff
+    );
+    assert_eq!(report.removed_tokens, ["cyn_verysecrettoken"]);
+    assert!(
+        !serde_json::to_string(&report)
+            .expect("JSON")
+            .contains("secret")
+    );
+}
+
+#[test]
+fn an_entry_of_another_directory_or_of_somebody_else_is_not_replaced() {
+    let files = Files::new();
+    let elsewhere = |directory: &str| {
+        let arguments = ["mcp", "--workspace", directory].map(str::to_owned);
+        let spec = EntrySpec {
+            arguments: arguments.to_vec(),
+            ..target()
+        };
+        let mut work = files.work("goose", true, spec);
+        work.directory = PathBuf::from(directory);
+        work
+    };
+    assert_eq!(elsewhere("/a").write(false).state, State::Written);
+    let path = elsewhere("/a").path;
+    let first = read(&path);
+    let refused = elsewhere("/b").write(false);
+    assert_eq!(refused.state, State::Refused);
+    assert!(
+        refused.problem.is_some_and(|it| it.ends_with("is for /a"))
+            && refused.remedy.is_some_and(|it| it.contains("--name")),
+        "no reason"
+    );
+    let mut removal = files.work("goose", true, EntrySpec::named("cynode"));
+    removal.directory = PathBuf::from("/b");
+    assert_eq!(removal.remove().state, State::Refused);
+    assert_eq!(read(&path), first);
+    // The same directory may change its entry, and another name is free.
+    let mut changed = elsewhere("/a");
+    changed.target.arguments.push("--gitignore".to_owned());
+    assert_eq!(changed.write(false).state, State::Written);
+    let mut named = elsewhere("/b");
+    named.target.name = "cynode-b".to_owned();
+    assert_eq!(named.write(false).state, State::Written);
+
+    // The user's own.
+    let files = Files::new();
+    let path = files.put(
+        "cursor",
+        "{\"mcpServers\": {\"cynode\": {\"command\": \"x\"}}}",
+    );
+    let before = read(&path);
+    let refused = files.write("cursor");
+    assert_eq!(refused.state, State::Refused);
+    assert!(refused.remedy.is_some_and(|it| it.contains("--name")));
+    assert_eq!(read(&path), before);
+}
+
+#[test]
+fn files_keep_their_line_ends() {
+    for (spot, text) in [
+        (YAML, "a: 1\r\nextensions:\r\n  x:\r\n    y: 1\r\n"),
+        (JSON, "{\r\n  \"a\": 1\r\n}\r\n"),
+        (TOML, "a = 1\r\n"),
+    ] {
+        let id = if spot.format == ConfigFormat::Toml {
+            "codex"
+        } else {
+            "cursor"
+        };
+        let written = spot.set(text, &entry(id)).expect("edited");
+        assert_eq!(
+            written.matches('\n').count(),
+            written.matches("\r\n").count(),
+            "{written:?}"
+        );
+        let removed = spot.remove(&written).expect("edited").expect("removed");
+        assert_eq!(
+            removed.matches('\n').count(),
+            removed.matches("\r\n").count(),
+            "{removed:?}"
+        );
+    }
 }

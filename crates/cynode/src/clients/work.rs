@@ -1,6 +1,6 @@
 //! Shows, writes or removes the entry of one client.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde_json::Value;
@@ -14,12 +14,19 @@ use super::{
 };
 use crate::mcp;
 
+const TOKEN_PREFIX: &str = "cyn_";
+/// Shorter words with that prefix are no tokens.
+const MIN_TOKEN_LETTERS: usize = 8;
+const MASKED_TOKEN: &str = "cyn_…";
+
 /// The entry for one client, and the file it belongs in.
 #[derive(Debug)]
 pub struct ClientEntry<'a> {
     pub client: &'static Client,
     pub place: &'static Place,
     pub path: PathBuf,
+    /// The directory that the entry is for.
+    pub directory: PathBuf,
     /// The directory of the project, if the file is in it.
     pub project: Option<PathBuf>,
     pub target: EntrySpec,
@@ -27,10 +34,11 @@ pub struct ClientEntry<'a> {
     pub is_detected: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
     /// The entry is not in the file.
+    #[default]
     Shown,
     /// The entry is in the file.
     Present,
@@ -59,8 +67,17 @@ pub struct ClientReport {
     pub diff: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
+    /// A token that the file had and that is still valid.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warning: Option<String>,
+    /// What to do about the problem or the warning.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remedy: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<&'static str>,
+    /// Tokens that the file no longer has.
+    #[serde(skip)]
+    pub removed_tokens: Vec<String>,
 }
 
 /// Why a client's file was not changed.
@@ -72,16 +89,53 @@ enum EntryError {
     Edit { path: PathBuf, error: EditError },
     #[error("the entry '{name}' in {} was not written by this command", .path.display())]
     Foreign { path: PathBuf, name: String },
+    #[error("the entry '{name}' in {} is for {directory}", .path.display())]
+    OtherDirectory {
+        path: PathBuf,
+        name: String,
+        directory: String,
+    },
     #[error("{0} can't call a server with a token from its file")]
     NoHttp(&'static str),
     #[error("what was written can't be remembered: {0}")]
     Journal(std::io::Error),
 }
 
+impl EntryError {
+    fn remedy(&self, client: &Client, is_removal: bool) -> Option<String> {
+        match self {
+            Self::Foreign { .. } if !is_removal => {
+                Some("Choose another name for this entry with --name.".to_owned())
+            }
+            Self::OtherDirectory { .. } if is_removal => {
+                Some("Run the command there, or name that directory with --workspace.".to_owned())
+            }
+            Self::OtherDirectory { directory, .. } => Some(format!(
+                "Choose another name for this entry with --name, or remove that one with 'cynode \
+                 connect {} --remove --workspace {directory}'.",
+                client.id
+            )),
+            _ => None,
+        }
+    }
+}
+
 /// The state after a change, and its diff.
+#[derive(Default)]
 struct ClientOutcome {
     state: State,
     diff: String,
+    /// Tokens that the file no longer has.
+    tokens: Vec<String>,
+}
+
+impl ClientOutcome {
+    fn unchanged(state: State) -> Self {
+        Self {
+            state,
+            ..Self::default()
+        }
+    }
 }
 
 impl ClientEntry<'_> {
@@ -96,10 +150,7 @@ impl ClientEntry<'_> {
             } else {
                 State::Shown
             };
-            Ok(ClientOutcome {
-                state,
-                diff: String::new(),
-            })
+            Ok(ClientOutcome::unchanged(state))
         });
         self.report(with_token, shown)
     }
@@ -155,12 +206,10 @@ impl ClientEntry<'_> {
         let spot = self.spot(text);
         let has = spot.has(text, &entry);
         if has.map_err(|error| self.edit_error(error))? {
-            return Ok(ClientOutcome {
-                state: State::Unchanged,
-                diff: String::new(),
-            });
+            return Ok(ClientOutcome::unchanged(State::Unchanged));
         }
         let known = self.known_change()?;
+        self.check_owner(text, known.as_ref())?;
         // A change of an entry counts from what was there before the first one.
         let before = match known.as_ref().and_then(|change| change.undone(text)) {
             Some(Before(before)) => before,
@@ -182,39 +231,33 @@ impl ClientEntry<'_> {
             Some(known) if before.is_none() => known.directories,
             _ => directories,
         };
+        change.directory = self.directory.to_str().map(str::to_owned);
         self.journal.put(change).map_err(EntryError::Journal)?;
         Ok(ClientOutcome {
             state: State::Written,
             diff: self.diff(text, &after),
+            tokens: removed_tokens(text, &after),
         })
     }
 
     fn try_remove(&self) -> Result<ClientOutcome, EntryError> {
         let file = self.open()?;
         let known = self.known_change()?;
-        let absent = ClientOutcome {
-            state: State::Absent,
-            diff: String::new(),
-        };
+        let absent = ClientOutcome::unchanged(State::Absent);
         let Some(text) = file.text() else {
             self.forget()?;
             return Ok(absent);
         };
+        self.check_owner(text, known.as_ref())?;
         let undone = known.as_ref().and_then(|change| change.undone(text));
         let before = if let Some(Before(before)) = undone {
             before
         } else {
             let spot = self.spot(text);
             let entry = spot.entry(text).map_err(|error| self.edit_error(error))?;
-            let Some(entry) = entry else {
+            if entry.is_none() {
                 self.forget()?;
                 return Ok(absent);
-            };
-            if known.is_none() && !is_ours(&entry) {
-                return Err(EntryError::Foreign {
-                    path: self.path.clone(),
-                    name: self.target.name.clone(),
-                });
             }
             spot.remove(text).map_err(|error| self.edit_error(error))?
         };
@@ -225,10 +268,38 @@ impl ClientEntry<'_> {
             file.remove(&directories.unwrap_or_default())?;
         }
         self.forget()?;
+        let after = before.as_deref().unwrap_or_default();
         Ok(ClientOutcome {
             state: State::Removed,
-            diff: self.diff(text, before.as_deref().unwrap_or_default()),
+            diff: self.diff(text, after),
+            tokens: removed_tokens(text, after),
         })
+    }
+
+    /// Refuses to touch an entry of somebody else, or in a file of the user one for another
+    /// directory.
+    fn check_owner(&self, text: &str, known: Option<&ClientChange>) -> Result<(), EntryError> {
+        let entry = self.spot(text).entry(text);
+        let Some(entry) = entry.map_err(|error| self.edit_error(error))? else {
+            return Ok(());
+        };
+        let (path, name) = (self.path.clone(), self.target.name.clone());
+        let is_as_written = known.is_some_and(|change| change.undone(text).is_some());
+        if !is_as_written && !is_ours(&entry) {
+            return Err(EntryError::Foreign { path, name });
+        }
+        let directory = workspace_of(&entry)
+            .or_else(|| known.and_then(|change| change.directory.as_deref()))
+            .filter(|directory| Path::new(directory) != self.directory);
+        match directory {
+            // The file of a project is for the project, even if that has moved.
+            Some(directory) if self.project.is_none() => Err(EntryError::OtherDirectory {
+                path,
+                name,
+                directory: directory.to_owned(),
+            }),
+            _ => Ok(()),
+        }
     }
 
     fn forget(&self) -> Result<(), EntryError> {
@@ -244,15 +315,7 @@ impl ClientEntry<'_> {
             .set_context_len(0)
             .set_original_filename(path.to_string())
             .set_modified_filename(path.to_string());
-        self.masked(&options.create_patch(before, after).to_string())
-    }
-
-    /// A text without the token.
-    fn masked(&self, text: &str) -> String {
-        match &self.target.http {
-            Some((_, token)) if token.len() > 8 => text.replace(token, "cyn_…"),
-            _ => text.to_owned(),
-        }
+        masked(&options.create_patch(before, after).to_string())
     }
 
     fn report(&self, with_token: bool, done: Result<ClientOutcome, EntryError>) -> ClientReport {
@@ -263,10 +326,20 @@ impl ClientEntry<'_> {
             .and_then(|entry| spot.set("", entry).ok())
             .unwrap_or_default();
         let entry = entry.map(|entry| entry.value()).unwrap_or_default();
-        let (state, diff, problem) = match done {
-            Ok(ClientOutcome { state, diff }) => (state, diff, None),
-            Err(refusal) => (State::Refused, String::new(), Some(refusal.to_string())),
+        let is_for_removal = self.target.program.is_empty();
+        let (outcome, problem, remedy) = match done {
+            Ok(outcome) => (outcome, None, None),
+            Err(error) => (
+                ClientOutcome::unchanged(State::Refused),
+                Some(error.to_string()),
+                error.remedy(self.client, is_for_removal),
+            ),
         };
+        let ClientOutcome {
+            state,
+            diff,
+            tokens,
+        } = outcome;
         let is_removal = matches!(state, State::Removed | State::Absent);
         ClientReport {
             client: self.client.id,
@@ -277,28 +350,79 @@ impl ClientEntry<'_> {
             entry: if is_removal {
                 Value::Null
             } else {
-                serde_json::from_str(&self.masked(&entry.to_string())).unwrap_or_default()
+                serde_json::from_str(&masked(&entry.to_string())).unwrap_or_default()
             },
-            snippet: self.masked(&snippet),
+            snippet: masked(&snippet),
             diff,
             problem,
+            warning: None,
+            remedy,
             note: self.client.note,
+            removed_tokens: tokens,
         }
     }
 }
 
-/// Whether an entry starts the bridge or calls the gateway.
-fn is_ours(entry: &ConfigValue) -> bool {
-    fn texts<'a>(node: &'a ConfigValue, found: &mut Vec<&'a str>) {
+/// The places of tokens of this system in a text.
+fn token_places(text: &str) -> Vec<std::ops::Range<usize>> {
+    let is_letter = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
+    let mut places: Vec<std::ops::Range<usize>> = Vec::new();
+    for (start, prefix) in text.match_indices(TOKEN_PREFIX) {
+        let letters = &text.as_bytes()[start + prefix.len()..];
+        let count = letters.iter().take_while(|byte| is_letter(byte)).count();
+        let is_inside = places.last().is_some_and(|last| start < last.end);
+        if count >= MIN_TOKEN_LETTERS && !is_inside {
+            places.push(start..start + prefix.len() + count);
+        }
+    }
+    places
+}
+
+/// A text without tokens, whoever wrote them.
+fn masked(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    let mut end = 0;
+    for place in token_places(text) {
+        shown.push_str(&text[end..place.start]);
+        shown.push_str(MASKED_TOKEN);
+        end = place.end;
+    }
+    shown.push_str(&text[end..]);
+    shown
+}
+
+/// The tokens of a text that another does not have.
+fn removed_tokens(before: &str, after: &str) -> Vec<String> {
+    let tokens = token_places(before).into_iter().map(|place| &before[place]);
+    let gone = tokens.filter(|token| !after.contains(token));
+    gone.map(str::to_owned).collect()
+}
+
+/// The directory that an entry of the bridge brings in.
+fn workspace_of(entry: &ConfigValue) -> Option<&str> {
+    let texts = texts_of(entry);
+    let option = texts.iter().position(|text| *text == "--workspace")?;
+    texts.get(option + 1).copied()
+}
+
+/// All texts of an entry.
+fn texts_of(entry: &ConfigValue) -> Vec<&str> {
+    fn add<'a>(node: &'a ConfigValue, found: &mut Vec<&'a str>) {
         match node {
             ConfigValue::Text(text) => found.push(text),
             ConfigValue::Word(_) => {}
-            ConfigValue::List(items) => items.iter().for_each(|item| texts(item, found)),
-            ConfigValue::Map(fields) => fields.iter().for_each(|(_, node)| texts(node, found)),
+            ConfigValue::List(items) => items.iter().for_each(|item| add(item, found)),
+            ConfigValue::Map(fields) => fields.iter().for_each(|(_, node)| add(node, found)),
         }
     }
     let mut found = Vec::new();
-    texts(entry, &mut found);
+    add(entry, &mut found);
+    found
+}
+
+/// Whether an entry starts the bridge or calls the gateway.
+fn is_ours(entry: &ConfigValue) -> bool {
+    let found = texts_of(entry);
     let is_program = |text: &&str| *text == "cynode" || text.ends_with("/cynode");
     found.iter().any(is_program) && found.contains(&"mcp")
         || found.iter().any(|text| text.ends_with(mcp::PATH))

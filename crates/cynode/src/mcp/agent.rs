@@ -9,8 +9,9 @@
 mod tests;
 
 use std::{
+    fs::Permissions,
     io::{self, Read as _},
-    os::unix::ffi::OsStrExt as _,
+    os::unix::{ffi::OsStrExt as _, fs::PermissionsExt as _},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -106,7 +107,7 @@ impl AgentKey {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Agent {
     version: u32,
-    server: String,
+    pub server: String,
     /// For people who read the file.
     directory: String,
     pub task_id: TaskId,
@@ -150,13 +151,9 @@ impl AgentFile {
 
     /// The remembered agent, whether or not its token is still valid.
     pub fn read(&self) -> io::Result<Option<Agent>> {
-        let file = match fs_err::File::open(&self.path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
+        let Some(text) = read_private(&self.path)? else {
+            return Ok(None);
         };
-        let mut text = Vec::new();
-        file.take(MAX_FILE_BYTES).read_to_end(&mut text)?;
         let agent = serde_json::from_slice::<Agent>(&text)
             .ok()
             .filter(|agent| agent.server == self.key.server);
@@ -167,6 +164,12 @@ impl AgentFile {
             ));
         }
         Ok(agent)
+    }
+
+    /// The remembered agent with its file.
+    pub fn stored(&self) -> io::Result<Option<StoredAgent>> {
+        let path = self.path.clone();
+        Ok(self.read()?.map(|agent| StoredAgent { path, agent }))
     }
 
     fn write(&self, agent: &Agent) -> io::Result<()> {
@@ -397,6 +400,64 @@ impl AgentFile {
             }
         }
     }
+}
+
+/// A remembered agent and its file.
+#[derive(Debug)]
+pub struct StoredAgent {
+    path: PathBuf,
+    pub agent: Agent,
+}
+
+impl StoredAgent {
+    /// Forgets the agent.
+    pub fn remove(self) -> io::Result<()> {
+        match fs_err::remove_file(&self.path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The remembered agent with a token, in the user's client state directory.
+pub fn stored_with_token(state: &Path, token: &str) -> io::Result<Option<StoredAgent>> {
+    let entries = match fs_err::read_dir(state.join("agents")) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        entries => entries?,
+    };
+    for entry in entries.take(4 * MAX_AGENTS) {
+        let path = entry?.path();
+        if path.extension().is_some_and(|it| it == "json")
+            && let Some(text) = read_private(&path)?
+            && let Ok(agent) = serde_json::from_slice::<Agent>(&text)
+            && agent.token == token
+        {
+            return Ok(Some(StoredAgent { path, agent }));
+        }
+    }
+    Ok(None)
+}
+
+/// Reads a file with a token. One that others can read is closed to them, and the user is told.
+fn read_private(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    let file = match fs_err::File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let mode = file.metadata()?.permissions().mode();
+    if mode & 0o077 != 0 {
+        file.set_permissions(Permissions::from_mode(0o600))?;
+        output::message(&format!(
+            "cynode: {} was open to others (mode {:03o}) and is private now; to be safe, give its \
+             agent a new token with 'cynode mcp --forget'",
+            sanitize::line(&path.display().to_string()),
+            mode & 0o777
+        ));
+    }
+    let mut text = Vec::new();
+    file.take(MAX_FILE_BYTES).read_to_end(&mut text)?;
+    Ok(Some(text))
 }
 
 /// Takes a lock without blocking the thread.

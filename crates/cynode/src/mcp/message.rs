@@ -104,7 +104,11 @@ impl Message {
             };
             Malformed::new(None, code, format!("the line is not a message: {error}"))
         })?;
-        let id = envelope.id.filter(is_id);
+        // An error repeats what the client would recognize.
+        let id = envelope
+            .id
+            .clone()
+            .filter(|id| id.is_string() || id.is_number());
         if envelope.jsonrpc != "2.0" {
             return Err(Malformed::new(
                 id,
@@ -112,9 +116,18 @@ impl Message {
                 "jsonrpc: must be \"2.0\"",
             ));
         }
+        let is_answer =
+            envelope.method.is_none() && (envelope.result.is_some() || envelope.error.is_some());
+        if !is_answer && envelope.id.is_some_and(|id| !is_id(&id)) {
+            return Err(Malformed::new(
+                id,
+                INVALID_REQUEST,
+                "id: must be a string or an integer",
+            ));
+        }
         let method = match envelope.method {
             Some(Value::String(method)) => method,
-            None if envelope.result.is_some() || envelope.error.is_some() => return Ok(None),
+            None if is_answer => return Ok(None),
             _ => {
                 return Err(Malformed::new(
                     id,
@@ -232,7 +245,7 @@ impl Message {
 }
 
 fn is_id(value: &Value) -> bool {
-    value.is_string() || value.is_number()
+    value.is_string() || value.is_i64()
 }
 
 fn bounded(text: &str) -> Option<&str> {
@@ -357,6 +370,26 @@ mod tests {
                 INVALID_REQUEST,
             ),
             (
+                r#"{"jsonrpc":"2.0","id":null,"method":"ping"}"#,
+                None,
+                INVALID_REQUEST,
+            ),
+            (
+                r#"{"jsonrpc":"2.0","id":{"a":1},"method":"ping"}"#,
+                None,
+                INVALID_REQUEST,
+            ),
+            (
+                r#"{"jsonrpc":"2.0","id":1.5,"method":"ping"}"#,
+                Some(json!(1.5)),
+                INVALID_REQUEST,
+            ),
+            (
+                r#"{"jsonrpc":"2.0","id":18446744073709551615,"method":"ping"}"#,
+                Some(json!(u64::MAX)),
+                INVALID_REQUEST,
+            ),
+            (
                 r#"{"jsonrpc":"2.0","id":4,"id":5,"method":"ping"}"#,
                 None,
                 INVALID_REQUEST,
@@ -377,11 +410,6 @@ mod tests {
         );
         let notification = message(r#"{"jsonrpc":"2.0","method":"notifications/initialized"}"#);
         assert_eq!(notification.id, None);
-        // An id that is null names no request.
-        assert_eq!(
-            message(r#"{"jsonrpc":"2.0","id":null,"method":"ping"}"#).id,
-            None
-        );
         assert!(
             parse(r#"{"jsonrpc":"2.0","id":1,"result":{}}"#)
                 .expect("valid")

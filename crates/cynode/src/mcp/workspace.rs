@@ -28,7 +28,6 @@ use crate::{
     bring::{self, BringOptions},
     directories::Directories,
     failure::Failure,
-    output,
 };
 
 /// The tool that makes the session of a token.
@@ -265,10 +264,13 @@ pub async fn forget(upstream: &Upstream) -> Result<bool, Failure> {
     if let Err(error) = upstream.user()?.revoke_token(token).await
         && !error.is(cynode_api::ErrorCode::NotFound)
     {
-        output::message(&format!(
-            "cynode: the token {token} is not revoked: {}",
-            crate::sanitize::line(&error.chain())
-        ));
+        let failure = Failure::from(error);
+        let message = format!(
+            "the agent is forgotten, but its token is still valid: {}",
+            failure.message()
+        );
+        return Err(Failure::new(failure.exit, failure.code(), message)
+            .remedy(format!("Revoke it with 'cynode token revoke {token}'.")));
     }
     Ok(true)
 }

@@ -137,6 +137,7 @@ impl<'a> Spot<'a> {
             ConfigFormat::Yaml => yaml::set(text, *self, entry),
         }
         .ok_or(EditError::Form)?;
+        let edited = with_line_ends_of(text, edited);
         drop_nulls(&mut expected, self.keys);
         expected.set(self.keys, self.name, Some(entry));
         self.verified(expected, edited)
@@ -154,6 +155,7 @@ impl<'a> Spot<'a> {
             ConfigFormat::Yaml => yaml::remove(text, *self),
         }
         .ok_or(EditError::Form)?;
+        let edited = with_line_ends_of(text, edited);
         expected.set(self.keys, self.name, None);
         // A table of TOML exists only while it has something.
         if self.format == ConfigFormat::Toml
@@ -179,6 +181,15 @@ impl<'a> Spot<'a> {
             Err(EditError::Form)
         }
     }
+}
+
+/// The edited text with the line ends of the original, if all of them are CRLF.
+fn with_line_ends_of(original: &str, edited: String) -> String {
+    let all = original.matches('\n').count();
+    if all == 0 || original.matches("\r\n").count() != all {
+        return edited;
+    }
+    edited.replace("\r\n", "\n").replace('\n', "\r\n")
 }
 
 /// Whether a key has no value.

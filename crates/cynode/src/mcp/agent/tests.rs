@@ -130,3 +130,28 @@ async fn agents_beyond_the_limit_are_forgotten() {
     });
     assert_eq!(left.count(), MAX_AGENTS - 1);
 }
+
+#[tokio::test]
+// invariant: no-secrets-inside
+async fn a_file_that_is_open_to_others_is_closed() {
+    let home = tempfile::tempdir().expect("a directory");
+    let file = AgentFile::new(home.path(), key(), Lifetime::BRIDGE);
+    let _lock = file.lock("lock").await.expect("locked");
+    file.write(&agent("http://one")).expect("written");
+    fs_err::set_permissions(&file.path, Permissions::from_mode(0o644)).expect("opened");
+    let found = stored_with_token(home.path(), "cyn_secret").expect("read");
+    let mode = fs_err::metadata(&file.path).expect("there").permissions();
+    assert_eq!(mode.mode() & 0o777, 0o600);
+    assert!(
+        stored_with_token(home.path(), "cyn_other")
+            .expect("read")
+            .is_none()
+    );
+    found.expect("stored").remove().expect("removed");
+    assert!(file.read().expect("read").is_none());
+    assert!(
+        stored_with_token(&home.path().join("none"), "x")
+            .expect("read")
+            .is_none()
+    );
+}
