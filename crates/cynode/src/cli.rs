@@ -477,8 +477,11 @@ pub struct Kill {
 pub struct Extend {
     /// Name, id or part of the id [default: the session of this directory]
     pub session: Option<String>,
+    /// The same as --lifetime
+    #[arg(value_name = "TIME", value_parser = parse::duration, conflicts_with = "lifetime")]
+    pub time: Option<Duration>,
     /// Lifetime from now on, such as 2h
-    #[arg(long, value_name = "TIME", value_parser = parse::duration, required_unless_present = "idle")]
+    #[arg(long, value_name = "TIME", value_parser = parse::duration, required_unless_present_any = ["idle", "time"])]
     pub lifetime: Option<Duration>,
     /// Idle timeout from now on, such as 1h
     #[arg(long, value_name = "TIME", value_parser = parse::duration)]
@@ -513,7 +516,8 @@ impl LimitArgs {
 #[derive(Debug, Args)]
 #[command(
     after_help = "Files that hold secrets stay out of the session and are named: .env, .netrc, \
-                  .aws, .ssh, private keys and the like, by name or by content."
+                  .aws, .ssh, private keys and the like, by name or by content. Tokens inside of \
+                  other files go in, and the files are named."
 )]
 pub struct Create {
     /// Directory to bring in: its files become the workspace, and the session is the one of this

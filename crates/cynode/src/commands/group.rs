@@ -52,10 +52,15 @@ pub async fn run(globals: &Globals, command: Group) -> CommandResult {
         }
         Group::Show { group } => {
             let group = client.group(resolve::group(&client, &group).await?).await?;
+            let members = if group.members.is_empty() {
+                "none".to_owned()
+            } else {
+                group.members.join(", ")
+            };
             let fields = [
                 ("group", group.id.to_string()),
                 ("name", group.name.clone()),
-                ("members", group.members.join(", ")),
+                ("members", members),
                 ("created", format_time(group.created_at)),
                 ("by", group.created_by.clone()),
             ];

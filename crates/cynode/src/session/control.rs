@@ -20,7 +20,11 @@ pub async fn kill(
     globals: &Globals,
     args: Kill,
 ) -> Result<ExitCode, Failure> {
-    let session = super::target(client, args.session.as_deref()).await?;
+    let (session, exec) = if args.all {
+        (super::target(client, args.session.as_deref()).await?, None)
+    } else {
+        follow::target(client, args.session, args.exec).await?
+    };
     let signal = SignalName::name_of(args.signal.number());
     if args.all {
         client.signal_session(session, args.signal).await?;
@@ -30,7 +34,7 @@ pub async fn kill(
             &format!("sent {signal} to everything in session {session}"),
         );
     }
-    let exec = match args.exec.as_deref() {
+    let exec = match exec.as_deref() {
         Some(text) => follow::find(client, session, text).await?,
         None => follow::newest_running(client, session).await?,
     };
@@ -52,7 +56,10 @@ pub async fn extend(
     let id = super::target(client, args.session.as_deref()).await?;
     let patch = SessionPatch {
         version: Some(API_VERSION),
-        max_lifetime_seconds: args.lifetime.map(|time| time.as_secs().max(1)),
+        max_lifetime_seconds: args
+            .time
+            .or(args.lifetime)
+            .map(|time| time.as_secs().max(1)),
         idle_timeout_seconds: args.idle.map(|time| time.as_secs().max(1)),
         labels: None,
     };

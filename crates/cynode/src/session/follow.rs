@@ -24,8 +24,8 @@ pub async fn logs(
     globals: &Globals,
     args: Logs,
 ) -> Result<ExitCode, Failure> {
-    let session = super::target(client, args.session.as_deref()).await?;
-    let exec = match args.exec.as_deref() {
+    let (session, exec) = target(client, args.session, args.exec).await?;
+    let exec = match exec.as_deref() {
         Some(text) => find(client, session, text).await?,
         None => client
             .newest_exec(session)
@@ -60,8 +60,8 @@ pub async fn attach(
     globals: &Globals,
     args: Attach,
 ) -> Result<ExitCode, Failure> {
-    let session = super::target(client, args.session.as_deref()).await?;
-    let exec = match args.exec.as_deref() {
+    let (session, exec) = target(client, args.session, args.exec).await?;
+    let exec = match exec.as_deref() {
         Some(text) => find(client, session, text).await?,
         None => newest_running(client, session).await?,
     };
@@ -93,6 +93,38 @@ pub async fn attach(
         output::message(&serde_json::to_string(&exit).unwrap_or_default());
     }
     exit_result(&exit)
+}
+
+/// The session and the exec that a command names. A single name that is no session may be an exec of
+/// the session of this directory: `exec --detach` prints its id alone.
+pub(super) async fn target(
+    client: &SessionClient,
+    session: Option<String>,
+    exec: Option<String>,
+) -> Result<(SessionId, Option<String>), Failure> {
+    let name = match (session, exec) {
+        (Some(name), None) => name,
+        (session, exec) => {
+            let session = super::target(client, session.as_deref()).await?;
+            return Ok((session, exec));
+        }
+    };
+    // A complete id names a session or an exec without a look at either.
+    let is_complete = name.parse::<SessionId>().is_ok();
+    let named = super::target(client, Some(&name)).await;
+    if named.is_ok() && !is_complete {
+        return named.map(|id| (id, None));
+    }
+    if let Some(part) = resolve::id_part(&name)
+        && let Ok(here) = super::target(client, None).await
+        && let Ok(execs) = client.all_execs(here).await
+        && execs
+            .iter()
+            .any(|exec| exec.exec_id.to_string().contains(&part))
+    {
+        return Ok((here, Some(name)));
+    }
+    named.map(|id| (id, None))
 }
 
 /// An exec of the session, by its id or a part of it.
