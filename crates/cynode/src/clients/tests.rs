@@ -392,11 +392,9 @@ fn a_file_is_written_once_and_removal_restores_every_byte() {
             files.work(id, false, target()).show(false).state,
             State::Present
         );
-        // Another directory replaces the entry.
-        let other = EntrySpec {
-            arguments: vec!["mcp".to_owned(), "--workspace".to_owned(), "/v".to_owned()],
-            ..target()
-        };
+        // Other arguments for the same directory replace the entry.
+        let mut other = target();
+        other.arguments.push("--gitignore".to_owned());
         let changed = files.work(id, false, other).write(false);
         assert_eq!(changed.state, State::Written);
         let mode = fs_err::metadata(&path).expect("there").permissions().mode();
