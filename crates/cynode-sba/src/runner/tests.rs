@@ -135,7 +135,7 @@ fn the_largest_result_of_an_agents_job_can_be_read_again() {
         CriterionResult, ResultArtifact, Step, Verifier,
         limits::{MAX_ARTIFACTS, MAX_CONTEXT_ITEMS, MAX_OUTPUT_BYTES, MAX_RESULT_BYTES},
     };
-    let step = Step::parse(br#"{"type": "apply_unified_diff", "args": {"diff": ""}}"#);
+    let step = Step::parse(br#"{"type": "apply_unified_diff", "args": {"diff": "x"}}"#);
     let step = step.expect("a step");
     let budget = Budget::new(MAX_OUTPUT_BYTES.unsigned_abs());
     let each = usize::try_from(MAX_OUTPUT_BYTES).expect("positive") / agent::MAX_AGENT_STEPS;

@@ -52,9 +52,9 @@ const COMMANDS: &[(&str, &str)] = &[
         "42\n",
     ),
     (
-        "timeout 10 npm install nosuch >out 2>&1; echo $?; grep -c EAI_AGAIN out | grep -qv '^0' \
-         && echo offline",
-        "1\noffline\n",
+        "timeout 10 npm install nosuch >out 2>&1; echo $?; grep -q 403 out && echo denied || cat \
+         out",
+        "1\ndenied\n",
     ),
     (
         "cd package && npm install --global --silent . && npm ls --global --parseable | tail -n 1",

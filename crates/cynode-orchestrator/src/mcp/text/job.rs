@@ -23,7 +23,7 @@ pub(super) fn describe(job: &Value) -> String {
         if job.get("error").is_none_or(Value::is_null)
             && let Some(code) = result["failure_code"].as_str()
         {
-            let message = cut(&result["failure_message"], MESSAGE_CHARACTERS);
+            let message = cut(&result["failure_message"], MESSAGE_CHARACTERS, plain::line);
             add(&mut shown, format!("\nfailure: {}: {message}", name(code)));
         }
         add(&mut shown, steps(result));
@@ -81,7 +81,7 @@ fn steps(result: &Value) -> String {
             .unwrap_or_default();
         let error = match &step["error"] {
             Value::Null => String::new(),
-            error => format!(": {}", cut(error, MESSAGE_CHARACTERS)),
+            error => format!(": {}", cut(error, MESSAGE_CHARACTERS, plain::line)),
         };
         add(
             &mut shown,
@@ -108,7 +108,7 @@ fn artifacts(job: &Value) -> String {
     };
     let mut shown = format!("\nartifacts: {}", artifacts.len());
     for artifact in artifacts.iter().take(SHOWN_ARTIFACTS) {
-        let path = cut(&artifact["path"], MESSAGE_CHARACTERS);
+        let path = cut(&artifact["path"], MESSAGE_CHARACTERS, plain::name);
         let line = match artifact["dropped"].as_str() {
             Some(reason) => format!("\n  {path}: not kept: {reason}"),
             None => format!(
@@ -134,11 +134,12 @@ fn short(text: &str) -> String {
     text.chars().take(NAME_CHARACTERS).collect()
 }
 
-fn cut(value: &Value, characters: usize) -> String {
+/// Truncates a text, and lets `show` keep it on one line.
+fn cut(value: &Value, characters: usize, show: fn(&str) -> String) -> String {
     let text = value.as_str().unwrap_or_default();
     match text.char_indices().nth(characters) {
-        Some((end, _)) => format!("{}…", plain::name(&text[..end])),
-        None => plain::name(text),
+        Some((end, _)) => format!("{}…", show(&text[..end])),
+        None => show(text),
     }
 }
 
