@@ -45,7 +45,7 @@ async fn the_configuration_of_a_hostile_image_has_no_effect(world: World) -> Res
                     "BASH_ENV",
                     "ENV=/evil",
                     "CYNODE_TASK_ID=forged",
-                    "HTTP_PROXY",
+                    "HTTP_PROXY=http://evil",
                     "HOME=/root",
                 ]
                 .iter()
