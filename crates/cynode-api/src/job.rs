@@ -238,6 +238,18 @@ pub struct JobCreate {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub job: Option<Box<JobSpec>>,
+    /// What an agent is to do, in place of `command` and `job`: the first requirement of a
+    /// specification without steps, to which the task's requirements and criteria are added.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt: Option<String>,
+    /// The models that the agent may use, the preferred one first. Only with `prompt`; by default
+    /// those of the preference `inference.allowed_models`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allowed_models: Vec<String>,
+    /// Shell commands that must succeed in the workspace when the agent has finished, or the job
+    /// fails. Only with `prompt`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub checks: Vec<String>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -271,6 +283,11 @@ pub enum Retry {
 pub mod job_limits {
     pub const DEFAULT_TIMEOUT_SECONDS: u64 = 3_600;
     pub const MAX_TIMEOUT_SECONDS: u64 = 10_800;
+    /// What an agent is to do.
+    pub const MAX_PROMPT_BYTES: usize = 65_536;
+    /// Commands that decide whether an agent has done it, and the bytes of each.
+    pub const MAX_CHECKS: usize = 64;
+    pub const MAX_CHECK_BYTES: usize = 8_192;
     /// Per stream in the job object; `output` returns everything retained.
     pub const OBJECT_BYTES: u64 = 262_144;
     /// How long a node remembers the id of an acknowledged job.

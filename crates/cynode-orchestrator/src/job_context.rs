@@ -18,6 +18,7 @@ use crate::{
     caller::Caller,
     db::{self, PreferenceContext, to_json},
     gate,
+    instructions::Instruction,
     jobs::Error,
 };
 
@@ -50,12 +51,13 @@ pub(crate) struct ResolvedJob {
 }
 
 impl Orchestrator {
-    /// Completes the context of a job.
+    /// Completes the context of a job. An instruction is added to what is known without it.
     pub(crate) async fn resolve_job(
         &self,
         caller: &Caller,
         task: &Task,
         mut spec: JobSpec,
+        instruction: Option<Instruction>,
     ) -> Result<ResolvedJob, Error> {
         let project = match task.project_id {
             Some(id) => visible(self.db.project(&caller.scope, id).await)?,
@@ -70,6 +72,9 @@ impl Orchestrator {
         let added = known.fill(context);
         gate::check_context(self, task.project_id, &added)
             .map_err(|denial| Error::Refused(denial.into_problem()))?;
+        if let Some(instruction) = instruction {
+            instruction.add_to(context);
+        }
         if spec.context == Some(JobContext::default()) {
             spec.context = None;
         }

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use cynode_api::{
-    Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, Problem, Reporter,
+    ALLOWED_MODELS, Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, Problem,
+    Reporter,
     sba::{JobSpec, Violations},
 };
 use serde_json::{Value, json};
@@ -13,6 +14,7 @@ use crate::{
     Orchestrator,
     caller::Caller,
     db::{self, JobRow, NewJob, is_visible, to_json},
+    instructions::Instruction,
     placement::{self, NodeLabels, NodeRequirements, Work},
 };
 
@@ -34,6 +36,8 @@ pub(crate) enum Error {
     TooLarge(String),
     #[error("job.inference.allowed_models: none of {asked} is allowed for this project; {allowed}")]
     ModelNotAllowed { asked: String, allowed: String },
+    #[error("allowed_models: the job names no model, and the preference {ALLOWED_MODELS} is empty")]
+    NoModel,
     /// The gate's refusal of what the context would bring into the sandbox.
     #[error("the context of the job is refused")]
     Refused(Box<Problem>),
@@ -48,7 +52,8 @@ impl Orchestrator {
         mut body: JobCreate,
     ) -> Result<(JobRow, bool), Error> {
         let mut spec = body.job.take();
-        let stored_body = stored_body(&body, spec.as_deref());
+        let instruction = Instruction::take(&mut body);
+        let stored_body = stored_body(&body, spec.as_deref(), instruction.as_ref());
         let job_id = body.job_id.unwrap_or_else(JobId::generate);
         if body.job_id.is_some()
             && let Some(existing) = self.db.any_job(job_id).await?
@@ -59,6 +64,10 @@ impl Orchestrator {
             .task_for(caller, body.task_id, || format!("job {job_id}"))
             .await?;
         let task_id = task.id;
+        if let Some(instruction) = &instruction {
+            let specified = self.specify(caller, &task, job_id, body.timeout_seconds, instruction);
+            spec = Some(Box::new(specified.await?));
+        }
         let image = self
             .choose_image(
                 caller,
@@ -107,7 +116,10 @@ impl Orchestrator {
             None => self.placement.check_grantable(&wanted).await?,
         }
         let resolved = match spec {
-            Some(spec) => Some(Box::pin(self.resolve_job(caller, &task, *spec)).await?),
+            Some(spec) => {
+                let resolve = self.resolve_job(caller, &task, *spec, instruction);
+                Some(Box::pin(resolve).await?)
+            }
             None => None,
         };
         let deadline = resolved
@@ -235,10 +247,17 @@ impl Orchestrator {
     }
 }
 
-/// The request as it is stored, to be compared with a repetition: a specification, which may be
-/// large, by its hash.
-fn stored_body(body: &JobCreate, spec: Option<&JobSpec>) -> Value {
+/// The request as it is stored, to be compared with a repetition: a specification or an
+/// instruction, which may be large, by its hash.
+fn stored_body(
+    body: &JobCreate,
+    spec: Option<&JobSpec>,
+    instruction: Option<&Instruction>,
+) -> Value {
     let mut stored = to_json(body);
+    if let Some(instruction) = instruction {
+        stored["prompt"] = instruction.stored();
+    }
     if let Some(spec) = spec {
         let json = serde_json::to_vec(spec).unwrap_or_default();
         stored["job"] = json!({

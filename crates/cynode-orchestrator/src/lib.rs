@@ -20,6 +20,7 @@ mod fleet;
 mod forward;
 mod gate;
 mod identity;
+mod instructions;
 mod job_artifacts;
 mod job_context;
 mod job_results;

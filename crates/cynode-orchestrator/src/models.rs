@@ -4,7 +4,10 @@
 //! it to agents); a job uses no model that the preference does not name. Where no scope sets it,
 //! nothing is allowed, but a person who submits a job allows the models that the job names.
 
-use cynode_api::{ALLOWED_MODELS, Task, TokenKind, is_model_name, sba::Inference};
+use cynode_api::{
+    ALLOWED_MODELS, Task, TokenKind, is_model_name,
+    sba::{Inference, limits::MAX_MODELS},
+};
 use cynode_inference::AllowedModels;
 use serde_json::Value;
 
@@ -32,6 +35,21 @@ impl Orchestrator {
             None => Vec::new(),
         };
         cut(inference, &AllowedModels::new(allowed))
+    }
+
+    /// The models of a job that names none.
+    pub(crate) async fn default_models(
+        &self,
+        caller: &Caller,
+        task: &Task,
+    ) -> Result<Vec<String>, Error> {
+        let preferred = self.preferred_models(caller.preferences(task)).await?;
+        let mut models = preferred.unwrap_or_default();
+        models.truncate(MAX_MODELS);
+        if models.is_empty() {
+            return Err(Error::NoModel);
+        }
+        Ok(models)
     }
 
     /// The models of a session.

@@ -184,7 +184,7 @@ impl From<jobs::Error> for ApiError {
             Error::Invalid(violations) => return super::job_body::problem(&violations),
             Error::Refused(problem) => return (*problem).into(),
             Error::TooLarge(_) => ErrorCode::TooLarge,
-            Error::ModelNotAllowed { .. } => ErrorCode::ModelNotAllowed,
+            Error::ModelNotAllowed { .. } | Error::NoModel => ErrorCode::ModelNotAllowed,
             Error::IdInUse(_) => ErrorCode::JobIdInUse,
             Error::TokenInvalid => ErrorCode::Unauthorized,
         };

@@ -1,7 +1,9 @@
 //! Validates the requests that create sessions and jobs.
 
 use cynode_api::{
-    ErrorCode, JobCreate, UserSessionCreate, exec_limits, job_limits, session_limits,
+    ErrorCode, JobCreate, UserSessionCreate, exec_limits, is_model_name, job_limits,
+    sba::limits::{MAX_MODEL_BYTES, MAX_MODELS},
+    session_limits,
 };
 use cynode_service::{ApiError, checks};
 
@@ -38,9 +40,11 @@ pub(super) fn check_session_name(name: &str) -> Result<(), ApiError> {
 }
 
 pub(super) fn check_job(body: &JobCreate) -> Result<(), ApiError> {
-    if body.command.is_empty() && body.job.is_none() {
+    check_prompt(body)?;
+    if body.command.is_empty() && body.job.is_none() && body.prompt.is_none() {
         return Err(ApiError::invalid(
-            "command: must name a program; or give the job a specification, in job",
+            "command: must name a program; or give the job a specification, in job, or an agent's \
+             work, in prompt",
         ));
     }
     check_node_labels(&body.node_labels)?;
@@ -58,6 +62,70 @@ pub(super) fn check_job(body: &JobCreate) -> Result<(), ApiError> {
     }
     checks::check_env(&body.env, exec_limits::MAX_ENV, exec_limits::MAX_ENV_BYTES)?;
     body.limits.as_ref().map_or(Ok(()), checks::check_limits)
+}
+
+/// Fails for a prompt beside another kind of work, and for what only a prompt can have.
+fn check_prompt(body: &JobCreate) -> Result<(), ApiError> {
+    use job_limits::{MAX_CHECK_BYTES, MAX_CHECKS, MAX_PROMPT_BYTES};
+    let Some(prompt) = &body.prompt else {
+        for (name, is_absent) in [
+            ("allowed_models", body.allowed_models.is_empty()),
+            ("checks", body.checks.is_empty()),
+        ] {
+            if !is_absent {
+                return Err(ApiError::invalid(format!(
+                    "{name}: belongs to a prompt; a specification has its own in job"
+                )));
+            }
+        }
+        return Ok(());
+    };
+    for (name, is_absent) in [
+        ("command", body.command.is_empty()),
+        ("job", body.job.is_none()),
+    ] {
+        if !is_absent {
+            return Err(ApiError::invalid(format!(
+                "{name}: must be left out of a job with a prompt"
+            )));
+        }
+    }
+    let is_empty = |text: &str| text.trim().is_empty();
+    if is_empty(prompt) {
+        return Err(ApiError::invalid("prompt: must say what to do"));
+    }
+    if let Some(index) = body.checks.iter().position(|check| is_empty(check)) {
+        return Err(ApiError::invalid(format!(
+            "checks[{index}]: must be a shell command"
+        )));
+    }
+    if let Some(index) = body
+        .allowed_models
+        .iter()
+        .position(|name| !is_model_name(name))
+    {
+        return Err(ApiError::invalid(format!(
+            "allowed_models[{index}]: is not the name of a model (1 to {MAX_MODEL_BYTES} bytes)"
+        )));
+    }
+    let longest = body
+        .checks
+        .iter()
+        .map(String::len)
+        .max()
+        .unwrap_or_default();
+    for (name, length, most) in [
+        ("prompt", prompt.len(), MAX_PROMPT_BYTES),
+        ("checks", body.checks.len(), MAX_CHECKS),
+        ("checks: one of them", longest, MAX_CHECK_BYTES),
+        ("allowed_models", body.allowed_models.len(), MAX_MODELS),
+    ] {
+        if length > most {
+            let message = format!("{name}: {length} is more than {most}");
+            return Err(ApiError::new(ErrorCode::TooLarge, message));
+        }
+    }
+    Ok(())
 }
 
 /// Fails for labels that no node can have.

@@ -102,7 +102,9 @@ fn job(row: &PgRow) -> Result<JobRow, Error> {
 impl JobRow {
     /// Whether the job has a specification.
     pub(crate) fn has_spec(&self) -> bool {
-        self.body.get("job").is_some()
+        ["job", "prompt"]
+            .iter()
+            .any(|name| self.body.get(name).is_some())
     }
 
     /// The labels that the job requires of its node.

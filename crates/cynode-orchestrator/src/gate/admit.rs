@@ -25,6 +25,7 @@ use super::{
     request_body::{BodyContext, ForwardedBody, IncomingBody, RequestBody},
     routes::BodyKind,
     submitted_jobs::SubmittedJob,
+    submitted_prompts::SubmittedPrompt,
     targets::{Target, TargetNames},
 };
 use crate::{db, identity::SessionSnapshot};
@@ -249,6 +250,9 @@ impl Call<'_> {
         }
         if let Some(job) = SubmittedJob::of(action, body.json()) {
             detail.insert("job".to_owned(), job.describe());
+        }
+        if let Some(prompt) = SubmittedPrompt::of(action, body.json()) {
+            detail.insert("prompt".to_owned(), prompt.describe());
         }
         if !repaired.is_empty() {
             detail.insert("repaired".to_owned(), json!(repaired.len()));

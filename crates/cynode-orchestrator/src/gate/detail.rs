@@ -34,9 +34,11 @@ fn repeated(action: Action) -> &'static [&'static str] {
             "pty_allowed",
             "labels",
             "node_labels",
+            "job_id",
         ],
         Action::JobCreate => &[
             "command",
+            "allowed_models",
             "image_ref",
             "workspace_ref",
             "timeout_seconds",

@@ -127,7 +127,7 @@ fn field_treatment(policy: ShapePolicy, action: Action, field: &str) -> ShapeAct
         (Action::SessionExec, "stdin" | "stdin_b64") | (Action::ExecStdin, "data_b64") => {
             policy.action(Channel::Stdin)
         }
-        (Action::SessionExec, "argv") | (Action::JobCreate, "command") => {
+        (Action::SessionExec, "argv") | (Action::JobCreate, "command" | "checks") => {
             policy.action(Channel::Argv)
         }
         _ => name_treatment(policy),

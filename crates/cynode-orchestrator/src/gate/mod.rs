@@ -26,6 +26,7 @@ mod seeds;
 mod spool;
 mod stage;
 mod submitted_jobs;
+mod submitted_prompts;
 mod targets;
 
 use axum::{

@@ -9,7 +9,9 @@ use cynode_service::ApiError;
 use serde::Deserialize as _;
 use serde_json::{Map, Value, json};
 
-use super::{patches::CallerPatch, submitted_jobs::SubmittedJob};
+use super::{
+    patches::CallerPatch, submitted_jobs::SubmittedJob, submitted_prompts::SubmittedPrompt,
+};
 
 /// The number of a call's paths, and of a job's programs, that a record lists.
 const RECORDED_NAMES: usize = 100;
@@ -85,15 +87,17 @@ impl<'a> PolicyCalls<'a> {
         };
         let call = call(action, body, query);
         // A command beside the specification is one more program of the job.
-        let programs = job.map(|job| {
-            let runner = body["command"][0].as_str();
-            job.programs().into_iter().chain(runner).collect()
-        });
+        let runner = body["command"][0].as_str();
+        let programs = job.map(|job| job.programs().into_iter().chain(runner).collect());
+        // So are the checks of a prompt, and the handler refuses a prompt beside anything else.
+        let of_prompt = SubmittedPrompt::of(action, body).and_then(SubmittedPrompt::program);
+        let mut programs: Vec<&str> = programs.unwrap_or_default();
+        programs.extend(of_prompt);
         Ok(Self {
             call,
             base,
             paths,
-            programs: programs.unwrap_or_default(),
+            programs,
         })
     }
 

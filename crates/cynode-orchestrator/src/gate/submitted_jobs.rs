@@ -25,7 +25,7 @@ use super::{
 use crate::Orchestrator;
 
 /// The program of a command in a shell.
-const SHELL: &str = "sh";
+pub(super) const SHELL: &str = "sh";
 /// The contents of binary patches in one job, together and inflated.
 const MAX_INFLATED_BYTES: usize = 128 * 1024 * 1024;
 

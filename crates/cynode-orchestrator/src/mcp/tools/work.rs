@@ -58,10 +58,10 @@ pub(super) fn tools() -> Vec<Tool> {
             "db.job.create",
             MANAGERS,
             ToolEffect::Additive,
-            "Start a job in its own sandbox: one command, or a job specification with steps \
-             (job: {protocol_version: \"1.0\", constraints: {max_runtime_seconds, \
-             max_output_bytes}, steps: [{type, args}]}). Answers immediately; poll db.job.get or \
-             events.list for its end.",
+            "Start a job in its own sandbox: one command, a job specification with steps (job: \
+             {protocol_version: \"1.0\", constraints: {max_runtime_seconds, max_output_bytes}, \
+             steps: [{type, args}]}), or a prompt that an agent works on. Answers immediately; \
+             poll db.job.get or events.list for its end.",
         ),
         Tool::new::<JobGet, Job>(
             "db.job.get",
@@ -175,6 +175,12 @@ arguments! {
         /// A job specification of cynode-sba; its ids may be left out.
         #[schema(value_type = Option<Object>)]
         job: Option<Map<String, Value>>,
+        /// What an agent in the sandbox is to do, in place of `command` and `job`.
+        prompt: Option<String>,
+        /// The models that the agent may use; by default those allowed for the project.
+        allowed_models: Option<Vec<String>>,
+        /// Shell commands that must succeed when the agent has finished.
+        checks: Option<Vec<String>>,
         image_ref: Option<String>,
         /// `new`, `workspace:<uuid>` or `artifact:<uuid>`.
         workspace_ref: Option<String>,
@@ -337,6 +343,9 @@ impl Arguments for JobNew {
             image_ref: self.image_ref,
             workspace_ref,
             command: self.command.unwrap_or_default(),
+            prompt: self.prompt,
+            allowed_models: self.allowed_models.unwrap_or_default(),
+            checks: self.checks.unwrap_or_default(),
             env: self.env.unwrap_or_default(),
             timeout_seconds: self.timeout_seconds,
             limits: self.limits,
