@@ -1,10 +1,10 @@
-//! State changes of jobs and sessions, in order.
+//! State changes of jobs and sessions, and the progress of jobs, in order.
 
 use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{JobId, ProjectId, SessionId, TaskId};
+use crate::{JobId, JobProgress, ProjectId, SessionId, TaskId};
 
 pub mod event_limits {
     pub const MAX_WAIT_MS: u64 = 60_000;
@@ -18,7 +18,7 @@ pub struct Event {
     pub cursor: i64,
     #[serde(with = "time::serde::rfc3339")]
     pub at: OffsetDateTime,
-    /// `job.state`, `session.state`, …
+    /// `job.state`, `job.progress`, `session.state`, …
     #[serde(rename = "type")]
     pub kind: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -35,6 +35,10 @@ pub struct Event {
     /// Why a job failed: the code of its error, or of the failure in its result.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure_code: Option<String>,
+    /// How far a running job is, in an event `job.progress`: counts, without the items of its todo
+    /// list.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress: Option<JobProgress>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -1,11 +1,11 @@
 //! Events: written in the transaction of the change that they report, numbered without gaps, read
 //! in order.
 
-use cynode_api::{Event, JobId, JobState, ProjectId, SessionId, SessionState, TaskId};
+use cynode_api::{Event, JobId, JobProgress, JobState, ProjectId, SessionId, SessionState, TaskId};
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, Error};
+use super::{Db, Error, to_json};
 
 /// The notification channel for readers and reconcilers on every orchestrator. A missed
 /// notification is made up for by timers.
@@ -20,6 +20,7 @@ pub(crate) struct NewEvent {
     pub(crate) state: String,
     pub(crate) result_ref: Option<String>,
     pub(crate) failure_code: Option<String>,
+    pub(crate) progress: Option<JobProgress>,
 }
 
 impl NewEvent {
@@ -33,6 +34,16 @@ impl NewEvent {
             state: state.to_string(),
             result_ref: state.is_final().then(|| format!("/v1/jobs/{job_id}")),
             failure_code: None,
+            progress: None,
+        }
+    }
+
+    /// A running job has come further.
+    pub(super) fn progress(task_id: TaskId, job_id: JobId, progress: JobProgress) -> Self {
+        Self {
+            kind: "job.progress",
+            progress: Some(progress),
+            ..Self::job(task_id, job_id, JobState::InProgress)
         }
     }
 
@@ -53,6 +64,7 @@ impl NewEvent {
             state: state.to_string(),
             result_ref: Some(format!("/v1/sessions/{session_id}")),
             failure_code: None,
+            progress: None,
         }
     }
 }
@@ -87,6 +99,9 @@ pub(super) fn event(row: &PgRow) -> Result<Event, sqlx::Error> {
         state: row.try_get("state")?,
         result_ref: row.try_get("result_ref")?,
         failure_code: row.try_get("failure_code")?,
+        progress: row
+            .try_get::<Option<sqlx::types::Json<JobProgress>>, _>("progress")?
+            .map(|progress| progress.0),
     })
 }
 
@@ -94,8 +109,8 @@ pub(super) fn event(row: &PgRow) -> Result<Event, sqlx::Error> {
 pub(super) async fn add(connection: &mut PgConnection, new: &NewEvent) -> Result<(), Error> {
     sqlx::query(
         "with head as (update event_head set last = last + 1 returning last)
-         insert into events (cursor, type, project_id, task_id, job_id, session_id, state, result_ref, failure_code)
-         select head.last, $1, (select project_id from tasks where id = $2), $2, $3, $4, $5, $6, $7 from head",
+         insert into events (cursor, type, project_id, task_id, job_id, session_id, state, result_ref, failure_code, progress)
+         select head.last, $1, (select project_id from tasks where id = $2), $2, $3, $4, $5, $6, $7, $8 from head",
     )
     .bind(new.kind)
     .bind(new.task_id.as_uuid())
@@ -104,6 +119,7 @@ pub(super) async fn add(connection: &mut PgConnection, new: &NewEvent) -> Result
     .bind(&new.state)
     .bind(&new.result_ref)
     .bind(&new.failure_code)
+    .bind(new.progress.as_ref().map(to_json))
     .execute(&mut *connection)
     .await?;
     sqlx::query("select pg_notify($1, '')")

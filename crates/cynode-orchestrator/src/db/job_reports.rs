@@ -1,7 +1,9 @@
 //! The reports of nodes about jobs: how a job proceeds, and what is kept of its end.
 
+use std::time::Duration;
+
 use cynode_api::{
-    Job, JobId, JobOutput, JobState, NodeId, TaskId, Truncated, UserId, sba::JobSpec,
+    Job, JobId, JobOutput, JobProgress, JobState, NodeId, TaskId, Truncated, UserId, sba::JobSpec,
 };
 use sqlx::PgConnection;
 use uuid::Uuid;
@@ -11,6 +13,9 @@ use crate::{
     blobs::{Blobs, StagedBlob},
     job_results::ResultSummary,
 };
+
+/// Between two events for the progress of a job.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The blobs of a final report: staged, and placed when the report is stored.
 #[derive(Clone, Copy, Debug)]
@@ -203,6 +208,39 @@ impl Db {
         }
         let event = NewEvent::job(task_id, id, object.state)
             .with_failure_code(failure_code(object, summary));
+        events::add(&mut transaction, &event).await?;
+        super::commit(transaction).await?;
+        Ok(true)
+    }
+
+    /// Adds an event for the progress of a running job, unless there was one recently or it has come
+    /// no further since. Returns whether there is a new event.
+    pub(crate) async fn note_progress(
+        &self,
+        id: JobId,
+        from: NodeId,
+        progress: &JobProgress,
+    ) -> Result<bool, Error> {
+        // The time left always changes.
+        let mut compared = to_json(progress);
+        if let Some(members) = compared.as_object_mut() {
+            members.remove("remaining_seconds");
+        }
+        let mut transaction = self.begin().await?;
+        let task: Option<Uuid> = sqlx::query_scalar(
+            "update jobs set progress = $3, progress_at = now()
+             where job_id = $1 and node_id = $2 and state = 'in_progress' and progress is distinct from $3
+               and (progress_at is null or progress_at <= now() - make_interval(secs => $4))
+             returning task_id",
+        )
+        .bind(id.as_uuid())
+        .bind(from.as_uuid())
+        .bind(compared)
+        .bind(PROGRESS_INTERVAL.as_secs_f64())
+        .fetch_optional(&mut *transaction)
+        .await?;
+        let Some(task) = task else { return Ok(false) };
+        let event = NewEvent::progress(TaskId::from_uuid(task), id, progress.clone());
         events::add(&mut transaction, &event).await?;
         super::commit(transaction).await?;
         Ok(true)

@@ -2,7 +2,9 @@
 
 use std::{borrow::Cow, sync::Arc, time::Duration};
 
-use cynode_api::{ErrorCode, Job, JobError, JobState, NodeId, Reporter, Retry};
+use cynode_api::{
+    ErrorCode, Job, JobError, JobProgress, JobState, NodeId, Reporter, Retry, sba::TodoSummary,
+};
 use cynode_client::SessionClient;
 use time::OffsetDateTime;
 
@@ -16,6 +18,8 @@ use crate::{
     signal::EventSignal,
 };
 
+/// Characters of the step or turn in an event.
+const MAX_ACTIVITY_CHARACTERS: usize = 64;
 /// Jobs per lease statement.
 const BATCH: usize = 64;
 /// Interval of polls of a running job. The node reports changes, so polls only cover lost reports.
@@ -293,7 +297,9 @@ impl JobReconciler {
         client: &SessionClient,
         job: Job,
     ) -> Result<Option<Duration>, Error> {
-        let job = storable(restrict_report(row, node_id, job));
+        let mut job = restrict_report(row, node_id, job);
+        let progress = job.progress.take().filter(|_| row.has_spec());
+        let job = storable(job);
         if !job.state.is_final() {
             let job = Job {
                 sba_result: None,
@@ -303,6 +309,14 @@ impl JobReconciler {
             self.db
                 .advance_job(row.job_id, Some(node_id), &job, None, false)
                 .await?;
+            if let Some(progress) = progress
+                && self
+                    .db
+                    .note_progress(row.job_id, node_id, &counted(progress))
+                    .await?
+            {
+                self.readers.notify();
+            }
             return Ok(Some(POLL_INTERVAL));
         }
         let source = ReportSource::new(row, node_id, client);
@@ -476,6 +490,24 @@ fn restrict_report(row: &JobRow, node_id: NodeId, job: Job) -> Job {
         created_by: None,
         acknowledged: false,
         ..job
+    }
+}
+
+/// The progress of a job as an event has it: without texts that a sandbox chose.
+fn counted(progress: JobProgress) -> JobProgress {
+    let todo = progress.todo.map(|todo| TodoSummary {
+        open: Vec::new(),
+        ..todo
+    });
+    let shown = |character: &char| !character.is_control();
+    let activity = progress.activity.map(|name| {
+        let name = name.chars().filter(shown);
+        name.take(MAX_ACTIVITY_CHARACTERS).collect()
+    });
+    JobProgress {
+        todo,
+        activity,
+        ..progress
     }
 }
 
