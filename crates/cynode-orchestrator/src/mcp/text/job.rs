@@ -27,20 +27,67 @@ pub(super) fn describe(job: &Value) -> String {
             add(&mut shown, format!("\nfailure: {}: {message}", name(code)));
         }
         add(&mut shown, steps(result));
-        if let Some(todo) = result.get("todo").filter(|todo| todo.is_object()) {
-            add(
-                &mut shown,
-                format!("\ntodo: {} of {} done", todo["done"], todo["total"]),
-            );
-        }
+        add(&mut shown, criteria(result));
+        add(&mut shown, todo(&result["todo"]));
+        add(&mut shown, usage(result));
     }
     add(&mut shown, artifacts(job));
     plain::text(&shown)
 }
 
+fn todo(todo: &Value) -> String {
+    if !todo.is_object() {
+        return String::new();
+    }
+    format!("\ntodo: {} of {} done", todo["done"], todo["total"])
+}
+
+/// The acceptance criteria: how many are met, and which of them a command of the job did not find
+/// so.
+fn criteria(result: &Value) -> String {
+    let Some(criteria) = result["criteria"]
+        .as_array()
+        .filter(|list| !list.is_empty())
+    else {
+        return String::new();
+    };
+    let is_met = |criterion: &&Value| criterion["is_met"] == true;
+    let is_checked = |criterion: &&Value| criterion["verified_by"] == "job";
+    let mut shown = format!(
+        "\ncriteria: {} of {} met, {} of them checked by the job's commands",
+        criteria.iter().filter(is_met).count(),
+        criteria.len(),
+        criteria.iter().filter(is_met).filter(is_checked).count(),
+    );
+    let unmet = criteria.iter().filter(|criterion| !is_met(criterion));
+    for criterion in unmet.take(SHOWN_STEPS) {
+        let detail = cut(&criterion["detail"], MESSAGE_CHARACTERS, plain::line);
+        add(
+            &mut shown,
+            format!("\n  [{}] not met: {detail}", criterion["index"]),
+        );
+    }
+    shown
+}
+
+fn usage(result: &Value) -> String {
+    let usage = &result["usage"];
+    let tokens = |name: &str| usage[name].as_u64();
+    match (tokens("prompt_tokens"), tokens("completion_tokens")) {
+        (Some(prompt), Some(completion)) => format!(
+            "\ntokens: {} ({})",
+            prompt.saturating_add(completion),
+            name(usage["model"].as_str().unwrap_or_default())
+        ),
+        _ => String::new(),
+    }
+}
+
 fn running(progress: &Value) -> String {
     let mut shown = String::from("\nprogress:");
-    if let Some(step) = progress["step"].as_u64() {
+    // An agent has turns, which the activity names.
+    let has_steps = progress["steps"].is_u64() || progress["activity"].is_null();
+    if let Some(step) = progress["step"].as_u64().filter(|_| has_steps) {
         let of = progress["steps"].as_u64();
         let of = of.map(|steps| format!(" of {steps}")).unwrap_or_default();
         add(&mut shown, format!(" step {}{of},", step.saturating_add(1)));
@@ -55,6 +102,10 @@ fn running(progress: &Value) -> String {
             progress["remaining_seconds"].as_u64().unwrap_or_default()
         ),
     );
+    if let Some(tokens @ 1..) = progress["tokens"].as_u64() {
+        add(&mut shown, format!(", {tokens} tokens"));
+    }
+    add(&mut shown, todo(&progress["todo"]));
     shown
 }
 
@@ -193,14 +244,48 @@ mod tests {
     }
 
     #[test]
+    fn an_agents_job_is_told_by_its_turn_and_its_criteria() {
+        let job = json!({
+            "progress": {
+                "step": 4, "activity": "turn 3: thinking", "remaining_seconds": 9, "tokens": 1_200,
+                "todo": {"total": 3, "done": 1, "open": ["edit"]},
+            },
+        });
+        assert_eq!(
+            describe(&job),
+            "\nprogress: turn 3: thinking, 9 s left, 1200 tokens\ntodo: 1 of 3 done"
+        );
+        let job = json!({
+            "error": {"code": "no_progress", "detail": "x"},
+            "sba_result": {
+                "failure_code": "no_progress", "steps": [],
+                "criteria": [
+                    {"index": 0, "is_met": true, "verified_by": "job"},
+                    {"index": 1, "is_met": false, "verified_by": "job", "detail": "exit 1"},
+                    {"index": 2, "is_met": true, "verified_by": "model"},
+                ],
+                "usage": {"model": "m", "prompt_tokens": 7, "completion_tokens": 3},
+            },
+        });
+        assert_eq!(
+            describe(&job),
+            "\nsteps: 0, all successful\ncriteria: 2 of 3 met, 1 of them checked by the job's \
+             commands\n  [1] not met: exit 1\ntokens: 10 (m)"
+        );
+    }
+
+    #[test]
     fn hostile_results_are_bounded() {
         let step = json!({"index": "x".repeat(10), "id": "i".repeat(9_000), "type": 1,
                           "status": "failure", "error": "e".repeat(9_000)});
+        let criterion = json!({"index": [1], "is_met": "x", "detail": "d".repeat(9_000)});
         let job = json!({
-            "sba_result": {"steps": vec![step; 500], "todo": {}},
+            "sba_result": {
+                "steps": vec![step; 500], "todo": {}, "criteria": vec![criterion; 500],
+            },
             "artifacts": vec![json!({"path": "p".repeat(5_000)}); 500],
         });
-        assert!(describe(&job).len() < 40_000);
+        assert!(describe(&job).len() < 60_000);
         for odd in [
             json!(null),
             json!({"sba_result": [], "artifacts": {}}),
