@@ -73,7 +73,7 @@ pub struct Run {
 
 #[derive(Debug, Subcommand)]
 pub enum Job {
-    /// Run a job from a JSON file and exit with its exit code
+    /// Run a job from a JSON file, or let an agent work on one, and exit with its exit code
     Run(Box<JobRun>),
     /// List jobs: what runs first, then the newest
     List(JobList),
@@ -117,11 +117,16 @@ pub struct JobShow {
 #[command(
     after_help = "A job specification is checked before it is sent; its job_id and task_id may be \
                   left out. While the job runs, its output goes to standard output and, on a \
-                  terminal, its progress to standard error."
+                  terminal, its progress to standard error. An agent works in the sandbox, on its \
+                  copy of the directory: nothing changes here until you apply its patch."
 )]
 pub struct JobRun {
-    /// Job specification of cynode-sba, or body of `POST /v1/jobs`; `-` is standard input
+    /// Job specification of cynode-sba, or body of `POST /v1/jobs`; with --agent what the agent is
+    /// to do; `-` is standard input
+    #[arg(value_name = "FILE|TEXT")]
     pub file: PathBuf,
+    #[command(flatten)]
+    pub agent: AgentArgs,
     /// Task of the job [default: that of the file, or a new one]
     #[arg(long)]
     pub task: Option<String>,
@@ -140,6 +145,32 @@ pub struct JobRun {
     /// Don't escape control characters on a terminal
     #[arg(long)]
     pub raw: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct AgentArgs {
+    /// Let an agent in the sandbox do what the text says
+    #[arg(long = "agent")]
+    pub is_agent: bool,
+    /// Model that the agent may use, the preferred one first; may be repeated [default: those that
+    /// are allowed for the project]
+    #[arg(long = "model", value_name = "MODEL", requires = "is_agent")]
+    pub models: Vec<String>,
+    /// Shell command that must succeed in the workspace when the agent has finished, or the job
+    /// fails; may be repeated
+    #[arg(long = "check", value_name = "COMMAND", requires = "is_agent")]
+    pub checks: Vec<String>,
+    /// Timeout of the agent's job [default: 1h]
+    #[arg(long, short, value_name = "TIME", requires = "is_agent", value_parser = parse::duration)]
+    pub timeout: Option<Duration>,
+    /// Write the agent's changes to this file, as a patch
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "is_agent",
+        conflicts_with = "detach"
+    )]
+    pub patch: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

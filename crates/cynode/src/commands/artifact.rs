@@ -149,7 +149,7 @@ async fn by_path_or_part(
 }
 
 /// Writes the file atomically: a failed transfer keeps the existing file.
-async fn to_file(body: ArtifactBody, path: &Path) -> Result<(), Failure> {
+pub(super) async fn to_file(body: ArtifactBody, path: &Path) -> Result<(), Failure> {
     if fs_err::metadata(path).is_ok_and(|existing| !existing.is_file()) {
         // Write to a device or a pipe instead of replacing it.
         let mut out = fs_err::tokio::OpenOptions::new()

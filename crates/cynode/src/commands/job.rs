@@ -7,8 +7,8 @@ use cynode_client::UserClient;
 use serde_json::json;
 
 use super::{
-    CommandResult, follow::Follower, format_time, note_more, print_done, print_list, print_object,
-    progress, timeline,
+    CommandResult, agent_job, follow::Follower, format_time, note_more, print_done, print_list,
+    print_object, progress, timeline,
 };
 use crate::{
     cli::{Globals, Job, JobList, OutputFormat},
@@ -24,7 +24,7 @@ const FINISHED: &str = "completed,failed,timeout,canceled";
 pub async fn run(globals: &Globals, command: Job) -> CommandResult {
     let client = connect::user_client(globals)?;
     match command {
-        Job::Run(args) => super::run::from_file(&client, globals, &args).await,
+        Job::Run(args) => super::run::from_arguments(&client, globals, &args).await,
         Job::List(args) => list(&client, globals, args).await,
         Job::Show(args) => {
             let id = resolve::job(&client, &args.job).await?;
@@ -33,7 +33,11 @@ pub async fn run(globals: &Globals, command: Job) -> CommandResult {
             } else {
                 client.job(id).await?
             };
-            show(globals, &job)
+            let changed = match globals.output {
+                OutputFormat::Table => agent_job::changed_files(&client, &job).await,
+                OutputFormat::Json => Vec::new(),
+            };
+            show(globals, &job, changed)
         }
         Job::Logs(args) => {
             let id = resolve::job(&client, &args.job).await?;
@@ -71,7 +75,7 @@ pub async fn run(globals: &Globals, command: Job) -> CommandResult {
     }
 }
 
-fn show(globals: &Globals, job: &ApiJob) -> CommandResult {
+fn show(globals: &Globals, job: &ApiJob, changed: Vec<String>) -> CommandResult {
     let error = job
         .error
         .as_ref()
@@ -119,6 +123,7 @@ fn show(globals: &Globals, job: &ApiJob) -> CommandResult {
         ("by", job.created_by.clone().unwrap_or_default()),
     ];
     fields.extend(timeline::fields(job));
+    fields.extend(changed.into_iter().map(|file| ("changed", file)));
     let printed = print_object(globals, job, &fields)?;
     let rows = timeline::rows(job);
     if globals.output == OutputFormat::Table && !rows.is_empty() {

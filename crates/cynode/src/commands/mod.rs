@@ -13,6 +13,7 @@ pub mod task;
 pub mod token;
 pub mod user;
 
+mod agent_job;
 mod follow;
 mod image_check;
 mod job_file;

@@ -30,10 +30,13 @@ impl StepLines {
     }
 }
 
-/// `cynode: step 3/10, run_command, 4m left`.
+/// `cynode: step 3/10, run_command, 4m left`, `cynode: turn 3: run_command, 1200 tokens, 4m left`.
 fn line(progress: &JobProgress) -> String {
     let mut parts = Vec::new();
-    if let Some(step) = progress.step {
+    // An agent has turns, which the activity names.
+    if let Some(step) = progress.step
+        && (progress.steps.is_some() || progress.activity.is_none())
+    {
         let of = progress.steps.map(|steps| format!("/{steps}"));
         parts.push(format!(
             "step {}{}",
@@ -42,6 +45,9 @@ fn line(progress: &JobProgress) -> String {
         ));
     }
     parts.extend(progress.activity.clone());
+    if progress.tokens > 0 {
+        parts.push(format!("{} tokens", progress.tokens));
+    }
     let left = i64::try_from(progress.remaining_seconds).unwrap_or(i64::MAX);
     parts.push(format!("{} left", output::span(left)));
     if let Some(todo) = &progress.todo {
@@ -109,5 +115,14 @@ mod tests {
             ..JobProgress::default()
         };
         assert_eq!(line(&turn), "cynode: step 1, 0s left, 1 of 5 done");
+        let agents = JobProgress {
+            activity: Some("turn 3: thinking".to_owned()),
+            tokens: 1_200,
+            ..turn
+        };
+        assert_eq!(
+            line(&agents),
+            "cynode: turn 3: thinking, 1200 tokens, 0s left, 1 of 5 done"
+        );
     }
 }

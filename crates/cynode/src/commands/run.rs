@@ -16,7 +16,7 @@ use tokio::{
 };
 
 use super::{
-    CommandResult,
+    CommandResult, agent_job,
     follow::{FinishedJob, Follower},
     job_file::{self, JobFile},
     print_created, progress, run_and_get, timeline,
@@ -43,10 +43,7 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(3);
 pub async fn run(globals: &Globals, args: Run) -> CommandResult {
     let client = connect::user_client(globals)?;
     let id = JobId::generate();
-    let task = resolve::optional(args.task.as_deref(), async |task| {
-        resolve::task(&client, task).await
-    })
-    .await?;
+    let task = named_task(&client, args.task.as_deref()).await?;
     if !args.get.is_empty() {
         return run_and_get::run(&client, globals, args, task).await;
     }
@@ -60,27 +57,35 @@ pub async fn run(globals: &Globals, args: Run) -> CommandResult {
         };
         bring_workspace(&client, &mut request, directory, &options, id).await?;
     }
-    run_job(&client, globals, &request, id, args.detach, args.raw).await
+    let following = Following {
+        detach: args.detach,
+        raw: args.raw,
+        patch: None,
+    };
+    run_job(&client, globals, &request, id, following).await
 }
 
-/// Runs a job from a JSON file.
-pub async fn from_file(client: &UserClient, globals: &Globals, args: &JobRun) -> CommandResult {
-    let text = if args.file == Path::new("-") {
-        let mut text = Vec::new();
-        std::io::stdin().read_to_end(&mut text).map(|_| text)
-    } else {
-        fs_err::read(&args.file)
-    };
-    let text = text.map_err(|error| Failure::usage(error.to_string()))?;
-    let task = resolve::optional(args.task.as_deref(), async |task| {
-        resolve::task(client, task).await
-    })
-    .await?;
+/// Runs a job from a JSON file, or one that an agent works.
+pub async fn from_arguments(
+    client: &UserClient,
+    globals: &Globals,
+    args: &JobRun,
+) -> CommandResult {
     let JobFile {
         mut request,
         job_id: id,
         new_task,
-    } = job_file::parse(&text, &args.file.display().to_string(), task)?;
+    } = if args.agent.is_agent {
+        let task = named_task(client, args.task.as_deref()).await?;
+        let id = JobId::generate();
+        JobFile {
+            request: agent_job::request(args, task, id)?,
+            job_id: id,
+            new_task: None,
+        }
+    } else {
+        from_file(client, args).await?
+    };
     request.image_ref = args.image.clone().or(request.image_ref);
     if let Some(id) = new_task {
         let new = TaskCreate {
@@ -96,7 +101,37 @@ pub async fn from_file(client: &UserClient, globals: &Globals, args: &JobRun) ->
         };
         bring_workspace(client, &mut request, directory, &options, id).await?;
     }
-    run_job(client, globals, &request, id, args.detach, args.raw).await
+    let following = Following {
+        detach: args.detach,
+        raw: args.raw,
+        patch: args.agent.patch.as_deref(),
+    };
+    run_job(client, globals, &request, id, following).await
+}
+
+async fn named_task(client: &UserClient, name: Option<&str>) -> Result<Option<TaskId>, Failure> {
+    resolve::optional(name, async |task| resolve::task(client, task).await).await
+}
+
+async fn from_file(client: &UserClient, args: &JobRun) -> Result<JobFile, Failure> {
+    let text = if args.file == Path::new("-") {
+        let mut text = Vec::new();
+        std::io::stdin().read_to_end(&mut text).map(|_| text)
+    } else {
+        fs_err::read(&args.file)
+    };
+    let text = text.map_err(|error| Failure::usage(error.to_string()))?;
+    let task = named_task(client, args.task.as_deref()).await?;
+    job_file::parse(&text, &args.file.display().to_string(), task)
+}
+
+/// How the user wants to follow a job.
+#[derive(Clone, Copy, Debug)]
+struct Following<'a> {
+    detach: bool,
+    raw: bool,
+    /// Where the changes of an agent go.
+    patch: Option<&'a Path>,
 }
 
 async fn run_job(
@@ -104,11 +139,10 @@ async fn run_job(
     globals: &Globals,
     request: &JobCreate,
     id: JobId,
-    detach: bool,
-    raw: bool,
+    following: Following<'_>,
 ) -> CommandResult {
     create(client, request).await?;
-    if detach {
+    if following.detach {
         let job = client.job(id).await?;
         return print_created(
             globals,
@@ -120,10 +154,11 @@ async fn run_job(
             ),
         );
     }
-    let mut follower = Follower::new(client, id, raw);
+    let mut follower = Follower::new(client, id, following.raw);
+    let is_agents = request.prompt.is_some();
     let finished = async {
         match globals.output {
-            OutputFormat::Table if request.job.is_some() => tokio::select! {
+            OutputFormat::Table if is_agents || request.job.is_some() => tokio::select! {
                 finished = follower.print(true) => finished,
                 never = progress::watch(client, id) => match never {},
             },
@@ -140,6 +175,9 @@ async fn run_job(
     };
     if globals.output == OutputFormat::Json {
         output::json(&finished.job)?;
+    }
+    if is_agents {
+        agent_job::report(client, &finished.job, following.patch).await?;
     }
     exit_result(&finished)
 }

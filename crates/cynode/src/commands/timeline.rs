@@ -3,8 +3,8 @@
 //! A result comes from inside a sandbox: nothing of it is taken for granted, and what is printed is
 //! bounded and escaped.
 
-use cynode_api::Job;
-use serde_json::Value;
+use cynode_api::{Job, JobProgress};
+use serde_json::{Value, json};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 use crate::output;
@@ -14,6 +14,8 @@ const MAX_LINES: usize = 40;
 const ENDS: usize = 10;
 /// Artifacts that are printed.
 const SHOWN_ARTIFACTS: usize = 20;
+/// Acceptance criteria that are printed.
+const SHOWN_CRITERIA: usize = 20;
 /// Open items that are printed.
 const SHOWN_ITEMS: usize = 10;
 /// Characters of a message and of a name.
@@ -89,12 +91,15 @@ fn duration(step: &Value) -> Option<String> {
     let at = |name: &str| OffsetDateTime::parse(step[name].as_str()?, &Rfc3339).ok();
     let took = at("ended_at")? - at("started_at")?;
     let ms = took.whole_milliseconds().clamp(0, i128::from(u32::MAX));
-    let ms = u32::try_from(ms).unwrap_or(u32::MAX);
-    Some(match ms {
+    Some(milliseconds(u64::try_from(ms).unwrap_or_default()))
+}
+
+fn milliseconds(ms: u64) -> String {
+    match ms {
         0..1_000 => format!("{ms}ms"),
         1_000..60_000 => format!("{}.{}s", ms / 1_000, ms % 1_000 / 100),
-        _ => output::span(i64::from(ms / 1_000)),
-    })
+        _ => output::span(i64::try_from(ms / 1_000).unwrap_or(i64::MAX)),
+    }
 }
 
 /// The number of files that a step changed, if its type says so.
@@ -134,18 +139,7 @@ fn returned(step: &Value) -> String {
 pub fn fields(job: &Job) -> Vec<(&'static str, String)> {
     let mut fields = Vec::new();
     if let Some(progress) = &job.progress {
-        let step = progress.step.map(|step| step.saturating_add(1).to_string());
-        let steps = progress.steps.map(|steps| format!(" of {steps}"));
-        let activity = progress.activity.as_deref().map(|name| format!(", {name}"));
-        fields.push((
-            "step",
-            [step, steps, activity]
-                .into_iter()
-                .flatten()
-                .collect::<String>(),
-        ));
-        let left = i64::try_from(progress.remaining_seconds).unwrap_or(i64::MAX);
-        fields.push(("left", output::span(left)));
+        now(progress, &mut fields);
     }
     if let Some(result) = &job.sba_result {
         // Runners in other images may fail without an error of the job.
@@ -155,15 +149,70 @@ pub fn fields(job: &Job) -> Vec<(&'static str, String)> {
             let message = cut(result["failure_message"].as_str().unwrap_or_default());
             fields.push(("failure", format!("{}: {message}", cut(code))));
         }
-        todo(result, &mut fields);
+        criteria(result, &mut fields);
+        todo(&result["todo"], &mut fields);
         usage(result, &mut fields);
     }
     artifacts(job, &mut fields);
     fields
 }
 
-fn todo(result: &Value, fields: &mut Vec<(&'static str, String)>) {
-    let todo = &result["todo"];
+/// What a running job does.
+fn now(progress: &JobProgress, fields: &mut Vec<(&'static str, String)>) {
+    let activity = progress.activity.as_deref().map(cut);
+    match (progress.steps, activity) {
+        // An agent has turns, which the activity names.
+        (None, Some(activity)) => fields.push(("now", activity)),
+        (steps, activity) => {
+            let step = progress.step.map(|step| step.saturating_add(1).to_string());
+            let steps = steps.map(|steps| format!(" of {steps}"));
+            let activity = activity.map(|name| format!(", {name}"));
+            let parts = [step, steps, activity].into_iter().flatten();
+            fields.push(("step", parts.collect()));
+        }
+    }
+    let left = i64::try_from(progress.remaining_seconds).unwrap_or(i64::MAX);
+    fields.push(("left", output::span(left)));
+    if progress.tokens > 0 {
+        fields.push(("tokens", progress.tokens.to_string()));
+    }
+    if let Some(summary) = &progress.todo {
+        todo(&json!(summary), fields);
+    }
+}
+
+/// Which criteria an agent's job meets, and who says so.
+fn criteria(result: &Value, fields: &mut Vec<(&'static str, String)>) {
+    let criteria = result["criteria"].as_array();
+    let criteria = criteria.map_or(&[][..], Vec::as_slice);
+    for criterion in criteria.iter().take(SHOWN_CRITERIA) {
+        let number = criterion["index"].as_u64().unwrap_or_default();
+        let met = if criterion["is_met"] == true {
+            "met"
+        } else {
+            "not met"
+        };
+        let verifier = if criterion["verified_by"] == "job" {
+            "checked by the job"
+        } else {
+            "the model's word"
+        };
+        let detail = criterion["detail"].as_str().unwrap_or_default();
+        let detail = detail.lines().next().filter(|line| !line.is_empty());
+        let detail = detail.map(|line| format!(": {}", cut(line)));
+        let text = format!(
+            "{} {met}, {verifier}{}",
+            number.saturating_add(1),
+            detail.unwrap_or_default()
+        );
+        fields.push(("criterion", text));
+    }
+    if let Some(more @ 1..) = criteria.len().checked_sub(SHOWN_CRITERIA) {
+        fields.push(("criteria", format!("{more} more")));
+    }
+}
+
+fn todo(todo: &Value, fields: &mut Vec<(&'static str, String)>) {
     let (Some(done), Some(total)) = (todo["done"].as_u64(), todo["total"].as_u64()) else {
         return;
     };
@@ -180,7 +229,13 @@ fn usage(result: &Value, fields: &mut Vec<(&'static str, String)>) {
     if let (Some(prompt), Some(completion)) = (number("prompt_tokens"), number("completion_tokens"))
     {
         let tokens = prompt.saturating_add(completion);
-        fields.push(("tokens", format!("{tokens} ({})", name_of(&usage["model"]))));
+        let requests = number("requests").unwrap_or_default();
+        let took = milliseconds(number("duration_ms").unwrap_or_default());
+        let model = name_of(&usage["model"]);
+        fields.push((
+            "tokens",
+            format!("{tokens} ({model}, {requests} requests in {took})"),
+        ));
     }
 }
 
@@ -218,8 +273,6 @@ pub fn cut(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
     use crate::commands::run::tests::job;
 
@@ -316,13 +369,62 @@ mod tests {
     }
 
     #[test]
+    fn an_agents_job_says_who_verified_what_and_what_its_models_did() {
+        let job = with_result(json!({
+            "criteria": [
+                {"index": 0, "is_met": true, "verified_by": "job"},
+                {"index": 1, "is_met": false, "verified_by": "job", "detail": "exited with 1\nx"},
+                {"index": 2, "is_met": true, "verified_by": "model", "detail": "I read it"},
+            ],
+            "usage": {
+                "model": "m", "requests": 5, "prompt_tokens": 35, "completion_tokens": 15,
+                "duration_ms": 1_250,
+            },
+        }));
+        assert_eq!(
+            fields(&job),
+            [
+                ("criterion", "1 met, checked by the job".to_owned()),
+                (
+                    "criterion",
+                    "2 not met, checked by the job: exited with 1".to_owned()
+                ),
+                ("criterion", "3 met, the model's word: I read it".to_owned()),
+                ("tokens", "50 (m, 5 requests in 1.2s)".to_owned()),
+            ]
+        );
+        let running = Job {
+            progress: Some(JobProgress {
+                step: Some(4),
+                activity: Some("turn 3: run_command".to_owned()),
+                remaining_seconds: 90,
+                todo: serde_json::from_value(json!({"total": 3, "done": 1, "open": ["edit"]}))
+                    .expect("a summary"),
+                tokens: 1_200,
+                ..JobProgress::default()
+            }),
+            ..super::super::run::tests::job()
+        };
+        assert_eq!(
+            fields(&running),
+            [
+                ("now", "turn 3: run_command".to_owned()),
+                ("left", output::span(90)),
+                ("tokens", "1200".to_owned()),
+                ("todo", "1 of 3 done".to_owned()),
+                ("open", "edit".to_owned()),
+            ]
+        );
+    }
+
+    #[test]
     fn odd_results_break_nothing() {
         for odd in [
             json!(null),
             json!([1]),
             json!({"steps": {}}),
             json!({"steps": [1, null, {"index": -1, "started_at": "x", "stdout": 7}]}),
-            json!({"todo": [], "usage": 1, "failure_code": 7}),
+            json!({"todo": [], "usage": 1, "failure_code": 7, "criteria": [1, {"index": -1}]}),
         ] {
             let job = with_result(odd);
             rows(&job);
