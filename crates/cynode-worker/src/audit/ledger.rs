@@ -1,8 +1,8 @@
 //! Who takes how much of the backlog, and which decisions are repeats.
 //!
 //! Invariants: a sandbox takes at most its share of the backlog, so that it can refuse nobody but
-//! itself. Beyond the share, and beyond a number of distinct denials, what it tried is counted
-//! without names. Effects are never merely counted: without a record they are refused.
+//! itself. Beyond the share, a number of distinct denials and a rate of them, what it tried is
+//! counted without names. Effects are never merely counted: without a record they are refused.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -25,6 +25,10 @@ const MAX_SHARE_BYTES: u64 = 1024 * 1024;
 pub(super) const MAX_BACKLOG_BYTES: u64 = 256 * 1024 * 1024;
 /// Distinct denials of one sandbox within an interval. The others are counted together.
 const MAX_DISTINCT_DENIALS: usize = 64;
+/// Records with names of denials of one sandbox, and of their repeats: a burst, then one after each
+/// interval, however fast they are shipped.
+const NAMES_BURST: u32 = 1_000;
+const NAMES_INTERVAL: Duration = Duration::from_secs(2);
 /// How long repeats of a denial are counted before the count is recorded.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 /// The first interval after which the count without names is recorded, and the longest.
@@ -80,8 +84,29 @@ struct Folded {
 struct Account {
     sandbox: Option<AuditedSandbox>,
     bytes: u64,
+    names: NamesRate,
     repeats: HashMap<RepeatKey, Repeats>,
     folded: Option<Folded>,
+}
+
+/// When the records with names so far would have come at the steady rate.
+#[derive(Clone, Copy, Debug, Default)]
+struct NamesRate(Option<Instant>);
+
+impl NamesRate {
+    /// Returns whether there may be another record now, and counts it.
+    fn take(&mut self, now: Instant) -> bool {
+        let next = self.0.map_or(now, |at| at.max(now)) + NAMES_INTERVAL;
+        let is_early = next > now + NAMES_INTERVAL * NAMES_BURST;
+        if !is_early {
+            self.0 = Some(next);
+        }
+        !is_early
+    }
+
+    fn is_whole(self, now: Instant) -> bool {
+        self.0.is_none_or(|at| at <= now)
+    }
 }
 
 /// A record that waits to be written.
@@ -159,7 +184,8 @@ impl Ledger {
             return Admission::Counted;
         }
         let exceeds_share = self.has_shares && account.bytes + cost > MAX_SHARE_BYTES;
-        let is_crowded = key.is_some() && account.repeats.len() >= MAX_DISTINCT_DENIALS;
+        let is_crowded = key.is_some()
+            && (account.repeats.len() >= MAX_DISTINCT_DENIALS || !account.names.take(now));
         // An outcome belongs to an effect that was admitted, so there are only so many.
         let is_outcome = matches!(
             decision.outcome,
@@ -240,7 +266,7 @@ impl Ledger {
             } else {
                 u64::MAX
             };
-            let mut folds = Vec::new();
+            let (mut folds, mut names) = (Vec::new(), account.names);
             account.repeats.retain(|_, repeats| {
                 if now < repeats.due && !all {
                     return true;
@@ -252,7 +278,7 @@ impl Ledger {
                 let mut body = repeats.body.clone();
                 count.describe(&mut body);
                 let record = NewRecord::new(&body, *owner, count.count);
-                if record.cost > room {
+                if record.cost > room || !names.take(now) {
                     folds.push((body.action, count));
                     return false;
                 }
@@ -260,12 +286,13 @@ impl Ledger {
                 records.push(record);
                 true
             });
+            account.names = names;
             for (action, count) in folds {
                 account.fold(&action, count.first_at, now, count.count);
             }
             records.extend(account.folded_record(node_id, *owner, now, all));
         }
-        self.accounts.retain(|_, account| !account.is_idle());
+        self.accounts.retain(|_, account| !account.is_idle(now));
         for record in &records {
             self.charge([(Some(record.owner), record.cost)].into_iter());
         }
@@ -291,8 +318,9 @@ impl NewRecord {
 }
 
 impl Account {
-    fn is_idle(&self) -> bool {
-        self.bytes == 0 && self.repeats.is_empty() && self.folded.is_none()
+    fn is_idle(&self, now: Instant) -> bool {
+        let has_records = self.bytes > 0 || !self.repeats.is_empty() || self.folded.is_some();
+        !has_records && self.names.is_whole(now)
     }
 
     fn fold(&mut self, action: &str, at: OffsetDateTime, now: Instant, number: u64) {

@@ -9,6 +9,7 @@
 //! refused. Records leave the disk only after the orchestrator has acknowledged them.
 
 mod decision;
+mod interrupted;
 mod ledger;
 mod ship;
 mod store;
@@ -112,7 +113,8 @@ impl NodeTrail {
     }
 
     fn start(directory: PathBuf, node_id: NodeId, is_shipped: bool) -> io::Result<Self> {
-        let store = Store::open(directory, node_id)?;
+        let mut store = Store::open(directory, node_id)?;
+        end_open_calls(&mut store, node_id);
         let ledger = Ledger::new(node_id, is_shipped, store.pending());
         let shared = Arc::new(Shared {
             backlog: Mutex::new(store.backlog()),
@@ -252,6 +254,25 @@ impl NodeTrail {
             Ok(())
         })
         .await
+    }
+}
+
+/// Records the ends of the model calls that an earlier process left open.
+fn end_open_calls(store: &mut Store, node_id: NodeId) {
+    let at = OffsetDateTime::now_utc();
+    let ends: Vec<_> = store
+        .take_open_calls()
+        .into_ends()
+        .map(|end| {
+            let body = serde_json::to_value(end.body(node_id)).expect("a body serializes");
+            (at, body)
+        })
+        .collect();
+    if ends.is_empty() {
+        return;
+    }
+    if let Err(error) = store.append(ends) {
+        tracing::warn!(%error, "Interrupted model calls have no end in the node's audit trail yet.");
     }
 }
 

@@ -100,7 +100,7 @@ async fn a_recorded_decision_survives_without_a_clean_stop() {
     // As after kill -9: what another process finds on the disk.
     let bodies = ship(&world.open()).await;
     drop(trail);
-    assert_eq!(bodies.len(), 3, "{bodies:?}");
+    assert_eq!(bodies.len(), 5, "{bodies:?}");
     let denied = with_action(&bodies, "proxy.connect")[0];
     assert_eq!(
         (&denied["decision"], &denied["resource"], &denied["rules"]),
@@ -113,6 +113,47 @@ async fn a_recorded_decision_survives_without_a_clean_stop() {
     let called = with_action(&bodies, "model.call")[0];
     assert_eq!(called["detail"]["model"], "small");
     assert_eq!(called["subject"]["node_id"], world.node.to_string());
+    // Nobody saw the end of the call.
+    let ended = with_action(&bodies, "model.ended")[0];
+    assert_eq!(ended["code"], "interrupted");
+    for pointer in ["/detail/call", "/session_id", "/task_id", "/resource"] {
+        assert_eq!(ended.pointer(pointer), called.pointer(pointer), "{pointer}");
+    }
+}
+
+fn end(decision: NodeDecision) -> NodeDecision {
+    let NodeAction::ModelRequest(call) = decision.action else {
+        panic!("no call")
+    };
+    let usage = ModelUsage::default();
+    NodeDecision {
+        action: NodeAction::ModelOutcome { call, usage },
+        outcome: DecisionOutcome::Done,
+        ..decision
+    }
+}
+
+#[tokio::test]
+async fn a_call_that_a_dead_process_left_open_is_ended_once_even_if_its_record_is_shipped() {
+    let world = World::new();
+    let (trail, sandbox) = (world.open(), sandbox());
+    let whole = call(sandbox, "whole", DecisionOutcome::Allowed);
+    trail.record(whole.clone()).await.expect("recorded");
+    trail.record(end(whole)).await.expect("recorded");
+    let open = call(sandbox, "open", DecisionOutcome::Allowed);
+    trail.record(open).await.expect("recorded");
+    assert_eq!(with_action(&ship(&trail).await, "model.call").len(), 2);
+    drop(trail);
+    let mut ended = Vec::new();
+    for _ in 0..3 {
+        ended.extend(ship(&world.open()).await);
+    }
+    let ended = with_action(&ended, "model.ended");
+    assert_eq!(ended.len(), 1, "{ended:?}");
+    assert_eq!(
+        (&ended[0]["detail"]["model"], &ended[0]["code"]),
+        (&Value::from("open"), &Value::from("interrupted"))
+    );
 }
 
 #[tokio::test]
@@ -172,12 +213,11 @@ async fn a_sandbox_that_uses_up_its_share_refuses_only_itself() {
         .await
         .expect("another sandbox is refused");
     // An outcome belongs to an effect that was let through.
-    let mut ended = call(greedy, "small", DecisionOutcome::Done);
-    if let NodeAction::ModelRequest(call) = ended.action {
-        let usage = ModelUsage::default();
-        ended.action = NodeAction::ModelOutcome { call, usage };
-    }
-    trail.record(ended).await.expect("the outcome is refused");
+    let ended = call(greedy, "small", DecisionOutcome::Allowed);
+    trail
+        .record(end(ended))
+        .await
+        .expect("the outcome is refused");
     trail.flush().await;
     let bodies = ship(&trail).await;
     assert_eq!(with_action(&bodies, "model.call").len(), accepted + 1);
@@ -238,6 +278,42 @@ async fn many_distinct_denials_of_a_sandbox_are_counted_without_names() {
     let named = with_action(&bodies, "proxy.connect").len();
     assert!(named < 100, "{named} names");
     assert_eq!(named as u64 + counted(&bodies), 500);
+}
+
+/// Everything is shipped at once, so no share bounds what is recorded.
+#[test]
+fn denials_of_a_sandbox_are_recorded_at_a_rate_however_fast_they_are_shipped() {
+    const SECONDS: u64 = 3_600;
+    let mut ledger = Ledger::new(NodeId::generate(), true, std::iter::empty());
+    let (sandbox, began) = (sandbox(), Instant::now());
+    let mut records = Vec::new();
+    for second in 0..SECONDS {
+        let (at, now) = (
+            OffsetDateTime::now_utc(),
+            began + Duration::from_secs(second),
+        );
+        for number in 0..20 {
+            // Half of them repeat.
+            let name = if number < 10 {
+                second * 20 + number
+            } else {
+                number
+            };
+            let decision = denial(sandbox, &format!("{name}.example"));
+            if let Admission::Record(record) = ledger.admit(&decision, at, now) {
+                records.push(record);
+            }
+        }
+        records.extend(ledger.due(now, false));
+        let released = records
+            .iter()
+            .map(|record| (Some(record.owner), record.cost));
+        ledger.release(released.collect::<Vec<_>>());
+    }
+    assert!(records.len() < 3_000, "{} records", records.len());
+    records.extend(ledger.due(began + Duration::from_secs(SECONDS), true));
+    let counted: u64 = records.iter().map(|record| record.counts).sum();
+    assert_eq!(counted, SECONDS * 20);
 }
 
 #[tokio::test]

@@ -111,7 +111,7 @@ impl Writer {
                 self.shared.stored.notify_one();
                 let late = entries.into_iter().filter_map(completed).collect();
                 self.write_late(late);
-                self.drop_oldest();
+                self.evict();
             }
             Err(error) => {
                 if !std::mem::replace(&mut self.is_failing, true) {
@@ -159,7 +159,7 @@ impl Writer {
         self.write(entries.collect());
     }
 
-    fn drop_oldest(&self) {
+    fn evict(&self) {
         if self.shared.is_shipped {
             return;
         }
@@ -167,8 +167,9 @@ impl Writer {
         if self.shared.ledger.lock().total() <= MAX_LOCAL_BYTES {
             return;
         }
-        match store.drop_oldest(MAX_LOCAL_BYTES) {
-            Ok(released) => self.shared.ledger.lock().release(released),
+        let before: Vec<_> = store.pending().collect();
+        match store.evict(MAX_LOCAL_BYTES) {
+            Ok(()) => self.shared.ledger.lock().replace(before, store.pending()),
             Err(error) => {
                 tracing::warn!(%error, "Old records of the node's audit trail were not removed.");
             }

@@ -8,6 +8,7 @@
 //! left after the last durable record is cut off, and nothing is appended to an earlier process's
 //! stream.
 
+mod evict;
 mod rebase;
 mod recover;
 mod segment;
@@ -32,7 +33,10 @@ use time::OffsetDateTime;
 use uuid::Uuid;
 
 use self::segment::{Header, Segment};
-use super::decision::{SandboxOwner, owner_of};
+use super::{
+    decision::{SandboxOwner, owner_of},
+    interrupted::OpenCalls,
+};
 
 /// A segment that is longer gets no more records.
 const MAX_SEGMENT_BYTES: u64 = 1024 * 1024;
@@ -49,6 +53,14 @@ struct Position {
     ordinal: u64,
     /// Of this stream, the records up to this one.
     acknowledged: u64,
+    /// Rebased streams up to this one count too: an earlier position was lost.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    rebased_to: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+const fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// A record that is not acknowledged.
@@ -101,6 +113,10 @@ pub(super) struct Store {
     resend_from: Option<u64>,
     /// Damaged files were set aside; the next stream says so.
     has_lost: bool,
+    /// The files of a rebase that may have come into force.
+    doubtful: Vec<Segment>,
+    /// The calls of earlier processes that have no end.
+    open_calls: OpenCalls,
 }
 
 /// What a record takes in the backlog.
@@ -176,7 +192,7 @@ impl Store {
             let next = self.streams.get(1).map(|stream| stream.ordinal);
             self.store_position(Position {
                 ordinal: next.unwrap_or(first.ordinal + 1),
-                acknowledged: 0,
+                ..Position::default()
             })?;
             self.resend_from = None;
             for segment in self
@@ -247,31 +263,6 @@ impl Store {
         held
     }
 
-    /// Drops the oldest segment of a trail that is shipped nowhere, once it takes more than `max`
-    /// bytes.
-    pub(super) fn drop_oldest(&mut self, max: u64) -> io::Result<Vec<Released>> {
-        let mut released = Vec::new();
-        while self.backlog().bytes > max {
-            let Some(first) = self.streams.front() else {
-                break;
-            };
-            let Some(segment) = first.segments.front() else {
-                break;
-            };
-            let is_last = self.streams.len() == 1 && first.segments.len() == 1;
-            if is_last && self.active.is_some() {
-                break;
-            }
-            let (stream, next) = (first.id, segment.last.seq + 1);
-            let dropped = self.acknowledge(stream, next)?.unwrap_or_default();
-            if dropped.is_empty() {
-                break;
-            }
-            released.extend(dropped);
-        }
-        Ok(released)
-    }
-
     pub(super) fn backlog(&self) -> Backlog {
         let mut backlog = Backlog::default();
         for pending in self.streams.iter().flat_map(|stream| &stream.pending) {
@@ -294,7 +285,11 @@ impl Store {
             .map(|pending| (pending.owner, pending.cost))
     }
 
-    fn store_position(&mut self, position: Position) -> io::Result<()> {
+    fn store_position(&mut self, mut position: Position) -> io::Result<()> {
+        position.rebased_to = self.position.rebased_to;
+        if position.rebased_to <= position.ordinal {
+            position.rebased_to = 0;
+        }
         files::replace(
             &self.directory.join("position.json"),
             &serde_json::to_vec(&position)?,
@@ -307,6 +302,7 @@ impl Store {
     /// Appends records to this process's stream. They are durable when this returns; after an error
     /// none of them is.
     pub(super) fn append(&mut self, records: Vec<(OffsetDateTime, Value)>) -> io::Result<()> {
+        self.settle_position()?;
         if self.active.is_none() {
             let details = [("lost_records", json!(true))];
             let details = details.into_iter().filter(|_| self.has_lost).collect();
@@ -353,7 +349,7 @@ impl Store {
         if self.streams.is_empty() {
             self.store_position(Position {
                 ordinal,
-                acknowledged: 0,
+                ..Position::default()
             })?;
         }
         let id = Uuid::now_v7();
@@ -389,6 +385,11 @@ impl Store {
             is_dirty: false,
         });
         Ok(())
+    }
+
+    /// The ends of calls that were open when an earlier process died.
+    pub(super) fn take_open_calls(&mut self) -> OpenCalls {
+        std::mem::take(&mut self.open_calls)
     }
 
     /// The record that identifies the writer.

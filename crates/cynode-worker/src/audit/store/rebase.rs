@@ -1,9 +1,11 @@
 //! Chains the backlog anew when the orchestrator can't take it as it is: because the orchestrator
 //! has lost what it acknowledged, or refuses a record.
 //!
-//! Invariant: no record is dropped. A refused record stays as a record of the node, with the
-//! original in its detail, so that it is attributed to no session or job. Until `position.json`
-//! names the new stream, the old files count.
+//! Invariant: no decision is dropped. A refused record stays as a record of the node, with the
+//! original in its detail, so that it is attributed to no session or job. The node's own records
+//! about its streams never keep the others from being shipped: a refused first record is replaced
+//! by the new one, and a refused record of a refusal is repeated with the current time. Until
+//! `position.json` names the new stream, the old files count.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -17,7 +19,9 @@ use time::OffsetDateTime;
 use uuid::Uuid;
 
 use super::{
-    Active, MAX_SEGMENT_BYTES, Pending, Position, Store, StoredStream, pending, remove,
+    Active, MAX_SEGMENT_BYTES, Pending, Position, Store, StoredStream, cost,
+    evict::Surplus,
+    owner_of, pending, remove,
     segment::{self, Header, Segment},
 };
 
@@ -43,17 +47,36 @@ impl Store {
             return Ok(());
         };
         let continues = json!({"stream": first.id, "acknowledged": self.position.acknowledged});
-        let details = vec![("continues", continues), ("reason", json!(reason))];
+        let mut details = vec![("continues", continues), ("reason", json!(reason))];
+        // Only its first record identifies the writer.
+        if let Some(reason) = refused.get(&1) {
+            let dropped = json!({"stream": first.id, "seq": 1, "reason": reason});
+            details.push(("dropped", dropped));
+        }
+        self.rewrite(details, refused, Surplus::new())
+    }
+
+    /// Moves the unacknowledged records into a new stream, without the oldest of a `surplus`.
+    pub(super) fn rewrite(
+        &mut self,
+        details: Vec<(&str, Value)>,
+        refused: &BTreeMap<u64, String>,
+        surplus: Surplus,
+    ) -> io::Result<()> {
+        self.settle_position()?;
         let mut draft = self.draft()?;
-        let copied = self.copy(&mut draft, details, refused);
-        let stored = copied.and_then(|()| {
-            self.store_position(Position {
-                ordinal: draft.ordinal,
-                acknowledged: 0,
-            })
+        if let Err(error) = self.copy(&mut draft, details, refused, surplus) {
+            draft.segments.iter().for_each(remove);
+            return Err(error);
+        }
+        let stored = self.store_position(Position {
+            ordinal: draft.ordinal,
+            ..Position::default()
         });
         if let Err(error) = stored {
-            draft.segments.iter().for_each(remove);
+            // The file may name the new stream already, without being durable.
+            self.doubtful = draft.segments.into();
+            drop(self.settle_position());
             return Err(error);
         }
         let stream = StoredStream {
@@ -73,6 +96,16 @@ impl Store {
         old.iter()
             .flat_map(|stream| &stream.segments)
             .for_each(remove);
+        Ok(())
+    }
+
+    /// After a rebase whose position may or may not count: makes the old position durable, then
+    /// removes what the rebase wrote. Until then nothing may be appended to the old files.
+    pub(super) fn settle_position(&mut self) -> io::Result<()> {
+        if !self.doubtful.is_empty() {
+            self.store_position(self.position)?;
+            self.doubtful.drain(..).for_each(|segment| remove(&segment));
+        }
         Ok(())
     }
 
@@ -101,6 +134,7 @@ impl Store {
         draft: &mut Draft,
         details: Vec<(&str, Value)>,
         refused: &BTreeMap<u64, String>,
+        mut surplus: Surplus,
     ) -> io::Result<()> {
         draft.add(self, OffsetDateTime::now_utc(), self.first_record(details))?;
         for (index, stream) in self.streams.iter().enumerate() {
@@ -115,16 +149,21 @@ impl Store {
                     continue;
                 }
                 for record in segment.read(from, usize::MAX, usize::MAX)? {
+                    if let Some(left) = surplus.get_mut(&owner_of(&record.body))
+                        && *left > 0
+                    {
+                        *left = left.saturating_sub(cost(&record.body));
+                        continue;
+                    }
                     let reason = refused.get(&record.seq).filter(|_| index == 0);
                     let action = record.body.get("action").and_then(Value::as_str);
                     match (reason, action) {
-                        (Some(reason), Some(NODE_REFUSED_ACTION | NODE_STREAM_ACTION)) => {
-                            return Err(io::Error::other(format!(
-                                "the orchestrator refuses the node's own records: {reason}"
-                            )));
-                        }
                         // The new stream has its own first record.
-                        (None, Some(NODE_STREAM_ACTION)) => {}
+                        (_, Some(NODE_STREAM_ACTION)) => {}
+                        // Most likely it is too old.
+                        (Some(_), Some(NODE_REFUSED_ACTION)) => {
+                            draft.add(self, OffsetDateTime::now_utc(), record.body)?;
+                        }
                         (Some(reason), _) => {
                             let body = self.refused_record(stream.id, record, reason);
                             draft.add(self, OffsetDateTime::now_utc(), body)?;

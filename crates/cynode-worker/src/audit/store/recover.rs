@@ -9,7 +9,7 @@ use std::{
 use cynode_api::NodeId;
 
 use super::{
-    Position, Store, StoredStream, pending,
+    OpenCalls, Position, Store, StoredStream, pending,
     segment::{self, Contents, Segment},
 };
 
@@ -24,7 +24,13 @@ impl Store {
             &directory,
             std::os::unix::fs::PermissionsExt::from_mode(0o700),
         )?;
-        let position = read_position(&directory.join("position.json"))?;
+        // Without a position it is unknown which rebased streams came into force: all count, and
+        // the orchestrator gets some records twice rather than never.
+        let known = read_position(&directory.join("position.json"))?;
+        let position = known.unwrap_or(Position {
+            rebased_to: u64::MAX,
+            ..Position::default()
+        });
         let mut found: BTreeMap<(u64, u64), PathBuf> = BTreeMap::new();
         for entry in fs_err::read_dir(&directory)? {
             let entry = entry?;
@@ -43,6 +49,8 @@ impl Store {
             active: None,
             resend_from: None,
             has_lost: false,
+            doubtful: Vec::new(),
+            open_calls: OpenCalls::default(),
         };
         let newest = found.keys().next_back().copied();
         for ((ordinal, first), path) in found {
@@ -53,6 +61,10 @@ impl Store {
             }
         }
         store.streams.retain(|stream| !stream.pending.is_empty());
+        if known.is_none() {
+            let rebased = store.streams.iter().filter(|stream| stream.is_rebased);
+            store.position.rebased_to = rebased.map(|stream| stream.ordinal).max().unwrap_or(0);
+        }
         // The position names the first stream that is left.
         if let Some(first) = store.streams.front()
             && first.ordinal != position.ordinal
@@ -60,7 +72,7 @@ impl Store {
             let ordinal = first.ordinal;
             store.store_position(Position {
                 ordinal,
-                acknowledged: 0,
+                ..Position::default()
             })?;
         }
         segment::sync_directory(&store.directory)?;
@@ -82,9 +94,13 @@ impl Store {
             links,
             is_torn,
         } = contents;
-        if header.is_rebased && ordinal > self.position.ordinal {
+        let in_force = self.position.ordinal.max(self.position.rebased_to);
+        if header.is_rebased && ordinal > in_force {
             // Never came into force.
             return fs_err::remove_file(path);
+        }
+        for link in &links {
+            self.open_calls.see(&link.body);
         }
         let previous = self.streams.back().filter(|last| last.ordinal == ordinal);
         let is_continued = match previous {
@@ -156,17 +172,17 @@ fn aside(path: &Path) -> PathBuf {
 }
 
 /// Without a position everything is sent again, which the orchestrator recognizes.
-fn read_position(path: &Path) -> io::Result<Position> {
+fn read_position(path: &Path) -> io::Result<Option<Position>> {
     match fs_err::read(path) {
         Ok(bytes) => match serde_json::from_slice(&bytes) {
-            Ok(position) => Ok(position),
+            Ok(position) => Ok(Some(position)),
             Err(error) => {
                 tracing::error!(%error, "The position of the node's audit trail is unreadable; it is set aside.");
                 fs_err::rename(path, aside(path))?;
-                Ok(Position::default())
+                Ok(None)
             }
         },
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Position::default()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
 }

@@ -255,14 +255,117 @@ fn a_refused_record_stays_as_one_of_the_node_alone() {
     assert_eq!(owner_of(record), None, "it is still attributed");
     assert_eq!(record["detail"]["record"]["body"]["detail"]["number"], 1);
     assert_eq!(record["detail"]["reason"], "it is foreign");
-    // The node's own records can't be refused for ever in new streams.
-    drop(store);
+}
+
+/// A node that was away for longer than the orchestrator takes records.
+#[test]
+fn the_nodes_own_records_that_are_refused_do_not_keep_others_from_being_shipped() {
+    let directory = Directory::new();
     let mut store = directory.open();
-    append(&mut store, 4..5);
-    let first = BTreeMap::from([(1, "no".to_owned())]);
-    assert!(store.rebase("refused", &first).is_err());
+    append(&mut store, 0..2);
+    let refused = |seqs: &[u64]| {
+        let reasons = seqs.iter().map(|seq| (*seq, "it is too old".to_owned()));
+        reasons.collect::<BTreeMap<_, _>>()
+    };
+    let before = OffsetDateTime::now_utc();
+    // The first record of the stream and one of a sandbox; then the record of that refusal.
+    store.rebase("refused", &refused(&[1, 2])).expect("rebased");
+    store.rebase("refused", &refused(&[1, 2])).expect("rebased");
+    append(&mut store, 2..3);
+    let batch = store.next_batch().expect("readable").expect("a batch");
+    assert!(batch.records[..2].iter().all(|record| record.at >= before));
+    let mut received = Received::default();
     received.drain(&mut store);
-    assert_eq!(received.numbers, [0, 2, 3, 4]);
+    assert_eq!(received.numbers, [1, 2]);
+    let first = &received.bodies[0];
+    assert_eq!(first["action"], NODE_STREAM_ACTION);
+    assert_eq!(first["detail"]["dropped"]["reason"], "it is too old");
+    let kept = &received.bodies[1];
+    assert_eq!(kept["action"], NODE_REFUSED_ACTION);
+    assert_eq!(kept["detail"]["record"]["body"]["detail"]["number"], 0);
+}
+
+#[test]
+// invariant: no-starvation
+fn a_trail_that_is_too_long_keeps_what_quiet_sandboxes_did() {
+    let directory = Directory::new();
+    let mut store = directory.open();
+    let (quiet, busy) = (sandbox(), sandbox());
+    let now = OffsetDateTime::now_utc();
+    store.append(vec![(now, body(quiet, 0))]).expect("appended");
+    for start in (1..2_001).step_by(100) {
+        let records = (start..start + 100).map(|number| (now, body(busy, number)));
+        store.append(records.collect()).expect("appended");
+    }
+    let bytes = store.backlog().bytes;
+    store.evict(bytes).expect("short enough");
+    assert_eq!(store.backlog().bytes, bytes);
+    store.evict(bytes / 2).expect("evicted");
+    assert!(store.backlog().bytes <= bytes / 2);
+    let last = (now, body(busy, 2_001));
+    store.append(vec![last]).expect("appended");
+    drop(store);
+    let mut received = Received::default();
+    received.drain(&mut directory.open());
+    assert_eq!(received.numbers[0], 0, "the quiet sandbox's record is gone");
+    assert!(received.numbers.len() > 500);
+    let newest = received.numbers[1..].to_vec();
+    assert_eq!(newest, numbers(newest[0]..2_002));
+}
+
+#[test]
+fn a_lost_position_loses_no_record() {
+    for damage in [None, Some("nonsense")] {
+        let directory = Directory::new();
+        let mut store = directory.open();
+        append(&mut store, 0..4);
+        let before = directory.segments().remove(0);
+        let bytes = fs_err::read(&before).expect("readable");
+        store.rebase("test", &BTreeMap::new()).expect("rebased");
+        append(&mut store, 4..5);
+        drop(store);
+        // The file before the rebase may still be there.
+        fs_err::write(before, bytes).expect("written");
+        let position = directory.path().join("position.json");
+        match damage {
+            None => fs_err::remove_file(position).expect("removed"),
+            Some(text) => fs_err::write(position, text).expect("written"),
+        }
+        drop(directory.open());
+        let mut store = directory.open();
+        append(&mut store, 5..6);
+        let mut received = Received::default();
+        received.drain(&mut store);
+        received.numbers.sort_unstable();
+        received.numbers.dedup();
+        assert_eq!(received.numbers, numbers(0..6), "{damage:?}");
+        // From then on the position is known.
+        drop(store);
+        assert_eq!(directory.open().next_batch().expect("readable"), None);
+    }
+}
+
+#[test]
+fn a_rebase_that_can_not_store_its_position_leaves_the_records_as_they_are() {
+    let directory = Directory::new();
+    let mut store = directory.open();
+    append(&mut store, 0..2);
+    let position = directory.path().join("position.json");
+    fs_err::remove_file(&position).expect("removed");
+    fs_err::create_dir_all(position.join("in-the-way")).expect("made");
+    assert!(store.rebase("test", &BTreeMap::new()).is_err());
+    // Nobody knows which files count after a crash, so nothing may be added to either.
+    let record = (OffsetDateTime::now_utc(), body(sandbox(), 9));
+    assert!(store.append(vec![record]).is_err());
+    assert!(store.rebase("test", &BTreeMap::new()).is_err());
+    assert_eq!(directory.segments().len(), 2);
+    fs_err::remove_dir_all(&position).expect("removed");
+    append(&mut store, 2..3);
+    assert_eq!(directory.segments().len(), 1);
+    drop(store);
+    let mut received = Received::default();
+    received.drain(&mut directory.open());
+    assert_eq!(received.numbers, numbers(0..3));
 }
 
 #[test]
