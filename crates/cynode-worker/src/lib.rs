@@ -253,7 +253,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
         None => audit::NodeTrail::open_local(config.directory().join("audit"), node_id),
     };
     let audit = audit.map_err(state("opening the audit trail"))?;
-    let inference = Inference::new(config.inference.clone(), Arc::new(audit.clone()))
+    let trail = Arc::new(audit.clone());
+    let inference = Inference::new(config.inference.clone(), trail, &config.directory())
         .map_err(|error| state("preparing the way to models")(std::io::Error::other(error)))?;
     let options = SessionsConfig {
         runtime: Arc::clone(&runtime),

@@ -8,7 +8,7 @@ use cynode_inference::{
     AllowedModels, Endpoint, Locality, ModelList, Refusal, RefusalCode, Rules, ShownModel,
     TokenLimits, Upstream, UpstreamRequest, limits::MAX_NAME_BYTES, server_version,
 };
-use cynode_service::{compute, connections::CallerId, fair, json};
+use cynode_service::{compute, connections::CallerId, fair};
 use http::{HeaderValue, StatusCode, header};
 use hyper::body::Incoming;
 use serde::Deserialize;
@@ -87,26 +87,35 @@ impl Inference {
             return Err(Refusal::new(RefusalCode::InferenceUnavailable, message));
         };
         let admitted = self.admit(client.session_id)?;
-        let body = self.read_body(body).await?;
-        let room = json::room(body.bytes.len(), body.nodes).await;
+        if endpoint.runs_model() {
+            self.pace(client.session_id)?;
+        }
+        let mut body = self.read_body(body).await?;
+        let room = std::mem::take(&mut body.room);
         let judged = judge(&client, &endpoint, &body).await;
+        let requested = judged.is_err().then(|| requested_model(&body.bytes));
+        // Its place is for checks, not for whoever waits for the model server.
+        drop(body);
         if !endpoint.runs_model() {
             let request = judged?;
             return describe(backend, &client, request).await.map(described);
         }
         let allowed = match judged {
-            Ok(request) => local(backend, request).await,
-            Err(refusal) => Err(refusal),
+            Ok(request) => {
+                let model = request.model.clone().unwrap_or_default();
+                let local = local(backend, request).await;
+                local.map_err(|refusal| (refusal, model))
+            }
+            Err(refusal) => Err((refusal, requested.unwrap_or_default())),
         };
         let (request, model) = match allowed {
             Ok(allowed) => allowed,
-            Err(refusal) => {
-                self.record_denial(&client, &endpoint, &body, &refusal)
+            Err((refusal, model)) => {
+                self.record_denial(&client, &endpoint, model, &refusal)
                     .await?;
                 return Err(refusal);
             }
         };
-        drop(body);
         let computation = Computation {
             inference: Arc::clone(self),
             backend: Arc::clone(backend),
@@ -124,7 +133,7 @@ impl Inference {
         &self,
         client: &ModelClient,
         endpoint: &Endpoint,
-        body: &ReadBody<'_>,
+        model: String,
         refusal: &Refusal,
     ) -> Result<(), Refusal> {
         if refusal.code != RefusalCode::ModelNotAllowed {
@@ -134,7 +143,7 @@ impl Inference {
             sandbox: client.sandbox,
             action: NodeAction::ModelRequest(ModelCall {
                 call: Uuid::now_v7(),
-                model: requested_model(&body.bytes),
+                model,
                 endpoint: endpoint.path(),
             }),
             outcome: DecisionOutcome::Denied {

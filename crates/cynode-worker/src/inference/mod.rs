@@ -15,9 +15,15 @@ mod config;
 mod events;
 mod handler;
 mod listeners;
+mod rate;
 mod usage;
 
-use std::{collections::HashMap, path::Path, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use cynode_api::{
@@ -36,6 +42,7 @@ use crate::{
 
 use backend::Backend;
 pub use config::InferenceConfig;
+use rate::ComputationRate;
 pub(crate) use usage::{JobUsage, UsageBook};
 
 /// The address of Ollama's default configuration.
@@ -65,7 +72,10 @@ pub(crate) struct Inference {
     trail: Arc<dyn ModelTrail>,
     usage: UsageBook,
     in_flight: Mutex<InFlight>,
+    rate: ComputationRate,
     large_bodies: tokio::sync::Semaphore,
+    /// Where long bodies arrive.
+    spool_directory: PathBuf,
 }
 
 /// The sandbox that sends a request, as the node knows it.
@@ -82,10 +92,11 @@ pub(crate) struct ModelClient {
 }
 
 impl Inference {
-    /// `config` is valid.
+    /// `config` is valid. Long requests are spooled into files without names in a directory.
     pub(crate) fn new(
         config: InferenceConfig,
         trail: Arc<dyn ModelTrail>,
+        spool_directory: &Path,
     ) -> Result<Arc<Self>, reqwest::Error> {
         let backend = match &config.url {
             Some(url) => Some(Arc::new(Backend::new(config.clone(), url)?)),
@@ -97,7 +108,9 @@ impl Inference {
             trail,
             usage: UsageBook::default(),
             in_flight: Mutex::default(),
+            rate: ComputationRate::default(),
             large_bodies: tokio::sync::Semaphore::new(body::LARGE_BODIES),
+            spool_directory: spool_directory.to_owned(),
         }))
     }
 
@@ -138,6 +151,19 @@ impl Inference {
         };
         let served = backend.serves_any(&inference.allowed_models).await;
         served.map_err(unavailable)
+    }
+
+    /// Refuses a computation of a sandbox that starts too many.
+    fn pace(&self, session_id: SessionId) -> Result<(), Refusal> {
+        let counted = self.rate.count(session_id, tokio::time::Instant::now());
+        counted.map_err(|early| {
+            let message = format!(
+                "this sandbox has started {} computations at once; the next one may start in {} s",
+                rate::BURST,
+                early.as_secs() + 1
+            );
+            Refusal::new(RefusalCode::TooManyRequests, message)
+        })
     }
 
     /// Admits a request of a sandbox.

@@ -92,11 +92,11 @@ impl Setup {
         change(&mut config);
         let trail = Arc::new(FakeTrail::default());
         let recorded = Arc::<FakeTrail>::clone(&trail);
-        let inference = Inference::new(config, recorded).expect("a client");
+        let directory = tempfile::tempdir().expect("a directory");
+        let inference = Inference::new(config, recorded, directory.path()).expect("a client");
         if let Some(backend) = &inference.backend {
             backend.refresh().await;
         }
-        let directory = tempfile::tempdir().expect("a directory");
         let usage = inference.usage_of(JobId::generate(), directory.path());
         Self {
             server,
@@ -754,19 +754,94 @@ async fn requests_at_once_are_limited_for_each_sandbox_and_for_the_node() {
     assert!(setup.inference.in_flight.lock().by_sandbox.is_empty());
 }
 
+/// A chat whose text has this many bytes.
+fn long_chat(bytes: usize) -> Value {
+    let mut body = chat(MODEL);
+    body["messages"][0]["content"] = json!("x".repeat(bytes));
+    body
+}
+
+#[tokio::test]
+// invariant: no-starvation
+async fn bodies_that_stall_keep_no_other_sandbox_waiting() {
+    let setup = Setup::new(ModelApi::Ollama, &[MODEL]).await;
+    let stalled = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let mut open = Vec::new();
+    for _ in 0..2 {
+        let session_id = SessionId::generate();
+        for _ in 0..4 {
+            let counter = Arc::clone(&stalled);
+            let begun = futures_util::stream::iter([Ok::<_, std::io::Error>(Bytes::from(vec![
+                    b' ';
+                    70 * 1024
+                ]))]);
+            let never = futures_util::stream::once(async move {
+                counter.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                std::future::pending().await
+            });
+            let body = ProxyBody::from_stream(futures_util::StreamExt::chain(begun, never));
+            let client = ModelClient {
+                session_id,
+                ..setup.client(&[MODEL])
+            };
+            let inference = Arc::clone(&setup.inference);
+            open.push(tokio::spawn(async move {
+                inference
+                    .answer(client, request("POST", "/api/chat", body))
+                    .await
+            }));
+        }
+    }
+    let waiting = async {
+        while stalled.load(std::sync::atomic::Ordering::SeqCst) < 8 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(LIMIT, waiting).await.expect("stalled");
+    let long = long_chat(70 * 1024);
+    let answered = tokio::time::timeout(LIMIT, setup.post("/api/chat", &long)).await;
+    assert_eq!(answered.expect("an answer in time").status, 200);
+    assert!(open.iter().all(|task| !task.is_finished()));
+    open.iter().for_each(tokio::task::JoinHandle::abort);
+}
+
+#[tokio::test]
+// invariant: no-starvation
+async fn a_sandbox_that_starts_too_many_computations_is_refused_before_anything_is_recorded() {
+    let setup = Setup::new(ModelApi::Ollama, &[MODEL]).await;
+    let greedy = setup.client(&[MODEL]);
+    // As if it had used its burst far in the future, so that no delay of this test matters.
+    let later = tokio::time::Instant::now() + Duration::from_secs(3_600);
+    for _ in 0..rate::BURST {
+        let counted = setup.inference.rate.count(greedy.session_id, later);
+        counted.expect("within the burst");
+    }
+    let session_id = greedy.session_id;
+    let again = ModelClient {
+        session_id,
+        ..setup.client(&[MODEL])
+    };
+    let refused = setup.send(greedy, "POST", "/api/chat", &chat(MODEL)).await;
+    assert_eq!(
+        (refused.status, refused.code().as_str()),
+        (429, "too_many_requests")
+    );
+    assert!(setup.recorded().is_empty());
+    // What computes nothing needs no record, and others are not concerned.
+    let listed = setup.send(again, "GET", "/v1/models", &Value::Null).await;
+    assert_eq!(listed.status, 200);
+    assert_eq!(setup.post("/api/chat", &chat(MODEL)).await.status, 200);
+}
+
 #[tokio::test]
 async fn bodies_are_bounded() {
     let setup = Setup::with(ModelApi::Ollama, &[MODEL], |config| {
         config.max_body_bytes = 100_000;
     })
     .await;
-    let with = |bytes: usize| {
-        let mut body = chat(MODEL);
-        body["messages"][0]["content"] = json!("x".repeat(bytes));
-        body
-    };
-    assert_eq!(setup.post("/api/chat", &with(99_000)).await.status, 200);
-    let refused = setup.post("/api/chat", &with(100_000)).await;
+    let whole = setup.post("/api/chat", &long_chat(99_000)).await;
+    assert_eq!(whole.status, 200);
+    let refused = setup.post("/api/chat", &long_chat(100_000)).await;
     assert_eq!(
         (refused.status, refused.code().as_str()),
         (413, "too_large")
@@ -791,6 +866,8 @@ async fn bodies_are_bounded() {
     assert!(length.is_some(), "{:?}", sent[0].headers);
 }
 
+// proves: REQ-SANDBX-0107 with a_server_beyond_loopback_must_be_allowed_by_name and
+// a_listener_on_all_addresses_is_found_and_one_on_loopback_is_not
 #[tokio::test]
 async fn a_server_that_others_can_reach_is_not_used_unless_that_is_allowed() {
     for is_allowed in [false, true] {
@@ -841,7 +918,8 @@ async fn a_job_needs_one_of_its_models_and_no_provider() {
         Some("invalid_request")
     );
     let trail = Arc::<FakeTrail>::default();
-    let none = Inference::new(InferenceConfig::default(), trail).expect("a client");
+    let none = Inference::new(InferenceConfig::default(), trail, setup.directory.path());
+    let none = none.expect("a client");
     let refused = none
         .check_job(&inference(&[MODEL], None))
         .await

@@ -7,7 +7,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     io,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Weak},
     time::Duration,
 };
 
@@ -38,23 +38,26 @@ struct ModelSums {
 
 type Sums = BTreeMap<String, ModelSums>;
 
-/// The usage of jobs whose sandboxes may call models.
+/// The usage of jobs whose sandboxes may call models, as long as somebody else knows the job.
 #[derive(Debug, Default)]
-pub(crate) struct UsageBook(Mutex<HashMap<JobId, Arc<JobUsage>>>);
+pub(crate) struct UsageBook(Mutex<HashMap<JobId, Weak<JobUsage>>>);
 
 impl UsageBook {
     /// The usage of a job, whose files are in `directory`.
     pub(crate) fn of(&self, id: JobId, directory: &Path) -> Arc<JobUsage> {
         let mut jobs = self.0.lock();
-        let usage = jobs
-            .entry(id)
-            .or_insert_with(|| Arc::new(JobUsage::read(directory)));
-        Arc::clone(usage)
+        if let Some(usage) = jobs.get(&id).and_then(Weak::upgrade) {
+            return usage;
+        }
+        jobs.retain(|_, usage| usage.strong_count() > 0);
+        let usage = Arc::new(JobUsage::read(directory));
+        jobs.insert(id, Arc::downgrade(&usage));
+        usage
     }
 
     /// The usage of a job that was asked for before.
     pub(super) fn get(&self, id: JobId) -> Option<Arc<JobUsage>> {
-        self.0.lock().get(&id).cloned()
+        self.0.lock().get(&id).and_then(Weak::upgrade)
     }
 
     pub(crate) fn forget(&self, id: JobId) {
@@ -211,6 +214,20 @@ mod tests {
         assert_eq!((read.tokens(), read.settled().await), (20, Some(expected)));
         later.forget(id);
         assert!(later.get(id).is_none());
+    }
+
+    #[test]
+    fn the_usage_of_a_job_that_nobody_knows_any_more_is_forgotten() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let (book, id) = (UsageBook::default(), JobId::generate());
+        let kept = book.of(id, directory.path());
+        for _ in 0..100 {
+            drop(book.of(JobId::generate(), directory.path()));
+        }
+        assert!(book.get(id).is_some_and(|found| Arc::ptr_eq(&found, &kept)));
+        assert_eq!(book.0.lock().len(), 2);
+        drop(kept);
+        assert!(book.get(id).is_none());
     }
 
     #[tokio::test]

@@ -603,7 +603,10 @@ impl Jobs {
             }
             let journal = self.journal.clone();
             match blocking(move || journal.forget_job(id)).await {
-                Ok(()) => drop(self.by_id.lock().remove(&id)),
+                Ok(()) => {
+                    self.by_id.lock().remove(&id);
+                    self.sessions.inference.forget(id);
+                }
                 Err(error) => {
                     tracing::warn!(job_id = %id, %error, "Failed to remove a job; will retry.");
                 }

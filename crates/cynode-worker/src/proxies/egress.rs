@@ -88,7 +88,9 @@ async fn record_denial(proxies: &Proxies, peer: &ProxyPeer, target: &DeniedTarge
         "Denied a connection of a sandbox."
     );
     super::trail::record_denial(proxies, peer, target, "egress_denied").await;
-    if let Some(job_id) = peer.job_id
+    // The way back into the sandbox is no network that a job needs.
+    if !is_local(&target.host)
+        && let Some(job_id) = peer.job_id
         && let Some(jobs) = proxies.jobs()
     {
         jobs.denied(job_id, target).await;
@@ -125,7 +127,11 @@ fn target(method: &Method, uri: &Uri) -> Result<DeniedTarget, String> {
 
 fn is_local(host: &str) -> bool {
     let address: Result<IpAddr, _> = host.parse();
-    host == "localhost" || address.is_ok_and(|address| address.is_loopback())
+    let name = host.strip_suffix('.').unwrap_or(host);
+    let is_own = |address: IpAddr| address.is_loopback() || address.is_unspecified();
+    name == "localhost"
+        || name.ends_with(".localhost")
+        || address.is_ok_and(|address| is_own(address.to_canonical()))
 }
 
 /// Reads and drops a short body. Returns whether all of it was read.
@@ -181,6 +187,18 @@ mod tests {
         ] {
             let expected = expected.map(|(host, port)| (host.to_owned(), port));
             assert_eq!(parsed(method, uri).ok(), expected, "{method} {uri}");
+        }
+        for (host, expected) in [
+            ("localhost", true),
+            ("a.localhost.", true),
+            ("127.8.8.8", true),
+            ("::1", true),
+            ("::ffff:127.0.0.1", true),
+            ("0.0.0.0", true),
+            ("localhost.example.com", false),
+            ("10.0.0.1", false),
+        ] {
+            assert_eq!(is_local(host), expected, "{host}");
         }
         let long = format!("http://{}/", "h".repeat(MAX_HOST_BYTES + 1));
         assert_eq!(parsed("GET", &long).ok(), None);

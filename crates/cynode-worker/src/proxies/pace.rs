@@ -13,14 +13,14 @@ use tokio::{
     time::{Instant, Sleep},
 };
 
-/// Time between requests of one sandbox, after a burst.
-const REQUEST_INTERVAL: Duration = Duration::from_millis(5);
-/// Requests at once.
-const BURST: u32 = 400;
+/// Time between requests of one sandbox, and between its connections, after a burst.
+pub(super) const REQUEST_INTERVAL: Duration = Duration::from_millis(5);
+/// Requests, or connections, at once.
+pub(super) const BURST: u32 = 400;
 /// How long an answer may wait for its reader without progress.
 const MAX_READER_PAUSE: Duration = Duration::from_secs(60);
 
-/// Spreads the requests of one sandbox, so that a busy loop in it costs the worker little.
+/// Spreads the requests or connections of one sandbox, so that a busy loop in it costs the worker little.
 #[derive(Debug, Default)]
 pub(super) struct RequestRate {
     /// When the requests so far would have come at the steady rate.

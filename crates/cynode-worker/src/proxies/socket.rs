@@ -48,6 +48,7 @@ pub(super) struct SandboxProxies {
     guaranteed: Arc<Semaphore>,
     own_extra: Arc<Semaphore>,
     pub(super) rate: RequestRate,
+    connection_rate: RequestRate,
     pub(super) closing: CancellationToken,
 }
 
@@ -78,6 +79,7 @@ impl ProxySocket {
             guaranteed: Arc::new(Semaphore::new(GUARANTEED_CONNECTIONS)),
             own_extra: Arc::new(Semaphore::new(MAX_CONNECTIONS - GUARANTEED_CONNECTIONS)),
             rate: RequestRate::default(),
+            connection_rate: RequestRate::default(),
             closing: closing.clone(),
         });
         let accepting = accept(listener, Arc::clone(&shared));
@@ -146,8 +148,11 @@ impl SandboxProxies {
     }
 }
 
+/// Serves connections, at a rate: beyond it they wait in the socket's queue, where they cost the
+/// sandbox and not the worker.
 async fn accept(listener: UnixListener, shared: Arc<SandboxProxies>) {
     loop {
+        shared.connection_rate.wait().await;
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
@@ -170,5 +175,35 @@ async fn accept(listener: UnixListener, shared: Arc<SandboxProxies>) {
             let serving = connection::serve(stream, shared, permit);
             closing.run_until_cancelled(serving).await;
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{io::AsyncReadExt as _, time::Instant};
+
+    use super::super::pace::{BURST, REQUEST_INTERVAL};
+    use super::*;
+
+    /// The clock is virtual: it advances only while the socket makes connections wait.
+    #[tokio::test(start_paused = true)]
+    // invariant: no-starvation
+    async fn connections_are_accepted_at_a_rate() {
+        const MORE: u32 = 50;
+        let directory = tempfile::tempdir().expect("a directory");
+        let proxies = Arc::new(Proxies::default());
+        let _socket = ProxySocket::listen(directory.path(), &proxies).expect("listens");
+        let began = Instant::now();
+        // Nobody is inside yet, so every accepted connection is closed at once.
+        for _ in 0..BURST + MORE {
+            let stream = UnixStream::connect(directory.path().join(SOCKET)).await;
+            let read = stream.expect("connected").read(&mut [0]).await;
+            assert!(matches!(read, Ok(0) | Err(_)), "{read:?}");
+        }
+        assert!(
+            began.elapsed() >= REQUEST_INTERVAL * (MORE - 1),
+            "{:?}",
+            began.elapsed()
+        );
     }
 }
