@@ -132,7 +132,7 @@ fn the_first_failure_ends_the_job_and_says_which_step_it_was() {
     assert_eq!(result.failure_code, Some(FailureCode::StepFailed));
     assert_eq!(
         result.failure_message.as_deref(),
-        Some("step 1 (run_command, \"check\"): the command exited with 3")
+        Some("step 2 (run_command, \"check\"): the command exited with 3")
     );
     assert_eq!(result.steps.len(), 2);
     let failed = &result.steps[1];

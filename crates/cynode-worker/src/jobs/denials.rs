@@ -10,7 +10,13 @@ use cynode_api::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Jobs, files::JobFiles, plan::Plan, record::JobEntry, steps::Steps};
+use super::{
+    Jobs,
+    files::JobFiles,
+    plan::Plan,
+    record::JobEntry,
+    steps::{Steps, named},
+};
 use crate::{journal::blocking, proxies::DeniedTarget};
 
 /// The kind of step that runs programs, which may use the network.
@@ -102,8 +108,10 @@ impl JobEntry {
 fn explain(result: &mut JobResult, denial: &StepDenial) {
     let said = result.failure_message.take().unwrap_or_default();
     let mut message = format!(
-        "the proxy denied {}:{} while step {} ran, and the step failed: {said}",
-        denial.host, denial.port, denial.step
+        "the proxy denied {}:{} while {} ran, and the step failed: {said}",
+        denial.host,
+        denial.port,
+        named(denial.step)
     );
     message.truncate(message.floor_char_boundary(MAX_MESSAGE_BYTES));
     result.failure_code = Some(FailureCode::ExtNetRequired);
@@ -150,7 +158,7 @@ mod tests {
             explain(&mut result, &denial);
             assert_eq!(result.failure_code, Some(FailureCode::ExtNetRequired));
             let message = result.failure_message.expect("a message");
-            assert!(message.starts_with("the proxy denied example.com:443 while step 3 ran"));
+            assert!(message.starts_with("the proxy denied example.com:443 while step 4 ran"));
             assert!(message.contains(shown) && message.len() <= MAX_MESSAGE_BYTES);
         }
     }

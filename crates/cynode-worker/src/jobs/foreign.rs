@@ -135,7 +135,9 @@ enum Judgement {
 }
 
 fn judge(exit: &ExecExit, claimed: ClaimedResult) -> Judgement {
-    if exit.lost || exit.timed_out || exit.oom_killed {
+    // A runner that exits with 0 was not killed itself, whatever became of its processes.
+    let is_killed = exit.oom_killed && exit.exit_code != Some(0);
+    if exit.lost || exit.timed_out || is_killed {
         return Judgement::ByExit;
     }
     let end = match (exit.exit_code, &exit.signal) {
@@ -218,9 +220,14 @@ mod tests {
             (exit(|exit| exit.lost = true), Ok(success()), "by exit"),
             (exit(|exit| exit.timed_out = true), Ok(failure()), "by exit"),
             (
-                exit(|exit| exit.oom_killed = true),
+                exit(|exit| (exit.oom_killed, exit.exit_code) = (true, Some(137))),
                 Ok(success()),
                 "by exit",
+            ),
+            (
+                exit(|exit| exit.oom_killed = true),
+                Ok(success()),
+                "Success",
             ),
         ] {
             assert_eq!(shown(exit, claimed), expected);

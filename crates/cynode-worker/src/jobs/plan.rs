@@ -12,6 +12,8 @@ use cynode_api::{
     },
 };
 
+use super::steps::named;
+
 /// The types of an agent's steps.
 const AGENT_TOOLS: [&str; 6] = [
     "run_command",
@@ -97,7 +99,7 @@ impl Plan {
     /// Rejects a step's result that belongs to another step.
     pub(super) fn check_step_result(&self, index: u64, result: &StepResult) -> Result<(), String> {
         let Some(step) = self.step(index) else {
-            return Err(format!("the job has no step {index}"));
+            return Err(format!("the job has no {}", named(index)));
         };
         let is_kind = if self.is_agents {
             AGENT_TOOLS.contains(&result.kind.as_str())
@@ -107,7 +109,8 @@ impl Plan {
         };
         if result.index != index || !is_kind || result.id != step.id {
             return Err(format!(
-                "the result of step {index} is that of another step"
+                "the result of {} is that of another step",
+                named(index)
             ));
         }
         Ok(())

@@ -269,18 +269,19 @@ impl Steps {
             }
             Event::StepStarted { index } => {
                 let Some(step) = plan.step(index).filter(|_| index == next) else {
-                    return Err(format!("step {index} started instead of {next}"));
+                    let (started, next) = (named(index), next.saturating_add(1));
+                    return Err(format!("{started} started instead of {next}"));
                 };
                 if self.succeeded() as u64 != next && !plan.is_agents {
-                    return Err(format!("step {index} started after a failed one"));
+                    return Err(format!("{} started after a failed one", named(index)));
                 }
                 if progress.is_started_now || (progress.is_in_flight && !step.is_idempotent) {
-                    return Err(format!("step {index} started twice"));
+                    return Err(format!("{} started twice", named(index)));
                 }
                 Ok(())
             }
             Event::StepEnded { index } if self.in_flight() != Some(index) => {
-                Err(format!("step {index} ended and had not started"))
+                Err(format!("{} ended and had not started", named(index)))
             }
             Event::Accepted | Event::StepEnded { .. } | Event::Result => Ok(()),
         }
@@ -294,8 +295,8 @@ impl Steps {
             Ok(())
         } else {
             Err(format!(
-                "step {} ended, but this runner had not started it",
-                self.ended()
+                "{} ended, but this runner had not started it",
+                named(self.ended())
             ))
         }
     }
@@ -401,6 +402,11 @@ fn create(path: &Path) -> io::Result<File> {
         .mode(0o600)
         .open(path)?;
     Ok(created.into_parts().0)
+}
+
+/// A step as people count.
+pub(super) fn named(index: u64) -> String {
+    format!("step {}", index.saturating_add(1))
 }
 
 fn invalid(reason: &str) -> io::Error {

@@ -60,7 +60,12 @@ on_every_runtime!(
     a_sandbox_without_agent_has_no_proxies,
 );
 
-// part of: CYNAI.SANDBX.NodeLocalInference, CYNAI.SANDBX.EnvironmentVariables, ISC-20
+// proves: CYNAI.SANDBX.EnvironmentVariables with
+// commands_see_their_task_and_session_and_nothing_of_the_host and
+// a_job_runs_to_its_end_and_reports_its_exit and sandbox_tools_accept_the_id_of_a_job,
+// CYNAI.SBAGNT.SandboxBoundary with every_type_of_step_runs_in_a_sandbox and
+// commands_see_their_task_and_session_and_nothing_of_the_host and escape::*
+// part of: CYNAI.SANDBX.NodeLocalInference
 async fn processes_of_a_sandbox_reach_its_proxies_whatever_dies(world: World) -> Result<()> {
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
@@ -80,6 +85,7 @@ async fn processes_of_a_sandbox_reach_its_proxies_whatever_dies(world: World) ->
          http_proxy=http://127.0.0.1:3128\nhttps_proxy=http://127.0.0.1:3128\n\
          no_proxy=localhost,127.0.0.1,::1\n"
     );
+    assert!(client.get_session(id).await?.proxies);
 
     let (status, body) = ask(&client, id, "connect 127.0.0.1").await?;
     assert_eq!(
@@ -168,6 +174,7 @@ async fn a_sandbox_without_agent_has_no_proxies(world: World) -> Result<()> {
         seen.stdout.contains("refused") && !seen.stdout.contains("="),
         "{seen:?}"
     );
+    assert!(!client.get_session(id).await?.proxies);
     Ok(())
 }
 
@@ -312,7 +319,9 @@ fn verdict(done: &Job) -> (JobState, &str, &str) {
     (done.state, code, done.reported_by.as_str())
 }
 
-// part of: CYNAI.SBAGNT.FailureCodes
+// proves: CYNAI.SBAGNT.FailureCodes with the_first_failure_ends_a_job_and_its_deadlines_hold and
+// output_up_to_the_limit_is_kept_and_a_byte_more_is_a_violation and
+// an_invalid_job_is_refused_before_any_step_with_the_path_to_the_error
 // invariant: fail-closed
 #[tokio::test]
 async fn a_step_that_fails_after_a_denial_needed_the_network_and_no_other_did() -> Result<()> {
@@ -335,7 +344,7 @@ async fn a_step_that_fails_after_a_denial_needed_the_network_and_no_other_did() 
     assert_eq!(result["failure_code"], "ext_net_required");
     let message = result["failure_message"].as_str().unwrap_or_default();
     assert!(
-        message.contains("example.com:443") && message.contains("step 1"),
+        message.contains("example.com:443") && message.contains("step 2"),
         "{message}"
     );
 
@@ -343,6 +352,8 @@ async fn a_step_that_fails_after_a_denial_needed_the_network_and_no_other_did() 
     for scripts in [
         &["echo egress_denied Could not resolve host; exit 7"][..],
         &["connect 127.0.0.1; true", "exit 7"],
+        // The way back into the sandbox is no network.
+        &[r"ask 127.0.0.1 3128 'CONNECT localhost:80 HTTP/1.0\r\n\r\n'; exit 7"],
     ] {
         let done = run(scripts).await?;
         assert_eq!(

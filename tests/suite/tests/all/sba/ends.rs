@@ -53,7 +53,7 @@ async fn the_first_failure_ends_a_job_and_its_deadlines_hold(world: World) -> Re
     assert!(
         failed
             .message()
-            .contains("step 1 (run_command, \"broken\")"),
+            .contains("step 2 (run_command, \"broken\")"),
         "{failed:?}"
     );
     assert!(
