@@ -1,7 +1,7 @@
 //! Filtered pages of the audit trail. Every filter has an index or narrows the cursors, because the
 //! trail grows without bound.
 
-use cynode_api::{AuditPage, AuditRecord, JobId, SessionId, TaskId};
+use cynode_api::{AuditPage, AuditRecord, JobId, SessionId, TaskId, node_audit_limits};
 use cynode_service::pages::json_size;
 use futures_util::TryStreamExt as _;
 use sqlx::postgres::PgRow;
@@ -28,6 +28,8 @@ pub(crate) struct AuditFilter {
 /// Commit order follows the records' times only roughly: clocks differ, and the database may have
 /// been away. Records that are this far out of order are still found.
 const MAX_DISORDER: Duration = Duration::hours(1);
+/// Records of nodes arrive this much later, if a node was away.
+const MAX_NODE_DELAY: Duration = Duration::days(node_audit_limits::MAX_AGE_DAYS);
 /// Bounds a page, as JSON; a thousand records of the usual size are smaller.
 const MAX_PAGE_BYTES: usize = 2 * 1024 * 1024;
 /// Records that are sampled for the time at a cursor.
@@ -57,7 +59,7 @@ impl Db {
         };
         let to = match filter
             .until
-            .and_then(|until| until.checked_add(MAX_DISORDER))
+            .and_then(|until| until.checked_add(MAX_DISORDER + MAX_NODE_DELAY))
         {
             Some(until) => self.audit_cursor(until, Edge::Earliest).await?,
             None => i64::MAX,
@@ -153,8 +155,9 @@ impl Db {
     }
 
     /// With `Latest`, a cursor before all records of this time and later; with `Earliest`, one
-    /// after all records of this time and before. Gaps disable narrowing, so that removed or
-    /// inserted records can't hide others.
+    /// after all records of this time and before, as the orchestrators wrote them. Gaps disable
+    /// narrowing, so that removed or inserted records can't hide others. Records of nodes don't
+    /// narrow either: their times are what the nodes say.
     async fn audit_cursor(&self, at: OffsetDateTime, edge: Edge) -> Result<i64, Error> {
         let all = match edge {
             Edge::Latest => 0,
@@ -171,19 +174,25 @@ impl Db {
         let mut high = last;
         while high.saturating_sub(low) > SAMPLE_RECORDS {
             let middle = low + (high - low) / 2;
-            let times: Vec<OffsetDateTime> = sqlx::query_scalar(
-                "select at from audit_events where cursor >= $1 and cursor < $2",
-            )
-            .bind(middle)
-            .bind(middle.saturating_add(SAMPLE_RECORDS))
-            .fetch_all(&self.pool)
-            .await?;
-            if (times.len() as u64) < SAMPLE_RECORDS.min(last - middle + 1).unsigned_abs() {
+            let (count, earliest, latest): (i64, Option<OffsetDateTime>, Option<OffsetDateTime>) =
+                sqlx::query_as(
+                    "select count(*), min(e.at) filter (where s.node_id is null), max(e.at) filter (where s.node_id is null)
+                     from audit_events e left join audit_streams s on s.stream = e.stream where e.cursor >= $1 and e.cursor < $2",
+                )
+                .bind(middle)
+                .bind(middle.saturating_add(SAMPLE_RECORDS))
+                .fetch_one(&self.pool)
+                .await?;
+            if count < SAMPLE_RECORDS.min(last - middle + 1) {
                 return Ok(all);
             }
+            let (Some(earliest), Some(latest)) = (earliest, latest) else {
+                // Only nodes wrote here: the bounds so far are the best there are.
+                break;
+            };
             let is_earlier = match edge {
-                Edge::Latest => times.iter().max().is_some_and(|latest| *latest < at),
-                Edge::Earliest => times.iter().min().is_some_and(|earliest| *earliest <= at),
+                Edge::Latest => latest < at,
+                Edge::Earliest => earliest <= at,
             };
             if is_earlier {
                 low = middle;

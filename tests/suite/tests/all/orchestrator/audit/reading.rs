@@ -280,6 +280,52 @@ async fn the_trail_is_read_by_page_by_filter_from_the_end_and_live() -> Result<(
     Ok(())
 }
 
+#[tokio::test]
+// invariant: audit-trail
+async fn records_that_a_node_dates_back_hide_no_others_and_are_found_themselves() -> Result<()> {
+    let control_plane = ControlPlane::new().await?;
+    let orchestrator = control_plane.orchestrator("", &[]).await?;
+    let client = orchestrator.client()?;
+    let create = async |name: &str| {
+        let task = TaskCreate {
+            name: name.to_owned(),
+            ..Default::default()
+        };
+        client.create_task(&task).await
+    };
+    create("first").await?;
+    control_plane.postgres.query(
+        "with stream as (insert into audit_streams (stream, writer, hash, node_id, lease_until)
+             values ('0190a3b0-0000-7000-8000-000000000003', 'node', decode(repeat('00', 32), 'hex'), '0190a3b0-0000-7000-8000-000000000004', 'infinity') returning stream),
+         head as (update audit_head set last = last + 300 returning last - 300 as base)
+         insert into audit_events (cursor, stream, seq, at, body, hash)
+         select head.base + n, stream.stream, n, now() - interval '3 days',
+                jsonb_build_object('version', 1, 'kind', 'event', 'action', 'proxy.connect'), decode(repeat('00', 32), 'hex')
+         from head, stream, generate_series(1, 300) as n",
+    )?;
+    create("second").await?;
+    let now = time::OffsetDateTime::now_utc();
+    let lately = AuditFilter {
+        since: Some(now - time::Duration::hours(1)),
+        ..Default::default()
+    };
+    let found = records(&client, &lately).await?;
+    for name in ["first", "second"] {
+        ensure!(
+            found
+                .iter()
+                .any(|record| record.body.detail.get("name") == Some(&json!(name))),
+            "the record of the {name} call is hidden"
+        );
+    }
+    let before = AuditFilter {
+        until: Some(now - time::Duration::days(2)),
+        ..Default::default()
+    };
+    assert_eq!(records(&client, &before).await?.len(), 300);
+    Ok(())
+}
+
 // part of: ISC-22
 #[tokio::test]
 // invariant: audit-trail
