@@ -266,7 +266,7 @@ codes! {
     OutcomePending = "outcome_pending", 503,
         "The outcome of the call could not be recorded yet",
         "Check the effect of the call before retrying: it may have succeeded; the audit records \
-         its outcome laterr.";
+         its outcome later.";
     AuditUnavailable = "audit_unavailable", 503,
         "The node can't record its decisions, so it does nothing that needs a record",
         "Free space on the node's state directory; see /readyz of the node.";

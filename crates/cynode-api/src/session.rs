@@ -9,7 +9,7 @@ use serde::{
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{ArtifactId, NodeId, SessionId, TaskId, WorkspaceId};
+use crate::{ArtifactId, JobId, NodeId, SessionId, TaskId, WorkspaceId};
 
 /// Bounds and defaults of session requests.
 pub mod session_limits {
@@ -81,6 +81,10 @@ pub struct SessionCreate {
     /// `inference.allowed_models`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allowed_models: Vec<String>,
+    /// The job that the session works for: its commands see the id as `CYNODE_JOB_ID`. Workers
+    /// that can't run specifications of jobs reject it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job_id: Option<JobId>,
 }
 
 impl SessionCreate {
@@ -102,6 +106,7 @@ impl SessionCreate {
             pty_allowed: None,
             labels: BTreeMap::new(),
             allowed_models: Vec::new(),
+            job_id: None,
         }
     }
 }
@@ -148,6 +153,9 @@ pub struct UserSessionCreate {
     /// Labels that the node must have.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub node_labels: BTreeMap<String, String>,
+    /// The job that the session works for: its commands see the id as `CYNODE_JOB_ID`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job_id: Option<JobId>,
 }
 
 /// The source of a session's files.
@@ -300,7 +308,7 @@ impl Default for Limits {
 #[serde(rename_all = "snake_case")]
 pub enum NetworkPolicy {
     None,
-    /// Only what policy allows, through proxies. There are no proxies yet, so nothing is reachable.
+    /// Only what policy allows, through the node's proxies: models, and no other network yet.
     #[default]
     Restricted,
 }
@@ -400,6 +408,19 @@ pub struct Session {
     pub ended_at: Option<OffsetDateTime>,
     pub create_duration_ms: Option<u64>,
     pub running_execs: u32,
+    /// False if processes of the sandbox reach no proxies and no models: it has no agent, or one of
+    /// an earlier version. Absent means true.
+    #[serde(default = "yes", skip_serializing_if = "is_true")]
+    pub proxies: bool,
+}
+
+const fn yes() -> bool {
+    true
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+const fn is_true(value: &bool) -> bool {
+    *value
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -532,7 +532,7 @@ fn listed(names: &[String], most: usize) -> String {
 }
 
 /// Whether the node runs SBA jobs.
-fn has_runner(node: &NodeRow) -> bool {
+pub(crate) fn has_runner(node: &NodeRow) -> bool {
     node.capability.runner.is_some_and(|version| version >= 1)
 }
 

@@ -119,6 +119,7 @@ impl Orchestrator {
             pty_allowed: body.pty_allowed,
             labels: body.labels.clone(),
             allowed_models: Vec::new(),
+            job_id: None,
         };
         let kept = self
             .placement
@@ -149,6 +150,10 @@ impl Orchestrator {
                 }
             },
         };
+        // Older workers don't know the field.
+        if placement::has_runner(&node) {
+            request.job_id = body.job_id;
+        }
         // A worker without a model server may be too old to know the field.
         if node.capability.inference.is_some() {
             request.allowed_models = self.session_models(caller.preferences(&task)).await?;

@@ -136,6 +136,7 @@ fn unreported(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateTi
         ended_at: None,
         create_duration_ms: None,
         running_execs: 0,
+        proxies: true,
     }
 }
 

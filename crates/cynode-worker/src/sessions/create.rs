@@ -466,6 +466,7 @@ pub(super) fn new_record(
             ended_at: None,
             create_duration_ms: None,
             running_execs: 0,
+            proxies: true,
         },
         request,
         sandbox_id: SandboxId::generate(),

@@ -84,15 +84,16 @@ pub(crate) fn exec_environment(
             "CYNODE_TASK_ID".to_owned(),
             record.session.task_id.to_string(),
         ),
-        match record.job_id {
-            Some(job_id) => ("CYNODE_JOB_ID".to_owned(), job_id.to_string()),
-            None => (
-                "CYNODE_SESSION_ID".to_owned(),
-                record.session.session_id.to_string(),
-            ),
-        },
         ("CYNODE_WORKSPACE_DIR".to_owned(), WORKSPACE.to_owned()),
     ]);
+    if record.job_id.is_none() {
+        let id = record.session.session_id.to_string();
+        env.insert("CYNODE_SESSION_ID".to_owned(), id);
+    }
+    // A session can work for a job too.
+    if let Some(job_id) = record.job_id.or(record.request.job_id) {
+        env.insert("CYNODE_JOB_ID".to_owned(), job_id.to_string());
+    }
     if record.has_proxies {
         env.extend(proxy_environment(record.job_id.is_some()));
     }

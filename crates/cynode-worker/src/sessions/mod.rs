@@ -205,6 +205,7 @@ impl SessionEntry {
         let mut session = record.session;
         session.running_execs = self.execs.running_count();
         if session.state == SessionState::Running {
+            session.proxies = record.has_proxies;
             let idle_for = time::Duration::try_from(self.idle_for()).unwrap_or_default();
             let left = time::Duration::seconds(
                 i64::try_from(record.idle_timeout_seconds).unwrap_or(i64::MAX),

@@ -130,6 +130,7 @@ mod tests {
                 ended_at: None,
                 create_duration_ms: None,
                 running_execs: 0,
+                proxies: true,
             },
             request,
             sandbox_id: SandboxId::generate(),

@@ -157,6 +157,7 @@ fn request(args: Create) -> UserSessionCreate {
         pty_allowed: args.pty.then_some(true),
         labels: args.label.into_iter().collect(),
         node_labels: args.node_label.into_iter().collect(),
+        job_id: None,
     }
 }
 

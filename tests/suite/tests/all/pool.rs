@@ -83,6 +83,9 @@ async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
         .await?,
         "1000\nworks\n"
     );
+    // Spares have the directory of a job too.
+    let left = "echo made > $CYNODE_ARTIFACTS_DIR/file && cat /job/artifacts/file";
+    assert_eq!(output_of(&client, &one, left).await?, "made\n");
     // The next session gets a fresh sandbox, and the pool is refilled.
     client
         .end_session(one.session_id, &SessionEnd::default())

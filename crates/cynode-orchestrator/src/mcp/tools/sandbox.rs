@@ -155,9 +155,9 @@ impl Arguments for Create {
                 text.to_owned()
             }
         };
-        sessions::create(
+        sessions::create_for_job(
             self.task_id,
-            Some(session(self.job_id)),
+            self.job_id,
             &or_default(&image),
             &or_default(&workspace),
             &self.constraints.unwrap_or_default(),

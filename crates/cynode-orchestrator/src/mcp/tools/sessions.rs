@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use cynode_api::{
-    ExecAccepted, ExecId, ExecRequest, ExecResult, LimitsRequest, NetworkPolicy, OutputPage, Page,
-    Session, SessionEnd, SessionId, SessionState, SignalExec, SignalName, SignalScope,
+    ExecAccepted, ExecId, ExecRequest, ExecResult, JobId, LimitsRequest, NetworkPolicy, OutputPage,
+    Page, Session, SessionEnd, SessionId, SessionState, SignalExec, SignalName, SignalScope,
     SignalSession, TaskId, UserSessionCreate, WorkspaceDisposal, WorkspaceRef,
 };
 use cynode_service::ApiError;
@@ -224,8 +224,27 @@ pub(super) fn create(
     constraints: &Constraints,
 ) -> Result<Plan, ApiError> {
     let body = new_session(task_id, session_id, image_ref, workspace_ref, constraints)?;
+    request(task_id, &body)
+}
+
+/// Creates a session that works for a job and has its id.
+pub(super) fn create_for_job(
+    task_id: TaskId,
+    job_id: JobId,
+    image_ref: &str,
+    workspace_ref: &str,
+    constraints: &Constraints,
+) -> Result<Plan, ApiError> {
+    let session_id = SessionId::from_uuid(*job_id.as_uuid());
+    let session = Some(session_id);
+    let mut body = new_session(task_id, session, image_ref, workspace_ref, constraints)?;
+    body.job_id = Some(job_id);
+    request(task_id, &body)
+}
+
+fn request(task_id: TaskId, body: &UserSessionCreate) -> Result<Plan, ApiError> {
     Ok(Plan::Request(
-        ApiRequest::new(Method::POST, "/v1/sessions", task_id).json(&body)?,
+        ApiRequest::new(Method::POST, "/v1/sessions", task_id).json(body)?,
     ))
 }
 

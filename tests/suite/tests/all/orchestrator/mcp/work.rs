@@ -474,6 +474,11 @@ async fn sandbox_tools_accept_the_id_of_a_job() -> Result<()> {
         )
         .await?;
     assert_eq!(made["session_id"], job);
+    let told = json!({"argv": ["sh", "-c", "echo $CYNODE_JOB_ID $CYNODE_SESSION_ID"]});
+    assert_eq!(
+        agent.call_ok("sandbox_exec", of_job(told)).await?["stdout"],
+        format!("{job} {job}\n")
+    );
     agent
         .call_ok(
             "sandbox_put_file",
