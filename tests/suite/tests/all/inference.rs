@@ -65,7 +65,7 @@ async fn refusal(client: &SessionClient, id: SessionId, text: &str) -> Result<(u
 
 on_every_runtime!(a_sandbox_uses_the_models_that_it_may_and_no_others);
 
-// part of: CYNAI.SANDBX.NodeLocalInference, ISC-20
+// proves: REQ-SANDBX-0106, CYNAI.SANDBX.NodeLocalInference
 async fn a_sandbox_uses_the_models_that_it_may_and_no_others(world: World) -> Result<()> {
     let server = ModelServer::start(ModelApi::Ollama, &["llama3.2:latest", "other"]).await?;
     let worker = world.worker(&options(&server)).await?;

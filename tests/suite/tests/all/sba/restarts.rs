@@ -279,6 +279,64 @@ async fn a_runner_and_its_worker_that_are_killed_together_repeat_nothing() -> Re
     .await
 }
 
+/// The journal has the last step, and the sandbox was gone before the result arrived.
+// proves: CYNAI.SBAGNT.ResultAndArtifactDelivery with
+// only_a_runner_of_the_jobs_own_reports_by_the_callback and
+// artifacts_are_kept_until_they_are_acknowledged and
+// a_runner_and_its_worker_that_are_killed_together_repeat_nothing
+// part of: CYNAI.SBAGNT.ResultContract
+// invariant: nothing-lost
+#[tokio::test]
+async fn the_result_file_counts_if_every_step_succeeded_and_nothing_else_arrived() -> Result<()> {
+    let world = World::new()?;
+    for is_complete in [true, false] {
+        let mut worker = world.worker(&Options::default()).await?;
+        let client = worker.client()?;
+        let request = sba_job(&specification(&[run_step("echo one"), run_step("sleep 2")]));
+        client.run_job_async(&request).await?;
+        until_step(&client, &request, 1).await?;
+        worker.kill()?;
+        let name = format!("cynode-{}", request.job_id);
+        let podman = |arguments: &[&str]| world.podman().args(arguments).output();
+        eventually("the runner has left its result", TIMEOUT, async || {
+            let found = podman(&["exec", &name, "test", "-e", "/job/result.json"])?;
+            Ok(found.status.success())
+        })
+        .await?;
+        let removed = podman(&["rm", "--force", "--time", "0", &name])?;
+        ensure!(removed.status.success(), "{removed:?}");
+        if is_complete {
+            // As if the worker had been killed a moment later.
+            let result = json!({
+                "index": 1, "type": "run_command", "status": "success", "exit_code": 0,
+                "stdout": "", "stderr": "",
+            })
+            .to_string();
+            let event = json!({"event": {
+                "number": 5,
+                "event": {"event": "step_ended", "index": 1},
+                "result": {"bytes": result.len(), "status": "success"},
+            }});
+            let journal = format!("worker/jobs/{}/steps", request.job_id);
+            let journal = world.state_dir().join(journal);
+            let text = fs_err::read_to_string(&journal)?;
+            ensure!(text.contains("\"number\":4"), "{text}");
+            fs_err::write(journal, format!("{text}{event}\n{result}\n"))?;
+        }
+        let mut worker = world.worker(&Options::default()).await?;
+        let ended = Ended::after(&worker.client()?, &request).await?;
+        let expected = if is_complete {
+            (JobState::Completed, "", "file")
+        } else {
+            // The file alone proves nothing: the last step may have written it.
+            (JobState::Failed, "runner_interrupted", "worker")
+        };
+        assert_eq!(ended.verdict(), expected, "{ended:#?}");
+        worker.kill()?;
+    }
+    Ok(())
+}
+
 /// A worker that is killed over and over while a job runs.
 // part of: CYNAI.SBAGNT.JobLifecycle
 // invariant: nothing-lost
