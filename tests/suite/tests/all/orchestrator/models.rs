@@ -21,7 +21,7 @@ const KEY: &str = "inference.allowed_models";
 /// A job with one step that asks a model.
 fn asking(task: TaskId, models: &[&str]) -> Result<JobCreate> {
     let script = format!(
-        "wget -qO- --post-data '{{\"model\":\"{}\",\"messages\":[{{\"role\":\"user\",\"content\":\"x\"}}]}}' \
+        "wget -Y off -qO- --post-data '{{\"model\":\"{}\",\"messages\":[{{\"role\":\"user\",\"content\":\"x\"}}]}}' \
          http://localhost:11434/v1/chat/completions",
         models.last().copied().unwrap_or_default()
     );
@@ -145,7 +145,7 @@ async fn models_of_session(client: &UserClient, task: TaskId) -> Result<String> 
             ..Default::default()
         })
         .await?;
-    let ask = sh("wget -qO- http://localhost:11434/v1/models");
+    let ask = sh("wget -Y off -qO- http://localhost:11434/v1/models");
     let ran = client.sessions().exec(made.session_id, &ask).await?;
     let listed: Value = serde_json::from_str(&ran.stdout).context(ran.stderr)?;
     let ids = listed["data"].as_array().into_iter().flatten();
