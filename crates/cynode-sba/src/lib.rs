@@ -39,8 +39,8 @@ use tokio::io::{Interest, unix::AsyncFd};
 use crate::{exec::Execs, link::Link, listeners::Listeners, validate::Format};
 
 const USAGE: &str = "usage: cynode-sba agent [--control SOCKET] | \
-                     run [--stdio | --supervised] [--job-dir DIR] [--workspace DIR] | schema | \
-                     validate FILE|- [--output json] | --version";
+                     run [--stdio | --supervised] [--job-dir DIR] [--workspace DIR] \
+                     [--proxy SOCKET] | schema | validate FILE|- [--output json] | --version";
 const EXIT_USAGE: u8 = 64;
 const EXIT_UNSAFE: u8 = 77;
 

@@ -33,7 +33,7 @@ use std::{
 use cynode_api::sba::{
     FailureCode, JobResult, JobSpec, StepResult, job_id_of, limits::MAX_JOB_BYTES,
 };
-use cynode_sba_proto::{JOB, WORKSPACE, runner};
+use cynode_sba_proto::{JOB, WORKSPACE, proxy::PROXY_SOCKET, runner};
 use rustix::fs::{FileType, fstat};
 use tokio::{io::Interest, net::UnixStream, sync::watch, task::LocalSet, time::Instant};
 
@@ -78,11 +78,13 @@ pub(crate) struct Options {
     mode: Mode,
     job_directory: PathBuf,
     workspace: PathBuf,
+    /// The socket of the node's proxies. Without one, models are at the URL of the environment.
+    proxy: Option<PathBuf>,
 }
 
 impl Options {
     pub(crate) fn parse(arguments: &[&str]) -> Option<Self> {
-        let (mut mode, mut job_directory, mut workspace) = (None, None, None);
+        let (mut mode, mut job_directory, mut workspace, mut proxy) = (None, None, None, None);
         let mut arguments = arguments.iter();
         while let Some(argument) = arguments.next() {
             let is_first = match *argument {
@@ -90,6 +92,7 @@ impl Options {
                 "--supervised" => mode.replace(Mode::Supervised).is_none(),
                 "--job-dir" => job_directory.replace(arguments.next()?).is_none(),
                 "--workspace" => workspace.replace(arguments.next()?).is_none(),
+                "--proxy" => proxy.replace(arguments.next()?).is_none(),
                 _ => false,
             };
             if !is_first {
@@ -101,10 +104,16 @@ impl Options {
             let path = std::path::absolute(path).ok()?;
             Some(path.components().collect())
         };
+        let mode = mode.unwrap_or(Mode::File);
+        let proxy = proxy.or((mode == Mode::Supervised).then_some(&PROXY_SOCKET));
         Some(Self {
-            mode: mode.unwrap_or(Mode::File),
+            mode,
             job_directory: absolute(job_directory.unwrap_or(&JOB))?,
             workspace: absolute(workspace.unwrap_or(&WORKSPACE))?,
+            proxy: match proxy {
+                Some(proxy) => Some(absolute(proxy)?),
+                None => None,
+            },
         })
     }
 }
@@ -369,6 +378,7 @@ impl<'a> Runner<'a> {
             deadline: ready.deadline,
             workspace: Workspace::new(&self.options.workspace),
             environment: environment(),
+            node_socket: self.options.proxy.clone(),
             execs: Rc::clone(&self.execs),
             live: Rc::clone(&self.live),
             control: control.clone(),

@@ -3,7 +3,7 @@
 //! Invariants: with a worker, a step starts only after the worker has its start in the journal. A
 //! step that was in flight when an earlier runner was killed runs again only if it is idempotent.
 
-use std::{cell::RefCell, rc::Rc};
+use std::{cell::RefCell, path::PathBuf, rc::Rc};
 
 use cynode_api::{
     SearchRequest,
@@ -155,6 +155,8 @@ pub(super) struct Work {
     pub(super) deadline: Instant,
     pub(super) workspace: Workspace,
     pub(super) environment: Vec<(String, String)>,
+    /// The socket of the node's proxies.
+    pub(super) node_socket: Option<PathBuf>,
     pub(super) execs: Rc<Execs>,
     pub(super) live: Rc<LiveOutput>,
     pub(super) control: Option<Rc<Control>>,
@@ -300,8 +302,10 @@ impl Work {
             StepStatus::Success => return None,
             StepStatus::Timeout => FailureCode::Timeout,
             StepStatus::Interrupted => FailureCode::RunnerInterrupted,
-            // The result of a failed step is truncated only by the output limit.
-            StepStatus::Failure if last.truncated => FailureCode::ConstraintViolation,
+            // The node truncates results too, so only the error tells.
+            StepStatus::Failure if last.error.as_ref() == Some(&self.too_much_output()) => {
+                FailureCode::ConstraintViolation
+            }
             StepStatus::Failure => FailureCode::StepFailed,
         };
         let index = usize::try_from(last.index).ok()?;
@@ -328,6 +332,13 @@ impl Work {
         )
     }
 
+    fn too_much_output(&self) -> String {
+        format!(
+            "the steps returned more than the max_output_bytes of {}",
+            self.budget.limit()
+        )
+    }
+
     /// What a step's result says about its failure.
     pub(super) fn error_of(
         &self,
@@ -338,10 +349,7 @@ impl Work {
         Some(match end {
             StepEnd::Success => return None,
             StepEnd::Failure(error) => error.clone(),
-            StepEnd::TooMuchOutput => format!(
-                "the steps returned more than the max_output_bytes of {}",
-                self.budget.limit()
-            ),
+            StepEnd::TooMuchOutput => self.too_much_output(),
             StepEnd::TimedOut if own_deadline => format!(
                 "the step exceeded its timeout_seconds of {}",
                 task.timeout_seconds().unwrap_or_default()
@@ -384,7 +392,8 @@ impl Work {
 fn named(index: usize, task: Task<'_>, error: &str) -> String {
     let kind = task.name();
     let id = task.id().map(|id| format!(", {id:?}"));
-    format!("step {index} ({kind}{}): {error}", id.unwrap_or_default())
+    let number = index + 1;
+    format!("step {number} ({kind}{}): {error}", id.unwrap_or_default())
 }
 
 fn step_result(

@@ -27,6 +27,10 @@ fn options_are_given_once_and_paths_are_absolute() {
     let here = std::env::current_dir().expect("a directory");
     assert_eq!(options.workspace.as_os_str(), here.join("w").as_os_str());
     assert_eq!(options.job_directory.as_os_str(), "/j");
+    assert_eq!(options.proxy, None);
+    let proxy = |arguments: &[&str]| Options::parse(arguments).expect("valid").proxy;
+    assert_eq!(proxy(&["--supervised"]), Some(PROXY_SOCKET.into()));
+    assert_eq!(proxy(&["--supervised", "--proxy", "/p"]), Some("/p".into()));
     for bad in [
         &["--stdio", "--supervised"][..],
         &["--stdio", "--stdio"],
@@ -61,6 +65,7 @@ async fn a_panic_of_a_step_ends_in_a_complete_result() {
         mode: Mode::File,
         job_directory: temp.path().join("job"),
         workspace: temp.path().join("workspace"),
+        proxy: None,
     };
     let directory = Rc::new(JobDirectory::open(&options.job_directory).expect("opened"));
     let input = Input::Json(serde_json::to_vec(&job).map_err(io::Error::other));

@@ -1,12 +1,15 @@
 //! A model server that follows a script, in OpenAI's form.
 
 use std::{
-    io::{BufRead as _, BufReader, Read as _, Write as _},
-    net::{TcpListener, TcpStream},
+    io::{BufRead as _, BufReader, Read, Write},
+    net::TcpListener,
+    os::unix::{fs::PermissionsExt as _, net::UnixListener},
+    path::Path,
     sync::{Arc, Mutex},
     time::Duration,
 };
 
+use cynode_sba_proto::proxy::{Listener, PREAMBLE_BYTES};
 use serde_json::{Value, json};
 
 /// What the server answers to a chat completion.
@@ -69,17 +72,36 @@ impl ModelServer {
     ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = listener.local_addr().expect("an address").port();
-        let requests = Arc::new(Mutex::new(Vec::new()));
-        let models = models
-            .iter()
-            .map(|model| json!({"id": model, "object": "model"}));
-        let server = Server {
-            list: json!({"object": "list", "data": models.collect::<Vec<_>>()}),
-            requests: Arc::clone(&requests),
-            script: Box::new(script),
-        };
-        std::thread::spawn(move || server.run(&listener));
+        let (server, requests) = Server::new(models, script);
+        std::thread::spawn(move || {
+            server.run(listener.incoming().map(|stream| {
+                let stream = stream?;
+                Ok((stream.try_clone()?, stream))
+            }));
+        });
         Self { port, requests }
+    }
+
+    /// The same at a socket, as a node's worker offers it.
+    pub(crate) fn start_at(
+        socket: &Path,
+        models: &[&str],
+        script: impl FnMut(usize, &Value) -> Reply + Send + 'static,
+    ) -> Self {
+        let listener = UnixListener::bind(socket).expect("a socket");
+        let open = std::fs::Permissions::from_mode(0o777);
+        std::fs::set_permissions(socket, open).expect("mode");
+        let (server, requests) = Server::new(models, script);
+        std::thread::spawn(move || {
+            server.run(listener.incoming().map(|stream| {
+                let mut stream = stream?;
+                let mut preamble = [0; PREAMBLE_BYTES];
+                stream.read_exact(&mut preamble)?;
+                assert_eq!(Listener::parse(&preamble), Ok(Listener::Inference));
+                Ok((stream.try_clone()?, stream))
+            }));
+        });
+        Self { port: 0, requests }
     }
 
     pub(crate) fn url(&self) -> String {
@@ -99,15 +121,31 @@ struct Server {
 }
 
 impl Server {
-    fn run(mut self, listener: &TcpListener) {
-        for stream in listener.incoming() {
+    fn new(
+        models: &[&str],
+        script: impl FnMut(usize, &Value) -> Reply + Send + 'static,
+    ) -> (Self, Arc<Mutex<Vec<Value>>>) {
+        let requests = Arc::new(Mutex::new(Vec::new()));
+        let models = models
+            .iter()
+            .map(|model| json!({"id": model, "object": "model"}));
+        let server = Self {
+            list: json!({"object": "list", "data": models.collect::<Vec<_>>()}),
+            requests: Arc::clone(&requests),
+            script: Box::new(script),
+        };
+        (server, requests)
+    }
+
+    fn run<R: Read, W: Write>(mut self, streams: impl Iterator<Item = std::io::Result<(R, W)>>) {
+        for stream in streams {
             // A client may leave whenever it likes.
-            drop(stream.and_then(|stream| self.serve(stream)));
+            drop(stream.and_then(|(reader, writer)| self.serve(reader, writer)));
         }
     }
 
-    fn serve(&mut self, mut stream: TcpStream) -> std::io::Result<()> {
-        let mut reader = BufReader::new(stream.try_clone()?);
+    fn serve(&mut self, reader: impl Read, mut stream: impl Write) -> std::io::Result<()> {
+        let mut reader = BufReader::new(reader);
         let mut line = String::new();
         reader.read_line(&mut line)?;
         let is_list = line.starts_with("GET /v1/models ");
@@ -171,7 +209,7 @@ impl Server {
     }
 }
 
-fn respond(stream: &mut TcpStream, status: u16, body: &str) -> std::io::Result<()> {
+fn respond(stream: &mut impl Write, status: u16, body: &str) -> std::io::Result<()> {
     let length = body.len();
     write!(
         stream,
@@ -180,7 +218,7 @@ fn respond(stream: &mut TcpStream, status: u16, body: &str) -> std::io::Result<(
     )
 }
 
-fn begin_stream(stream: &mut TcpStream) -> std::io::Result<()> {
+fn begin_stream(stream: &mut impl Write) -> std::io::Result<()> {
     stream.write_all(
         b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n",
     )

@@ -32,6 +32,7 @@ use self::{
     answer::{Answer, RequestedCall, TokenCount},
     dialogue::{AnsweredCall, Dialogue, Turn, middle_cut},
     models::Models,
+    server::ModelServer,
     stall::{MAX_STALE_TURNS, Stall},
     tools::{Finish, ToolCall},
     transcript::Transcript,
@@ -41,6 +42,8 @@ use super::{
     steps::{Effect, Ending, Task, Work},
 };
 
+/// Where models are served without a node.
+const DEFAULT_URL: &str = "http://localhost:11434";
 /// Answers of the model in one job.
 const MAX_TURNS: u64 = 200;
 /// Prompts and answers of one job, in tokens.
@@ -95,18 +98,27 @@ impl Work {
         let Some(inference) = &self.job.inference else {
             return unavailable("the job has neither steps nor inference");
         };
-        let url = self
-            .environment
-            .iter()
-            .find(|(name, _)| name == "OLLAMA_BASE_URL");
-        let url = url.map(|(_, url)| url.as_str());
-        let models = match self.unless_over(Models::find(inference, url)).await {
+        let server = match self.model_server() {
+            Ok(server) => server,
+            Err(reason) => return unavailable(&reason),
+        };
+        let models = match self.unless_over(Models::find(inference, server)).await {
             Ok(Ok(models)) => models,
             Ok(Err(reason)) => return unavailable(&reason),
             Err(ending) => return ending,
         };
         let ending = AgentLoop::new(self, models).run().await;
         self.check_after(ending).await
+    }
+
+    /// The node's models, or without a node those at the URL of the environment.
+    fn model_server(&self) -> Result<ModelServer, String> {
+        if let Some(socket) = &self.node_socket {
+            return Ok(ModelServer::of_node(socket));
+        }
+        let mut environment = self.environment.iter();
+        let url = environment.find(|(name, _)| name == "OLLAMA_BASE_URL");
+        ModelServer::parse(url.map_or(DEFAULT_URL, |(_, url)| url.as_str()))
     }
 
     /// Waits for something, unless the job ends first.

@@ -12,7 +12,6 @@ use super::{
     server::{ModelServer, ServerError, ServerErrorKind},
 };
 
-const DEFAULT_URL: &str = "http://localhost:11434";
 /// Attempts at one request to one model.
 const MAX_ATTEMPTS: u32 = 4;
 /// Before the second attempt; twice as long before each further one.
@@ -28,12 +27,11 @@ pub(super) struct Models {
 }
 
 impl Models {
-    /// Finds out which of the allowed models are served at a URL.
-    pub(super) async fn find(inference: &Inference, url: Option<&str>) -> Result<Self, String> {
+    /// Finds out which of the allowed models a server has.
+    pub(super) async fn find(inference: &Inference, server: ModelServer) -> Result<Self, String> {
         if inference.source == Some(InferenceSource::ApiEgress) {
             return Err("inference.source is api_egress, which is not available yet".to_owned());
         }
-        let server = ModelServer::parse(url.unwrap_or(DEFAULT_URL))?;
         let allowed = &inference.allowed_models;
         let mut attempt = 1;
         let usable: VecDeque<String> = loop {

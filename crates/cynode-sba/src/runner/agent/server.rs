@@ -1,14 +1,19 @@
-//! The model server: plain HTTP over loopback, to the node's proxy.
+//! The model server: plain HTTP, over the node's socket or, without a node, over TCP.
 //!
 //! Invariants: every wait has a timeout and everything that is read a bound, so no server can hold
 //! the loop or fill its memory. No name is resolved: that would need threads, and the runner forks.
+//! A runner of a node never uses loopback: a process that a step left behind can take the port of
+//! the listeners, and its answers would decide how the job ends. The mount of the socket is
+//! read-only, so nobody in the sandbox can replace it.
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    path::{Path, PathBuf},
     time::Duration,
 };
 
 use bytes::Bytes;
+use cynode_sba_proto::proxy::Listener;
 use http_body_util::{BodyExt as _, Full};
 use hyper::{
     Method, Request, Response, StatusCode,
@@ -18,7 +23,12 @@ use hyper::{
 };
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
-use tokio::{net::TcpStream, task::JoinHandle, time::timeout};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt as _},
+    net::{TcpStream, UnixStream},
+    task::JoinHandle,
+    time::timeout,
+};
 
 use super::{
     answer::{Answer, InvalidAnswer, message_of, shown},
@@ -26,6 +36,9 @@ use super::{
 };
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long to try to reach the node's worker, which may be restarting.
+const NODE_CONNECT_TIMEOUT: Duration = Duration::from_secs(8);
+const RETRY_DELAY: Duration = Duration::from_millis(50);
 /// A server may load the model and read the whole prompt before it answers.
 const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Between two pieces of an answer.
@@ -43,11 +56,18 @@ const DEFAULT_PORT: u16 = 80;
 /// Where models are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ModelServer {
-    addresses: Vec<SocketAddr>,
+    place: Place,
     /// Host and port, as in the URL.
     authority: String,
     /// Before `/v1`.
     path: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Place {
+    /// The worker's socket.
+    Node(PathBuf),
+    Addresses(Vec<SocketAddr>),
 }
 
 /// Why a request had no answer.
@@ -106,8 +126,19 @@ impl Drop for Exchange {
     }
 }
 
+type RequestSender = http1::SendRequest<Full<Bytes>>;
+
 impl ModelServer {
-    /// Reads the URL that the node sets, such as `http://localhost:11434`.
+    /// The models that the node serves at its socket.
+    pub(super) fn of_node(socket: &Path) -> Self {
+        Self {
+            place: Place::Node(socket.to_owned()),
+            authority: "localhost".to_owned(),
+            path: String::new(),
+        }
+    }
+
+    /// Reads a URL such as `http://localhost:11434`.
     pub(super) fn parse(url: &str) -> Result<Self, String> {
         let unusable = |reason: &str| format!("OLLAMA_BASE_URL is {:?}: {reason}", shown(url));
         let rest = url
@@ -138,11 +169,13 @@ impl ModelServer {
         if !path.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(unusable("has an invalid path"));
         }
+        let addresses = addresses.into_iter();
         Ok(Self {
-            addresses: addresses
-                .into_iter()
-                .map(|address| SocketAddr::new(address, port))
-                .collect(),
+            place: Place::Addresses(
+                addresses
+                    .map(|address| SocketAddr::new(address, port))
+                    .collect(),
+            ),
             authority: authority.to_owned(),
             path: path.to_owned(),
         })
@@ -201,12 +234,7 @@ impl ModelServer {
         path: &str,
         body: Vec<u8>,
     ) -> Result<Exchange, ServerError> {
-        let stream = self.connect().await?;
-        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-        let connection = tokio::task::spawn_local(async move {
-            // The request reports what went wrong.
-            drop(connection.await);
-        });
+        let (mut sender, connection) = self.connect().await?;
         let request = Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.path))
@@ -256,20 +284,57 @@ impl ModelServer {
         })
     }
 
-    async fn connect(&self) -> Result<TcpStream, ServerError> {
-        let mut reason = "no address".to_owned();
-        for address in &self.addresses {
-            match timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await {
-                Ok(Ok(stream)) => return Ok(stream),
-                Ok(Err(error)) => reason = error.to_string(),
-                Err(_) => "it did not answer".clone_into(&mut reason),
-            }
-        }
-        Err(ServerError {
+    async fn connect(&self) -> Result<(RequestSender, JoinHandle<()>), ServerError> {
+        let unreachable = |reason: &str| ServerError {
             message: format!("no model server at {}: {reason}", self.authority),
             kind: ServerErrorKind::Unreachable,
-        })
+        };
+        match &self.place {
+            Place::Node(socket) => {
+                let connected = timeout(NODE_CONNECT_TIMEOUT, connect_to_node(socket)).await;
+                let stream = connected
+                    .map_err(|_| unreachable("the node's worker did not accept a connection"))?;
+                handshake(stream).await
+            }
+            Place::Addresses(addresses) => {
+                let mut reason = "no address".to_owned();
+                for address in addresses {
+                    match timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await {
+                        Ok(Ok(stream)) => return handshake(stream).await,
+                        Ok(Err(error)) => reason = error.to_string(),
+                        Err(_) => "it did not answer".clone_into(&mut reason),
+                    }
+                }
+                Err(unreachable(&reason))
+            }
+        }
     }
+}
+
+/// Connects to the worker, which does not listen while it restarts.
+async fn connect_to_node(socket: &Path) -> UnixStream {
+    loop {
+        if let Ok(mut stream) = UnixStream::connect(socket).await
+            && stream
+                .write_all(&Listener::Inference.preamble())
+                .await
+                .is_ok()
+        {
+            return stream;
+        }
+        tokio::time::sleep(RETRY_DELAY).await;
+    }
+}
+
+async fn handshake(
+    stream: impl AsyncRead + AsyncWrite + Unpin + 'static,
+) -> Result<(RequestSender, JoinHandle<()>), ServerError> {
+    let (sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+    let connection = tokio::task::spawn_local(async move {
+        // The request reports what went wrong.
+        drop(connection.await);
+    });
+    Ok((sender, connection))
 }
 
 async fn within_pause<T>(piece: impl Future<Output = T>) -> Result<T, ServerError> {
@@ -297,18 +362,21 @@ mod tests {
 
     #[test]
     fn a_server_is_on_this_machine_or_has_an_address() {
+        let addresses = |server: &ModelServer| match &server.place {
+            Place::Addresses(addresses) => addresses.iter().map(SocketAddr::to_string).collect(),
+            Place::Node(_) => Vec::new(),
+        };
         let server = ModelServer::parse("http://localhost:11434").expect("valid");
-        let addresses: Vec<String> = server.addresses.iter().map(SocketAddr::to_string).collect();
-        assert_eq!(addresses, ["127.0.0.1:11434", "[::1]:11434"]);
+        assert_eq!(addresses(&server), ["127.0.0.1:11434", "[::1]:11434"]);
         assert_eq!(
             (server.authority.as_str(), server.path.as_str()),
             ("localhost:11434", "")
         );
         let server = ModelServer::parse("http://[::1]:8000/base/").expect("valid");
-        assert_eq!(server.addresses[0].to_string(), "[::1]:8000");
+        assert_eq!(addresses(&server), ["[::1]:8000"]);
         assert_eq!(server.path, "/base");
         let server = ModelServer::parse("http://[::1]").expect("valid");
-        assert_eq!(server.addresses[0].to_string(), "[::1]:80");
+        assert_eq!(addresses(&server), ["[::1]:80"]);
         for bad in [
             "",
             "localhost:11434",
