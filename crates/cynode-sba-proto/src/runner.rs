@@ -22,6 +22,9 @@ pub const VERSION: u32 = 1;
 pub const RUNNER_FD: i32 = 3;
 /// What a runner started by process 1 is called with.
 pub const RUNNER_ARGUMENTS: [&str; 2] = ["run", "--supervised"];
+/// The variable of a runner with the tokens that the node's models read at once, if the node's
+/// operator states them.
+pub const CONTEXT_TOKENS_VARIABLE: &str = "CYNODE_CONTEXT_TOKENS";
 /// Largest frame in either direction. Documents are sent in pieces of
 /// [`MAX_DATA`](crate::MAX_DATA).
 pub use crate::MAX_AGENT_FRAME as MAX_FRAME;

@@ -149,8 +149,9 @@ impl Server {
         let mut line = String::new();
         reader.read_line(&mut line)?;
         let is_list = line.starts_with("GET /v1/models ");
+        let is_description = line.starts_with("POST /api/show ");
         assert!(
-            is_list || line.starts_with("POST /v1/chat/completions "),
+            is_list || is_description || line.starts_with("POST /v1/chat/completions "),
             "{line}"
         );
         let mut length = 0;
@@ -170,6 +171,10 @@ impl Server {
         }
         let mut body = vec![0; length];
         reader.read_exact(&mut body)?;
+        if is_description {
+            // Only Ollama describes models.
+            return respond(&mut stream, 404, "404 page not found");
+        }
         let body: Value = serde_json::from_slice(&body)?;
         let number = {
             let mut requests = self.requests.lock().expect("the requests");

@@ -7,6 +7,10 @@ use cynode_inference::limits::MAX_BODY_BYTES;
 use cynode_service::ConfigError;
 use serde::Deserialize;
 
+/// What `context_tokens` may be.
+const MIN_CONTEXT_TOKENS: u64 = 1_024;
+const MAX_CONTEXT_TOKENS: u64 = 1_048_576;
+
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct InferenceConfig {
@@ -16,6 +20,10 @@ pub struct InferenceConfig {
     pub kind: Option<ModelServerKind>,
     /// Allows a model server that others than this machine can reach.
     pub allow_beyond_loopback: bool,
+    /// The tokens of prompt and answer that the server makes room for (Ollama's `num_ctx`,
+    /// llama.cpp's `n_ctx`), which agents of jobs keep to. Default: what the server says of its
+    /// models, at most 32,768 for the prompt.
+    pub context_tokens: Option<u64>,
     /// Requests of all sandboxes at once. A quarter of them is for sandboxes that have none.
     pub max_requests: usize,
     /// Requests of one sandbox at once.
@@ -36,6 +44,7 @@ impl Default for InferenceConfig {
             url: None,
             kind: None,
             allow_beyond_loopback: false,
+            context_tokens: None,
             max_requests: 64,
             max_requests_per_sandbox: 4,
             max_body_bytes: MAX_BODY_BYTES,
@@ -73,6 +82,15 @@ impl InferenceConfig {
             if !(1..=most).contains(&value) {
                 return bad(key, format!("must be between 1 and {most}"));
             }
+        }
+        if let Some(tokens) = self.context_tokens
+            && !(MIN_CONTEXT_TOKENS..=MAX_CONTEXT_TOKENS).contains(&tokens)
+        {
+            let (least, most) = (MIN_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS);
+            return bad(
+                "context_tokens",
+                format!("must be between {least} and {most}"),
+            );
         }
         let Some(url) = &self.url else { return Ok(()) };
         let host = match server_url(url) {
@@ -187,5 +205,16 @@ mod tests {
             ..InferenceConfig::default()
         };
         assert!(refusal(&more_than_all).is_some());
+        for tokens in [MIN_CONTEXT_TOKENS - 1, MAX_CONTEXT_TOKENS + 1] {
+            let window = InferenceConfig {
+                context_tokens: Some(tokens),
+                ..InferenceConfig::default()
+            };
+            let refused = refusal(&window).expect("out of range");
+            assert!(
+                refused.contains("worker.inference.context_tokens"),
+                "{refused}"
+            );
+        }
     }
 }

@@ -16,7 +16,7 @@ use cynode_api::{
     job_limits::{DEFAULT_TIMEOUT_SECONDS, OBJECT_BYTES},
     sba::JobSpec,
 };
-use cynode_sba_proto::{Request, WORKSPACE};
+use cynode_sba_proto::{Request, WORKSPACE, runner::CONTEXT_TOKENS_VARIABLE};
 use cynode_service::{ApiError, checks, compute};
 use time::OffsetDateTime;
 
@@ -245,7 +245,11 @@ impl Jobs {
                 return Ok((exec, watch_guard));
             }
             tracing::debug!(exec_id = %exec.id(), "Starting the command of a job.");
-            let env = exec_environment(&sandbox.record(), &request.env);
+            let mut env = exec_environment(&sandbox.record(), &request.env);
+            let window = self.sessions.config.inference.context_tokens;
+            if let Some(tokens) = window.filter(|_| is_runner) {
+                env.push((CONTEXT_TOKENS_VARIABLE.to_owned(), tokens.to_string()));
+            }
             let command = Command {
                 argv: request.argv.clone(),
                 env,

@@ -8,12 +8,8 @@
 
 use serde_json::{Map, Value, json};
 
-/// Tokens of a prompt. Servers cut a longer one at its beginning, where the context is.
-const WINDOW_TOKENS: usize = 32_768;
-/// Code has fewer bytes a token than prose.
-const BYTES_PER_TOKEN: usize = 3;
-/// What turns may take beside a context that fills the window.
-const MIN_HISTORY_BYTES: usize = 24 * 1024;
+use super::window::Window;
+
 /// A text of an old turn.
 const OLD_TEXT_BYTES: usize = 400;
 /// Turns that are remembered as they were.
@@ -47,7 +43,9 @@ pub(super) struct Dialogue {
     /// What the model has to know of an earlier runner.
     earlier: Option<String>,
     turns: Vec<Turn>,
+    /// What prompts may take, and what of it is for turns in any case.
     window_bytes: usize,
+    min_history_bytes: usize,
 }
 
 impl Turn {
@@ -102,12 +100,13 @@ fn bytes_of(messages: &[Value]) -> usize {
 }
 
 impl Dialogue {
-    pub(super) fn new(system: String, earlier: Option<String>) -> Self {
+    pub(super) fn new(system: String, earlier: Option<String>, window: Window) -> Self {
         Self {
             system,
             earlier,
             turns: Vec::new(),
-            window_bytes: WINDOW_TOKENS * BYTES_PER_TOKEN,
+            window_bytes: window.prompt_bytes(),
+            min_history_bytes: window.min_history_bytes(),
         }
     }
 
@@ -149,7 +148,7 @@ impl Dialogue {
         let mut room = self
             .window_bytes
             .saturating_sub(fixed)
-            .max(MIN_HISTORY_BYTES);
+            .max(self.min_history_bytes);
         let mut whole_room = room - room / 4;
         let mut kept: Vec<Vec<Value>> = Vec::new();
         let mut is_old = false;
@@ -228,7 +227,7 @@ mod tests {
         Dialogue {
             turns,
             window_bytes,
-            ..Dialogue::new("the context".to_owned(), None)
+            ..Dialogue::new("the context".to_owned(), None, Window::new(None, None))
         }
     }
 
@@ -315,14 +314,14 @@ mod tests {
                 calls: sizes.into_iter().map(|(argument, result)| call(argument, result)).collect(),
                 ..Turn::default()
             });
-            let mut talk = dialogue(WINDOW_TOKENS * BYTES_PER_TOKEN, turns.collect());
+            let mut talk = dialogue(98_304, turns.collect());
             talk.system = "c".repeat(context);
             let messages = talk.messages("state");
             prop_assert_eq!(messages[0]["content"].as_str(), Some(talk.system.as_str()));
             let last = messages.last().expect("a message")["content"].as_str().expect("text");
             prop_assert!(last.ends_with("state"));
             let history = bytes_of(&messages) - context;
-            let room = talk.window_bytes.saturating_sub(context).max(MIN_HISTORY_BYTES);
+            let room = talk.window_bytes.saturating_sub(context).max(talk.min_history_bytes);
             prop_assert!(history <= room + 4_000, "{history} of {room}");
         }
 

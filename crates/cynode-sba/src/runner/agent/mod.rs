@@ -13,29 +13,31 @@ pub(crate) mod answer;
 mod context;
 mod criteria;
 mod dialogue;
+mod earlier;
 pub(crate) mod events;
 mod models;
 mod server;
 mod stall;
 mod tools;
 mod transcript;
+mod window;
 
 use std::fmt::Write as _;
 
-use cynode_api::sba::{
-    CriterionResult, FailureCode, InferenceUsage, StepResult, StepStatus, limits::MAX_MODEL_BYTES,
-};
+use cynode_api::sba::{CriterionResult, FailureCode, InferenceUsage, limits::MAX_MODEL_BYTES};
+use cynode_sba_proto::runner::CONTEXT_TOKENS_VARIABLE;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use self::{
     answer::{Answer, RequestedCall, TokenCount},
-    dialogue::{AnsweredCall, Dialogue, Turn, middle_cut},
+    dialogue::{AnsweredCall, Dialogue, Turn},
     models::Models,
     server::ModelServer,
     stall::{MAX_STALE_TURNS, Stall},
     tools::{Finish, ToolCall},
     transcript::Transcript,
+    window::Window,
 };
 use super::{
     result::bounded_to,
@@ -53,8 +55,6 @@ const MAX_CALLS_PER_TURN: usize = 8;
 /// Steps of one job.
 #[cfg(test)]
 pub(super) const MAX_AGENT_STEPS: usize = 200 * MAX_CALLS_PER_TURN;
-/// Tokens of one answer.
-const ANSWER_TOKENS: u64 = 8_192;
 /// Times that the model may say that it has finished while a check fails.
 const MAX_UNMET_FINISHES: u32 = 3;
 /// For servers that don't count tokens.
@@ -62,9 +62,6 @@ const BYTES_PER_TOKEN: u64 = 4;
 const MAX_NAME_BYTES: usize = 64;
 /// The todo list in a prompt.
 const MAX_TODO_BYTES: usize = 8 * 1024;
-/// What a runner that continues tells the model of one finished step, and of all of them.
-const MAX_EARLIER_STEP_BYTES: usize = 500;
-const MAX_EARLIER_BYTES: usize = 32 * 1024;
 
 /// What is reported of an agent's work, apart from its steps.
 #[derive(Debug, Default)]
@@ -107,8 +104,19 @@ impl Work {
             Ok(Err(reason)) => return unavailable(&reason),
             Err(ending) => return ending,
         };
-        let ending = AgentLoop::new(self, models).run().await;
+        let window = Window::new(self.context_tokens(), models.context_tokens());
+        let ending = match AgentLoop::new(self, models, window) {
+            Ok(agent) => agent.run().await,
+            Err(reason) => unavailable(&reason),
+        };
         self.check_after(ending).await
+    }
+
+    /// The window of the node's models, if its operator states it.
+    fn context_tokens(&self) -> Option<u64> {
+        let mut environment = self.environment.iter();
+        let stated = environment.find(|(name, _)| name == CONTEXT_TOKENS_VARIABLE);
+        stated.and_then(|(_, tokens)| tokens.parse().ok())
     }
 
     /// The node's models, or without a node those at the URL of the environment.
@@ -188,40 +196,10 @@ fn unavailable(reason: &str) -> Ending {
     Ending::failure(FailureCode::InferenceUnavailable, reason)
 }
 
-/// What a model has to know of the steps that an earlier runner finished.
-fn earlier_steps(results: &[StepResult]) -> Option<String> {
-    if results.is_empty() {
-        return None;
-    }
-    let mut text = "You began to work on the job before, and were interrupted. What was said is \
-                    lost; the workspace is as you left it. These were your tool calls, in order, \
-                    and what came of them:\n"
-        .to_owned();
-    let described = results.iter().map(|result| {
-        let status = match result.status {
-            StepStatus::Success => "succeeded",
-            StepStatus::Failure => "failed",
-            StepStatus::Timeout => "timed out",
-            StepStatus::Interrupted => "was interrupted",
-        };
-        let seen = middle_cut(&tools::described(result), MAX_EARLIER_STEP_BYTES);
-        format!(
-            "- {} {status}: {}\n",
-            result.kind,
-            seen.replace('\n', "\n  ")
-        )
-    });
-    text.push_str(&middle_cut(
-        &described.collect::<String>(),
-        MAX_EARLIER_BYTES,
-    ));
-    text.push_str("Look at the workspace, then continue.");
-    Some(text)
-}
-
 struct AgentLoop<'a> {
     work: &'a Work,
     models: Models,
+    window: Window,
     dialogue: Dialogue,
     stall: Stall,
     turn: u64,
@@ -240,15 +218,18 @@ enum Next {
 }
 
 impl<'a> AgentLoop<'a> {
-    fn new(work: &'a Work, models: Models) -> Self {
+    /// Fails if the context of the job does not fit into the window.
+    fn new(work: &'a Work, models: Models, window: Window) -> Result<Self, String> {
         let system = context::system_message(&work.job);
+        window.check(system.len() + tools::definitions().to_string().len())?;
         let finished = work.results.borrow();
-        let earlier = earlier_steps(&finished);
+        let earlier = earlier::finished_steps(&finished, window.min_history_bytes());
         work.note(json!({"type": "context", "text": system, "earlier": earlier}));
-        Self {
+        Ok(Self {
             work,
             models,
-            dialogue: Dialogue::new(system, earlier),
+            window,
+            dialogue: Dialogue::new(system, earlier, window),
             stall: Stall::default(),
             // Each finished step took at most one.
             turn: finished.len() as u64,
@@ -257,7 +238,7 @@ impl<'a> AgentLoop<'a> {
             asked_for: std::time::Duration::ZERO,
             unmet_finishes: 0,
             calls: 0,
-        }
+        })
     }
 
     async fn run(mut self) -> Ending {
@@ -301,7 +282,7 @@ impl<'a> AgentLoop<'a> {
             "tools": tools::definitions(),
             "stream": true,
             "stream_options": {"include_usage": true},
-            "max_tokens": ANSWER_TOKENS,
+            "max_tokens": self.window.answer_tokens(),
         });
         let body = |model: &str| {
             let mut request = request.clone();

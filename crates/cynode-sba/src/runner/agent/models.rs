@@ -12,6 +12,8 @@ use super::{
     server::{ModelServer, ServerError, ServerErrorKind},
 };
 
+/// Models whose description is asked for.
+const MAX_DESCRIBED: usize = 8;
 /// Attempts at one request to one model.
 const MAX_ATTEMPTS: u32 = 4;
 /// Before the second attempt; twice as long before each further one.
@@ -24,6 +26,8 @@ pub(super) struct Models {
     usable: VecDeque<String>,
     /// The model that was asked last.
     asked: String,
+    /// The smallest window of the usable models, as far as the server says.
+    context_tokens: Option<u64>,
 }
 
 impl Models {
@@ -34,10 +38,16 @@ impl Models {
         }
         let allowed = &inference.allowed_models;
         let mut attempt = 1;
+        let mut context_tokens = None;
         let usable: VecDeque<String> = loop {
             match server.models().await {
                 Ok(listed) => {
-                    let is_listed = |model: &&String| listed.iter().any(|one| is_same(one, model));
+                    let found = |model: &String| listed.iter().find(|one| is_same(&one.id, model));
+                    let windows = allowed
+                        .iter()
+                        .filter_map(|model| found(model)?.context_tokens);
+                    context_tokens = windows.min();
+                    let is_listed = |model: &&String| found(model).is_some();
                     break allowed.iter().filter(is_listed).cloned().collect();
                 }
                 Err(error) if attempt >= MAX_ATTEMPTS || error.kind == ServerErrorKind::Refused => {
@@ -57,11 +67,24 @@ impl Models {
                 allowed.join(", ")
             ));
         }
+        for model in usable.iter().take(MAX_DESCRIBED) {
+            // A server that can't describe one model describes none.
+            let Ok(described) = server.context_tokens(model).await else {
+                break;
+            };
+            context_tokens = context_tokens.into_iter().chain(described).min();
+        }
         Ok(Self {
+            context_tokens,
             server,
             asked: usable[0].clone(),
             usable,
         })
+    }
+
+    /// The smallest window of the models, as far as the server says.
+    pub(super) const fn context_tokens(&self) -> Option<u64> {
+        self.context_tokens
     }
 
     /// The model that was asked last.

@@ -22,7 +22,7 @@ use hyper::{
     header::{ACCEPT, CONTENT_TYPE, HOST},
 };
 use hyper_util::rt::TokioIo;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::{
     io::{AsyncRead, AsyncWrite, AsyncWriteExt as _},
     net::{TcpStream, UnixStream},
@@ -68,6 +68,14 @@ enum Place {
     /// The worker's socket.
     Node(PathBuf),
     Addresses(Vec<SocketAddr>),
+}
+
+/// A model that the server lists.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ListedModel {
+    pub(super) id: String,
+    /// The tokens that it reads at once, as vLLM says.
+    pub(super) context_tokens: Option<u64>,
 }
 
 /// Why a request had no answer.
@@ -182,7 +190,7 @@ impl ModelServer {
     }
 
     /// The models that the server lists.
-    pub(super) async fn models(&self) -> Result<Vec<String>, ServerError> {
+    pub(super) async fn models(&self) -> Result<Vec<ListedModel>, ServerError> {
         let listed = async {
             let exchange = self.send(Method::GET, "/v1/models", Vec::new()).await?;
             let body = read(exchange, MAX_LIST_BYTES).await?;
@@ -191,11 +199,32 @@ impl ModelServer {
             let Some(models) = list["data"].as_array() else {
                 return Err(ServerError::temporary("the list of models has no data"));
             };
-            let ids = models.iter().filter_map(|model| model["id"].as_str());
-            Ok(ids.map(str::to_owned).collect())
+            let named = models.iter().filter_map(|model| {
+                Some(ListedModel {
+                    id: model["id"].as_str()?.to_owned(),
+                    context_tokens: model["max_model_len"].as_u64(),
+                })
+            });
+            Ok(named.collect())
         };
         let late = |_| ServerError::temporary("the model server did not list its models in time");
         timeout(SHORT_TIMEOUT, listed).await.map_err(late)?
+    }
+
+    /// The window of a model, if the server has Ollama's description of it.
+    pub(super) async fn context_tokens(&self, model: &str) -> Result<Option<u64>, ServerError> {
+        let described = async {
+            let request = json!({"model": model}).to_string().into_bytes();
+            let exchange = self.send(Method::POST, "/api/show", request).await?;
+            let body = read(exchange, MAX_LIST_BYTES).await?;
+            let description: Value = serde_json::from_slice(&body)
+                .map_err(|_| ServerError::temporary("the description of a model is not JSON"))?;
+            let info = description["model_info"].as_object().into_iter().flatten();
+            let sizes = info.filter(|(name, _)| name.ends_with(".context_length"));
+            Ok(sizes.filter_map(|(_, tokens)| tokens.as_u64()).min())
+        };
+        let late = |_| ServerError::temporary("the model server did not describe a model in time");
+        timeout(SHORT_TIMEOUT, described).await.map_err(late)?
     }
 
     /// The answer to the JSON of a streamed chat completion.
