@@ -153,7 +153,7 @@ pub enum FileOp {
         path: Base64Bytes,
     },
     /// → `Body`, then git's diff of the workspace, including untracked files, against a commit, or
-    /// against the snapshot if `base` is [`BROUGHT`].
+    /// against the snapshot if `base` is [`BROUGHT`] or [`BROUGHT_NOTHING`].
     ExportPatch {
         base: Option<String>,
     },

@@ -271,8 +271,8 @@ impl Gateway {
         value.map(Into::into)
     }
 
-    /// Exports what changed since the session began, or since the last commit if the session has no
-    /// snapshot: it began empty, its image has no git, or its agent is older.
+    /// Exports what changed since the session began, or since the last commit if that is unknown: a
+    /// kept workspace has no snapshot, or the agent is older.
     async fn export(
         &self,
         client: &Client<'_>,

@@ -20,7 +20,7 @@ use std::{
 };
 
 use cynode_api::ErrorCode;
-use cynode_sba_proto::{AgentError, BROUGHT, MAX_DATA, Reply};
+use cynode_sba_proto::{AgentError, BROUGHT, BROUGHT_NOTHING, MAX_DATA, Reply};
 use rustix::fs::{CWD, Mode, OFlags, mkdirat, openat};
 
 use super::{
@@ -90,8 +90,10 @@ impl Files {
                 escaped(base.as_bytes())
             )));
         }
-        if base == Some(BROUGHT) {
-            return self.export_since_snapshot(peer);
+        match base {
+            Some(BROUGHT) => return self.export_since_snapshot(false, peer),
+            Some(BROUGHT_NOTHING) => return self.export_since_snapshot(true, peer),
+            _ => {}
         }
         let git = Git::new(&self.root, None)?;
         if git
@@ -112,22 +114,40 @@ impl Files {
         git.diff(&base, peer)
     }
 
-    fn export_since_snapshot(&self, peer: &mut Peer) -> Outcome<()> {
+    /// Exports what changed since the snapshot. Without one, everything is new if the session is
+    /// known to have begun empty. A failed snapshot shows that it did not.
+    fn export_since_snapshot(&self, began_empty: bool, peer: &mut Peer) -> Outcome<()> {
         let git = self.snapshot_git()?;
         let Some(base) = git.line(&["rev-parse", "--verify", "--quiet", SNAPSHOT_REF])? else {
+            let failure = self.snapshot_failure();
+            if began_empty && failure.is_none() {
+                return self.export_everything(peer);
+            }
             return Err(Failure::new(
                 ErrorCode::NotARepository,
                 format!(
                     "{} has no snapshot: {}",
                     self.root.display(),
-                    self.snapshot_failure().unwrap_or_else(|| {
-                        "the session began with an empty workspace, or its image has no git"
-                            .to_owned()
+                    failure.unwrap_or_else(|| {
+                        "the session began with the workspace of another, which has none".to_owned()
                     })
                 ),
             ));
         };
         git.copy_index()?;
+        git.add_untracked()?;
+        git.diff(&base, peer)
+    }
+
+    /// Compares with the empty tree of a repository that lasts as long as the export.
+    fn export_everything(&self, peer: &mut Peer) -> Outcome<()> {
+        let scratch = ScratchDirectory::new()?;
+        let repository = scratch.path.join("empty.git");
+        let git = Git::new(&self.root, Some(&repository))?;
+        git.init(&repository)?;
+        let base = git
+            .line(&["hash-object", "-t", "tree", "-w", "/dev/null"])?
+            .ok_or_else(|| Failure::new(ErrorCode::Internal, "git hash-object failed"))?;
         git.add_untracked()?;
         git.diff(&base, peer)
     }
@@ -179,14 +199,7 @@ impl Files {
         if let Some(parent) = self.snapshot.parent() {
             path::make_directories(parent)?;
         }
-        git.run(&["init", "--quiet", "--template="])?;
-        let info = self.snapshot.join("info");
-        path::make_directories(&info)?;
-        // Attributes of the workspace must not convert contents.
-        let attributes = info.join("attributes");
-        create(&attributes)?
-            .write_all(SNAPSHOT_ATTRIBUTES)
-            .doing("writing", path::bytes(&attributes))?;
+        git.init(&self.snapshot)?;
         git.enter_repositories(false)?;
         // The low threshold makes git write one pack instead of a file for each object.
         let add = ["-c", "core.bigFileThreshold=1", "add", "--all", "--force"];
@@ -265,6 +278,18 @@ impl<'a> Git<'a> {
         }
         command.args(arguments);
         command
+    }
+
+    /// Makes a repository outside of the work tree.
+    fn init(&self, repository: &Path) -> Outcome<()> {
+        self.run(&["init", "--quiet", "--template="])?;
+        let info = repository.join("info");
+        path::make_directories(&info)?;
+        // Attributes of the workspace must not convert contents.
+        let attributes = info.join("attributes");
+        create(&attributes)?
+            .write_all(SNAPSHOT_ATTRIBUTES)
+            .doing("writing", path::bytes(&attributes))
     }
 
     fn spawn(&self, arguments: &[&str]) -> Outcome<Child> {
@@ -711,6 +736,46 @@ mod tests {
             ask(&workspace, Some("brought")).error().code,
             ErrorCode::NotARepository
         );
+    }
+
+    #[test]
+    fn everything_is_new_in_a_session_that_began_empty() {
+        let workspace = TestWorkspace::new();
+        assert_eq!(exported(&workspace, Some(BROUGHT_NOTHING)), "");
+        workspace.put("crlf.txt", "one\r\n");
+        workspace.put(".gitattributes", "* text=auto\n");
+        workspace.put(".gitignore", "build/\n");
+        workspace.put("build/output", "not exported\n");
+        workspace.put("inner/file", "inner\n");
+        git(&workspace, &["init", "--quiet", "inner"]);
+        let diff = exported(&workspace, Some(BROUGHT_NOTHING));
+        for part in ["b/crlf.txt", "+one\r\n", "b/.gitignore", "b/inner/file"] {
+            assert!(diff.contains(part), "{part} is missing:\n{diff}");
+        }
+        assert!(!diff.contains("not exported"), "{diff}");
+        // Commits make no difference, and nothing is left for a later session.
+        git(&workspace, &["init", "--quiet"]);
+        git(&workspace, &["add", "crlf.txt"]);
+        git(&workspace, &["commit", "--quiet", "-m", "first"]);
+        assert_eq!(exported(&workspace, Some(BROUGHT_NOTHING)), diff);
+        assert_eq!(
+            ask(&workspace, Some("brought")).error().code,
+            ErrorCode::NotARepository
+        );
+        // A kept workspace still has the snapshot of its first session.
+        snapshot(&workspace);
+        assert_eq!(exported(&workspace, Some(BROUGHT_NOTHING)), "");
+    }
+
+    #[test]
+    fn a_failed_snapshot_is_no_empty_beginning() {
+        let workspace = TestWorkspace::new();
+        workspace.put("brought", "x\n");
+        let failure = Failure::new(ErrorCode::ExecFailed, "git can't be started");
+        workspace.files.record_snapshot_failure(&failure);
+        let refused = ask(&workspace, Some(BROUGHT_NOTHING));
+        assert_eq!(refused.error().code, ErrorCode::NotARepository);
+        assert!(refused.error().message.contains("git can't be started"));
     }
 
     #[test]

@@ -19,7 +19,7 @@ use cynode_api::{
         MAX_PUT_BYTES, MAX_RESULTS, SEARCH_MS,
     },
 };
-use cynode_sba_proto::{FileOp, FileStat, Frame, Reply, Request};
+use cynode_sba_proto::{BROUGHT, BROUGHT_NOTHING, FileOp, FileStat, Frame, Reply, Request};
 use cynode_service::{ApiError, JsonBody, QueryParams, body};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
@@ -656,7 +656,16 @@ pub(super) async fn export(
         ExportFormat::Patch if request.path.is_some() => {
             return Err(ApiError::invalid("path: applies only to format tar"));
         }
-        ExportFormat::Patch => (FileOp::ExportPatch { base: request.base }, "text/x-diff"),
+        ExportFormat::Patch => {
+            let base = match request.base {
+                // Only the record of the session tells this from a snapshot that was not taken.
+                Some(base) if base == BROUGHT && api.sessions.get(id)?.began_empty() => {
+                    Some(BROUGHT_NOTHING.to_owned())
+                }
+                base => base,
+            };
+            (FileOp::ExportPatch { base }, "text/x-diff")
+        }
     };
     let (mut channel, activity) = open(&api, id, op).await?;
     match channel.reply(FILE_TIMEOUT).await? {

@@ -31,7 +31,7 @@ use std::{
 
 use cynode_api::{
     ErrorCode, JobId, NodeId, Problem, SandboxId, Session, SessionId, SessionPatch, SessionState,
-    TaskId,
+    TaskId, WorkspaceRef,
 };
 use cynode_service::{
     ApiError,
@@ -168,6 +168,12 @@ impl SessionEntry {
         let record = self.record.lock();
         let sandbox = AuditedSandbox::from(&*record);
         (sandbox, record.request.allowed_models.clone())
+    }
+
+    /// Whether the workspace was empty when the session began.
+    pub(crate) fn began_empty(&self) -> bool {
+        let record = self.record.lock();
+        matches!(record.request.workspace_ref, None | Some(WorkspaceRef::New))
     }
 
     pub(crate) fn record(&self) -> SessionRecord {

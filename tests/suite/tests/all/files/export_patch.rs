@@ -20,6 +20,8 @@ async fn the_changes_of_a_repository_are_exported_with_untracked_files() -> Resu
         export(None).await?.outcome(),
         (409, "not_a_repository".to_owned())
     );
+    // The session began empty, which needs no repository.
+    assert_eq!(export(Some("brought")).await?.outcome().0, 200);
 
     sandbox
         .sh("git init -q -b main . && git config user.name x && git config user.email x@example.org
@@ -58,6 +60,11 @@ async fn the_changes_of_a_repository_are_exported_with_untracked_files() -> Resu
     assert!(
         !diff.contains("secret") && !diff.contains("second"),
         "{diff}"
+    );
+    let since = String::from_utf8(export(Some("brought")).await?.body.to_vec())?;
+    assert!(
+        since.contains("+second") && since.contains("+fresh") && !since.contains("+secret"),
+        "{since}"
     );
     let against = String::from_utf8(export(Some("base")).await?.body.to_vec())?;
     assert!(

@@ -574,7 +574,7 @@ async fn results_fit_the_text_unless_more_is_asked_for() -> Result<()> {
         .told("sandbox_session_exec", json!({"command": script}))
         .await?;
     ensure!(
-        told.len() <= 8_192 && ran.to_string().len() <= 12_000,
+        told.len() <= 8_192 && ran.to_string().len() <= 8_192,
         "{} {}",
         told.len(),
         ran.to_string().len()
@@ -602,7 +602,7 @@ async fn results_fit_the_text_unless_more_is_asked_for() -> Result<()> {
         let (told, part) = agent
             .told("sandbox_workspace_read_file", arguments.clone())
             .await?;
-        ensure!(told.len() <= 8_192 && part.to_string().len() <= 12_000);
+        ensure!(told.len() <= 8_192 && part.to_string().len() <= 8_192);
         parts += 1;
         if let Some((lines, _)) = told.split_once("… ") {
             all.push_str(lines);
@@ -725,24 +725,33 @@ async fn an_export_has_the_changes_since_the_session_began_or_else_since_the_las
         "{patch}"
     );
 
-    // Nothing was brought here.
+    // Nothing was brought here, so everything is new, with and without a repository.
     let agent = McpAgent::coding(&cluster, &task).await?;
     agent.told("sandbox_session_create", empty).await?;
+    for (script, expected) in [
+        ("echo one > a".to_owned(), "+one"),
+        (format!("{commit}; echo two > a"), "+two"),
+    ] {
+        agent
+            .told("sandbox_session_exec", json!({"command": script}))
+            .await?;
+        let (note, patch) = exported(&agent, json!({})).await?;
+        assert_eq!(note, "The patch has the changes since the session began.");
+        ensure!(
+            patch.contains("new file") && patch.contains(expected) && !patch.contains("-one"),
+            "{patch}"
+        );
+    }
     assert_eq!(
         agent
-            .call_refused("sandbox_workspace_export_patch", json!({}))
+            .call_refused(
+                "sandbox_workspace_export_patch",
+                json!({"base": "no-such-commit"})
+            )
             .await?,
-        ("not_a_repository".to_owned(), "run".to_owned())
+        ("invalid_request".to_owned(), "run".to_owned())
     );
-    let script = format!("echo one > a; {commit}; echo two > a");
-    agent
-        .told("sandbox_session_exec", json!({"command": script}))
-        .await?;
-    let (note, patch) = exported(&agent, json!({})).await?;
-    assert_eq!(
-        note,
-        "The patch has the changes since the last commit (HEAD)."
-    );
+    let (_, patch) = exported(&agent, json!({"base": "HEAD"})).await?;
     ensure!(patch.contains("-one\n+two"), "{patch}");
     cluster.worker.shut_down().await
 }
