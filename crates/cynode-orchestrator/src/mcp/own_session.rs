@@ -114,7 +114,7 @@ impl Gateway {
                 format!("session {} has ended and its workspace is gone", own.id),
             );
             let remedy = format!(
-                "Call {} to start a new session with an empty workspace.",
+                "Call {} to start a new session. The files of this one do not come back.",
                 client.surface.spelled("sandbox.session.create")
             );
             ToolFailure::recorded(Stage::Run, error.with_remedy(remedy))

@@ -18,7 +18,15 @@ pub struct Machine {
 }
 
 /// The variables that name directories.
-const VARIABLES: [&str; 4] = ["HOME", "XDG_CONFIG_HOME", "CODEX_HOME", "COPILOT_HOME"];
+const VARIABLES: [&str; 5] = [
+    "HOME",
+    "XDG_CONFIG_HOME",
+    STATE_HOME,
+    "CODEX_HOME",
+    "COPILOT_HOME",
+];
+/// Where the client commands and the bridge remember things.
+pub const STATE_HOME: &str = "XDG_STATE_HOME";
 
 impl Machine {
     pub fn of_environment() -> Self {
@@ -95,6 +103,13 @@ impl Machine {
             Failure::usage("no home directory: HOME is not set")
                 .remedy("Set HOME to an absolute path.")
         })
+    }
+
+    /// The directory of the user's state, if it is not the one that every process of the user finds.
+    pub fn state_home(&self) -> Option<&Path> {
+        let usual = self.variable("HOME").map(|home| home.join(".local/state"));
+        self.variable(STATE_HOME)
+            .filter(|directory| Some(*directory) != usual.as_deref())
     }
 
     /// The state directory, if the bridge would not find it without the variables of this process.

@@ -207,6 +207,10 @@ fn target(
     } else if let Some(state) = machine.state_directory(globals)? {
         arguments.extend(["--state-dir".to_owned(), text(&state)?]);
     }
+    // The bridge and the user's commands share what they remember of the directory.
+    if let Some(home) = machine.state_home() {
+        environment.push((locate::STATE_HOME.to_owned(), text(home)?));
+    }
     if let Some(ca) = &globals.ca {
         arguments.extend(["--ca".to_owned(), text(&std::path::absolute(ca)?)?]);
     }

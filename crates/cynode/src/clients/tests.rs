@@ -136,6 +136,21 @@ fn every_client_has_one_id_and_a_file() {
 }
 
 #[test]
+fn a_state_home_is_named_only_if_the_bridge_would_not_find_it() {
+    let home = Path::new("/home/me");
+    let of = |state: &[(&'static str, &Path)]| {
+        let variables = [&[("HOME", home)], state].concat();
+        let machine = Machine::new(&variables, "");
+        machine.state_home().map(Path::to_owned)
+    };
+    assert_eq!(of(&[]), None);
+    let usual = Path::new("/home/me/.local/state");
+    assert_eq!(of(&[("XDG_STATE_HOME", usual)]), None);
+    let own = Path::new("/data/state");
+    assert_eq!(of(&[("XDG_STATE_HOME", own)]), Some(own.to_owned()));
+}
+
+#[test]
 fn the_entry_of_every_client_matches_its_golden_text() {
     let files = Files::new();
     let with_token = EntrySpec {

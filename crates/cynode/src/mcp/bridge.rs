@@ -260,8 +260,13 @@ impl Bridge {
         if !message.is_tool_call() || message.tool() == WITHOUT_SESSION {
             return self.forward(message, message.line.clone()).await;
         }
-        let makes_session = message.tool() == CREATE && !message.has_argument("session_id");
-        if makes_session && (!self.workspace.is_ready() || self.workspace.is_gone()) {
+        // The session may have ended since the last call, also by others.
+        let begins_with_directory =
+            !self.workspace.is_default() && !message.has_argument("workspace_ref");
+        if message.tool() == CREATE
+            && !message.has_argument("session_id")
+            && (begins_with_directory || !self.workspace.is_ready())
+        {
             return self.create(message).await;
         }
         if !self.workspace.is_ready()
@@ -269,9 +274,7 @@ impl Bridge {
         {
             return Ok(message.tool_failure(&refusal));
         }
-        let answer = self.forward(message, message.line.clone()).await?;
-        self.workspace.note(&answer);
-        Ok(answer)
+        self.forward(message, message.line.clone()).await
     }
 
     /// Forwards the creation of the session, with the directory as its workspace unless the client
@@ -279,19 +282,16 @@ impl Bridge {
     async fn create(&self, message: &Message) -> Result<Vec<u8>, Refusal> {
         let wants_directory = !message.has_argument("workspace_ref");
         let prepared = async {
-            let Some(claim) = self.workspace.claim().await? else {
-                return Ok(None);
-            };
+            let claim = self.workspace.claim().await?;
             let arguments = if wants_directory {
                 claim.arguments().await?
             } else {
                 serde_json::Map::new()
             };
-            Ok(Some((claim, arguments)))
+            Ok((claim, arguments))
         };
         let (claim, arguments) = match self.with_progress(message, prepared).await {
-            Ok(Some(prepared)) => prepared,
-            Ok(None) => return self.forward(message, message.line.clone()).await,
+            Ok(prepared) => prepared,
             Err(refusal) => return Ok(message.tool_failure(&refusal)),
         };
         let has_directory = arguments.contains_key("workspace_ref");
@@ -309,7 +309,9 @@ impl Bridge {
             .and_then(|id| id.parse().ok());
         // A note tells that the session existed.
         let is_new = structure["note"].is_null();
-        claim.fulfil(session.filter(|_| has_directory)).await?;
+        // One that exists is remembered already, unless its creation was interrupted.
+        let is_directorys = has_directory && (is_new || !claim.is_repeated());
+        claim.fulfil(session.filter(|_| is_directorys)).await?;
         if is_new
             && has_directory
             && let Some(content) = result["content"].as_array_mut()

@@ -1,8 +1,8 @@
 //! The workspace of the agent's session: the directory, brought in before the first tool call.
 //!
-//! Invariants: a session that exists is never filled again. Only when the server has said that its
-//! workspace is gone, and the agent creates the next session explicitly, the directory is brought
-//! again.
+//! Invariants: a session that exists is never filled again. Each session that the agent creates
+//! explicitly begins with the directory as it is then: only the server knows whether the creation
+//! makes one, so the directory is uploaded first.
 
 use std::{
     path::PathBuf,
@@ -32,8 +32,6 @@ use crate::{
 
 /// The tool that makes the session of a token.
 pub const CREATE: &str = "sandbox_session_create";
-/// The code of calls whose session ended, and whose workspace is gone.
-const GONE: &str = "session_ended";
 /// The revision of the bridge's own call.
 const REVISION: &str = "2025-06-18";
 
@@ -55,7 +53,6 @@ pub struct Workspace {
     turn: Mutex<Option<(u64, Refusal)>>,
     attempts: AtomicU64,
     is_ready: AtomicBool,
-    is_gone: AtomicBool,
 }
 
 /// The right to make the session, among all bridges of the directory.
@@ -94,11 +91,15 @@ impl Claim<'_> {
         Ok(arguments)
     }
 
+    /// Whether a session of the token was made with its workspace before.
+    pub const fn is_repeated(&self) -> bool {
+        self.agent.has_workspace
+    }
+
     /// The session exists.
     pub async fn fulfil(self, session: Option<SessionId>) -> Result<(), Refusal> {
         self.file.set_workspace(self.agent.token_id).await?;
         self.workspace.is_ready.store(true, Ordering::Relaxed);
-        self.workspace.is_gone.store(false, Ordering::Relaxed);
         self.workspace.remember(session);
         Ok(())
     }
@@ -107,15 +108,20 @@ impl Claim<'_> {
 impl Workspace {
     pub fn new(upstream: Arc<Upstream>, options: SessionOptions) -> Self {
         // The server makes a session with its defaults on first use.
-        let is_ready = options.directory.is_none() && options.image.is_none();
-        Self {
+        let mut workspace = Self {
             upstream,
             options,
             turn: Mutex::default(),
             attempts: AtomicU64::new(0),
-            is_ready: AtomicBool::new(is_ready),
-            is_gone: AtomicBool::new(false),
-        }
+            is_ready: AtomicBool::new(false),
+        };
+        workspace.is_ready = AtomicBool::new(workspace.is_default());
+        workspace
+    }
+
+    /// Whether sessions begin with the server's defaults.
+    pub const fn is_default(&self) -> bool {
+        self.options.directory.is_none() && self.options.image.is_none()
     }
 
     pub fn is_ready(&self) -> bool {
@@ -136,9 +142,11 @@ impl Workspace {
             return Err(refusal.clone());
         }
         let made = async {
-            let Some(claim) = self.claimed().await? else {
+            let claim = self.claimed().await?;
+            if claim.is_repeated() {
+                self.is_ready.store(true, Ordering::Relaxed);
                 return Ok(());
-            };
+            }
             let session = self.create(claim.arguments().await?).await?;
             claim.fulfil(session).await
         };
@@ -148,27 +156,23 @@ impl Workspace {
         made
     }
 
-    /// Lets a call of the client make the session. `None` if it exists already.
-    pub async fn claim(&self) -> Result<Option<Claim<'_>>, Refusal> {
+    /// Lets a call of the client make the session.
+    pub async fn claim(&self) -> Result<Claim<'_>, Refusal> {
         let _turn = self.turn.lock().await;
         self.claimed().await
     }
 
-    async fn claimed(&self) -> Result<Option<Claim<'_>>, Refusal> {
+    async fn claimed(&self) -> Result<Claim<'_>, Refusal> {
         let (file, _) = self.upstream.agent().await?;
         // Another bridge of this directory may be making it.
         let lock = file.lock_for_long("workspace").await?;
         let (file, agent) = self.upstream.agent().await?;
-        if agent.has_workspace && !self.is_gone() {
-            self.is_ready.store(true, Ordering::Relaxed);
-            return Ok(None);
-        }
-        Ok(Some(Claim {
+        Ok(Claim {
             workspace: self,
             file,
             agent,
             _lock: lock,
-        }))
+        })
     }
 
     /// Creates the session of the token, or finds the one that exists.
@@ -221,27 +225,6 @@ impl Workspace {
         }
     }
 
-    /// Looks at the answer of a tool: whether the workspace is gone.
-    pub fn note(&self, answer: &[u8]) {
-        if self.options.directory.is_none()
-            || !memmem(answer, GONE.as_bytes())
-            || self.is_gone.load(Ordering::Relaxed)
-        {
-            return;
-        }
-        let is_gone = Outline::of(answer)
-            .and_then(|outline| outline.result)
-            .and_then(|result| serde_json::from_str::<Value>(result.get()).ok())
-            .is_some_and(|result| {
-                result["isError"] == true && result["structuredContent"]["code"] == GONE
-            });
-        self.is_gone.store(is_gone, Ordering::Relaxed);
-    }
-
-    pub fn is_gone(&self) -> bool {
-        self.is_gone.load(Ordering::Relaxed)
-    }
-
     /// What calls are told while they wait.
     pub fn progress(&self) -> String {
         match &self.options.directory {
@@ -249,10 +232,6 @@ impl Workspace {
             None => "making the sandbox".to_owned(),
         }
     }
-}
-
-fn memmem(text: &[u8], part: &[u8]) -> bool {
-    text.windows(part.len()).any(|window| window == part)
 }
 
 /// Forgets the agent of a directory and revokes its token.

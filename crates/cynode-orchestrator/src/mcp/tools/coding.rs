@@ -31,7 +31,7 @@ pub(super) fn tools() -> Vec<Tool> {
             "sandbox.session.create",
             ToolEffect::Additive,
             "Start your session explicitly. Other tools start it on first use. Answers the running \
-             session, resumes a kept one, or starts a new one with an empty workspace.",
+             session, resumes a kept one, or starts a new one.",
         ),
         Tool::coding::<Exec>(
             "sandbox.session.exec",

@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::AuditKind;
 use cynode_client::AuditFilter;
-use cynode_tests::{Answer, Relay};
+use cynode_tests::{Answer, BASE, Relay};
 use http::Method;
 use serde_json::{Value, json};
 use tokio::{
@@ -109,6 +109,20 @@ impl<'a> Project<'a> {
         let at = time::OffsetDateTime::now_utc() + time::Duration::hours(hours);
         agent["expires_at"] = json!(at.format(&time::format_description::well_known::Rfc3339)?);
         Ok(fs_err::write(self.agent_file()?, agent.to_string())?)
+    }
+
+    /// Runs a command of the user in the directory.
+    fn here(&self, arguments: &[&str]) -> Result<cli::CommandResult> {
+        let mut command = self.command(arguments)?;
+        cli::run(command.current_dir(&self.directory), b"")
+    }
+
+    /// The session of the directory for the user's commands.
+    fn session(&self) -> Result<String> {
+        let shown = self
+            .here(&["session", "show", "--output", "json"])?
+            .json()?;
+        text(&shown["session_id"])
     }
 
     async fn count(&self, path: &str) -> Result<usize> {
@@ -281,8 +295,7 @@ async fn a_restarted_bridge_attaches_to_its_session_and_overwrites_nothing() -> 
     );
     ensure!(by_agent.contains("session.exec") && by_agent.contains("session.create"));
     // The user's commands find the agent's session by the directory.
-    let mut command = project.command(&["session", "exec", "--", "cat", "a.txt"])?;
-    let found = cli::run(command.current_dir(&project.directory), b"")?;
+    let found = project.here(&["session", "exec", "--", "cat", "a.txt"])?;
     assert_eq!(found.success()?, "two\n");
     cluster.worker.shut_down().await
 }
@@ -556,6 +569,38 @@ async fn the_next_session_begins_with_the_directory_as_it_is_then() -> Result<()
     let made = bridge.call("sandbox_session_create", json!({})).await?;
     assert_eq!(made["isError"], false, "{made}");
     assert_eq!(bridge.exec("cat a.txt").await?, "later\n");
+    // Also without a call between the end and the next session.
+    fs_err::write(project.directory.join("a.txt"), "even later\n")?;
+    bridge.call("sandbox_session_end", json!({})).await?;
+    let made = bridge.call("sandbox_session_create", json!({})).await?;
+    assert_eq!(made["isError"], false, "{made}");
+    assert_eq!(bridge.exec("cat a.txt").await?, "even later\n");
+    let second = text(&made["structuredContent"]["session_id"])?;
+    assert_eq!(project.session()?, second);
+    // A session that lives is answered unchanged, and stays the one of the directory.
+    bridge.exec("echo mine > a.txt").await?;
+    let same = bridge.call("sandbox_session_create", json!({})).await?;
+    assert_eq!(same["structuredContent"]["session_id"], second, "{same}");
+    assert_eq!(bridge.exec("cat a.txt").await?, "mine\n");
+    assert_eq!(project.session()?, second);
+    // And as the first call of a bridge that was started again.
+    bridge.call("sandbox_session_end", json!({})).await?;
+    ensure!(bridge.finish().await?.success());
+    fs_err::write(project.directory.join("a.txt"), "restarted\n")?;
+    let mut bridge = project.bridge()?;
+    bridge.initialize().await?;
+    let made = bridge.call("sandbox_session_create", json!({})).await?;
+    ensure!(
+        made["content"]
+            .to_string()
+            .contains("files of the user's directory"),
+        "{made}"
+    );
+    assert_eq!(bridge.exec("cat a.txt").await?, "restarted\n");
+    assert_eq!(
+        project.session()?,
+        text(&made["structuredContent"]["session_id"])?
+    );
     // A workspace of the client's own choice stays empty.
     bridge.call("sandbox_session_end", json!({})).await?;
     bridge
@@ -566,6 +611,51 @@ async fn the_next_session_begins_with_the_directory_as_it_is_then() -> Result<()
         .await?;
     assert_eq!(own["isError"], false, "{own}");
     assert_eq!(bridge.exec("ls").await?, "");
+    ensure!(bridge.finish().await?.success());
+    cluster.worker.shut_down().await
+}
+
+#[tokio::test]
+async fn a_user_connects_an_agent_and_applies_what_it_did() -> Result<()> {
+    let mut cluster = Cluster::with_image(BASE).await?;
+    let project = Project::new(&cluster, "project")?;
+    fs_err::write(project.directory.join("b.txt"), "unchanged\n")?;
+    project
+        .run(&["setting", "set", "sandbox.default_image", BASE])?
+        .success()?;
+    fs_err::create_dir_all(cluster.control_plane.world.directory().join("user/.cursor"))?;
+    state_directory(&cluster, Some(&cluster.orchestrator.url()?))?;
+    connect(&cluster, &project.directory, &["cursor", "--write"])?.success()?;
+    let mut bridge = Bridge::start(connected(&cluster, &project.directory)?)?;
+    bridge.initialize().await?;
+    let edit = json!({"path": "a.txt", "old": "one", "new": "two"});
+    let edited = bridge.call("sandbox_workspace_edit_file", edit).await?;
+    assert_eq!(edited["isError"], false, "{edited}");
+    let write = json!({"path": "src/c.txt", "content": "new\n"});
+    let written = bridge.call("sandbox_workspace_write_file", write).await?;
+    assert_eq!(written["isError"], false, "{written}");
+    // The user's commands in the directory, without naming anything. The bridge still runs.
+    let here = |arguments: &[&str]| -> Result<cli::CommandResult> {
+        let mut command = cynode(&cluster.control_plane.world)?;
+        let state = cluster.control_plane.world.directory().join("up-state");
+        command
+            .env("CYNODE_STATE_DIR", state)
+            .current_dir(&project.directory)
+            .args(arguments);
+        cli::run(&mut command, b"")
+    };
+    let diff = here(&["session", "diff"])?.success()?;
+    for part in ["-one\n+two", "+++ b/src/c.txt"] {
+        ensure!(diff.contains(part), "{part} is missing in\n{diff}");
+    }
+    ensure!(!diff.contains("b.txt"), "{diff}");
+    let read = |name: &str| fs_err::read_to_string(project.directory.join(name));
+    assert_eq!(read("a.txt")?, "one\n");
+    here(&["session", "pull", "--apply"])?.success()?;
+    assert_eq!(
+        (read("a.txt")?, read("b.txt")?, read("src/c.txt")?),
+        ("two\n".into(), "unchanged\n".into(), "new\n".into())
+    );
     ensure!(bridge.finish().await?.success());
     cluster.worker.shut_down().await
 }
@@ -622,6 +712,23 @@ fn state_directory(cluster: &Cluster, url: Option<&str>) -> Result<PathBuf> {
     Ok(directory)
 }
 
+/// The bridge as Cursor starts it by the file of a project: with few variables.
+fn connected(cluster: &Cluster, project: &Path) -> Result<std::process::Command> {
+    let file = fs_err::read(project.join(".cursor/mcp.json"))?;
+    let config: Value = serde_json::from_slice(&file)?;
+    let entry = &config["mcpServers"]["cynode"];
+    let mut command = std::process::Command::new(text(&entry["command"])?);
+    for argument in entry["args"].as_array().context("arguments")? {
+        command.arg(text(argument)?);
+    }
+    let user = cluster.control_plane.world.directory().join("user");
+    command.env_clear().env("HOME", user).current_dir("/");
+    for (name, value) in entry["env"].as_object().into_iter().flatten() {
+        command.env(name, text(value)?);
+    }
+    Ok(command)
+}
+
 /// Runs `cynode connect` in a project.
 fn connect(cluster: &Cluster, project: &Path, arguments: &[&str]) -> Result<cli::CommandResult> {
     let directory = cluster.control_plane.world.directory();
@@ -668,17 +775,13 @@ async fn what_connect_writes_starts_a_bridge_and_is_removed_again() -> Result<()
     );
     ensure!(run(&["--write"])?.stderr.contains("already"));
     // What it wrote, as the client starts it: with few variables.
-    let config: Value = serde_json::from_slice(&fs_err::read(&file)?)?;
-    let entry = &config["mcpServers"]["cynode"];
-    let mut command = std::process::Command::new(text(&entry["command"])?);
-    for argument in entry["args"].as_array().context("arguments")? {
-        command.arg(text(argument)?);
-    }
-    command.env_clear().env("HOME", &user).current_dir("/");
+    let command = connected(&cluster, &project.directory)?;
     let mut bridge = Bridge::start(command)?;
     bridge.initialize().await?;
     assert_eq!(bridge.exec("cat a.txt").await?, "one\n");
     ensure!(bridge.finish().await?.success());
+    // It remembers where the user's commands look, although the state is in a place of its own.
+    ensure!(project.agent_file().is_ok());
     // The configuration of the client came along, so the sandbox knows no secret of it.
     ensure!(!fs_err::read_to_string(&file)?.contains(&cluster.orchestrator.token()?));
     ensure!(run(&["--remove"])?.text().contains('-'));
