@@ -86,6 +86,9 @@ impl TableStyle {
         }
     }
 
+    /// Whole rows, whatever their place: for names from a sandbox, whose ends a reader must see.
+    pub const WHOLE: Self = Self { width: None };
+
     /// An id, as far as the style shows it.
     pub fn id(self, id: &impl ToString) -> String {
         let id = id.to_string();

@@ -19,8 +19,8 @@ use cynode_patch::{
 pub use self::{
     commit::CommitError,
     earlier::Earlier,
-    files::{FilesError, Received, receive},
-    summary::{FileSummary, Summary},
+    files::{FilesError, Received, ReceivedFile, receive},
+    summary::{FileSummary, Summary, rank},
 };
 use self::{
     commit::{New, PlannedChange, STAGING, Staging},

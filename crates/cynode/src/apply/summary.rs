@@ -363,6 +363,23 @@ pub(super) fn repositories<'a>(created: impl Iterator<Item = &'a [u8]>) -> BTree
         .collect()
 }
 
+const EXECUTABLE: &str = "executable";
+const SYMBOLIC_LINK: &str = "symbolic link";
+const RUNS_BY_ITSELF: &str = "runs by itself";
+const IN_REPOSITORY: &str = "part of a git repository";
+
+/// The order in which files are shown: first those that act without being asked, then others with a
+/// warning.
+pub fn rank(warnings: &[&str]) -> u8 {
+    if warnings.contains(&RUNS_BY_ITSELF) || warnings.contains(&IN_REPOSITORY) {
+        0
+    } else if warnings.is_empty() {
+        2
+    } else {
+        1
+    }
+}
+
 pub(super) fn warnings(
     path: &[u8],
     mode: Option<u32>,
@@ -370,12 +387,12 @@ pub(super) fn warnings(
 ) -> Vec<&'static str> {
     let mut found = Vec::new();
     if mode.is_some_and(|mode| mode & 0o170_000 == 0o120_000) {
-        found.push("symbolic link");
+        found.push(SYMBOLIC_LINK);
     } else if mode.is_some_and(|mode| mode & 0o111 != 0) {
-        found.push("executable");
+        found.push(EXECUTABLE);
     }
     if runs_by_itself(path) {
-        found.push("runs by itself");
+        found.push(RUNS_BY_ITSELF);
     }
     let is_in_repository = |directory: &Vec<u8>| {
         directory.is_empty()
@@ -384,7 +401,7 @@ pub(super) fn warnings(
                 .is_some_and(|rest| rest.starts_with(b"/"))
     };
     if repositories.iter().any(is_in_repository) {
-        found.push("part of a git repository");
+        found.push(IN_REPOSITORY);
     }
     found
 }

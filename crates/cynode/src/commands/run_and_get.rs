@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 use super::{CommandResult, run::task_or_new};
 use crate::{
-    apply::Received,
+    apply::{self, Received, ReceivedFile},
     bring::{self, BringOptions},
     cli::{Exec, Globals, OutputFormat, Run},
     failure::Failure,
@@ -45,6 +45,8 @@ const END_ATTEMPTS: usize = 20;
 const END_DELAY: Duration = Duration::from_millis(250);
 /// Fetched files that are listed by name.
 const MAX_SHOWN: usize = 20;
+/// Fetched files with a warning that are listed by name.
+const MAX_SHOWN_MARKED: usize = 1_000;
 
 pub async fn run(
     client: &UserClient,
@@ -233,33 +235,8 @@ impl SandboxRun<'_> {
 
 /// Names what comes out, the files to look at first.
 fn print(title: &str, received: &Received) {
-    let (marked, plain): (Vec<_>, Vec<_>) = received
-        .files
-        .iter()
-        .partition(|file| !file.warnings.is_empty());
-    let bytes = received.files.iter().map(|file| file.size).sum();
-    output::message(&format!(
-        "fetching {title}: {} files, {}",
-        received.files.len(),
-        output::size(bytes)
-    ));
-    for file in marked.iter().chain(&plain).take(MAX_SHOWN) {
-        let note = if file.warnings.is_empty() {
-            String::new()
-        } else {
-            format!(" ({})", file.warnings.join(", "))
-        };
-        output::message(&format!("  {} {}{note}", file.operation, line(&file.path)));
-    }
-    let more = received.files.len().saturating_sub(MAX_SHOWN);
-    if more > 0 {
-        let unseen = marked.len().saturating_sub(MAX_SHOWN);
-        let note = if unseen > 0 {
-            format!(", {unseen} of them executable or run by themselves")
-        } else {
-            String::new()
-        };
-        output::message(&format!("  and {more} more{note}"));
+    for text in lines(title, &received.files) {
+        output::message(&text);
     }
     for left in received.left_behind.iter().take(MAX_SHOWN) {
         output::message(&format!(
@@ -271,5 +248,90 @@ fn print(title: &str, received: &Received) {
     let more = received.left_behind.len().saturating_sub(MAX_SHOWN);
     if more > 0 {
         output::message(&format!("cynode: not fetched: {more} more"));
+    }
+}
+
+/// The list of files: every one with a warning, those that run by themselves first, and some of the
+/// others.
+fn lines(title: &str, files: &[ReceivedFile]) -> Vec<String> {
+    let mut files: Vec<&ReceivedFile> = files.iter().collect();
+    let bytes = files.iter().map(|file| file.size).sum();
+    let count = files.len();
+    // Keeps the order of paths within each rank.
+    files.sort_by_key(|file| apply::rank(&file.warnings));
+    let marked = files
+        .iter()
+        .filter(|file| !file.warnings.is_empty())
+        .count();
+    let shown = marked.clamp(MAX_SHOWN, MAX_SHOWN_MARKED).min(count);
+    let mut lines = vec![format!(
+        "fetching {title}: {count} files, {}",
+        output::size(bytes)
+    )];
+    lines.extend(files[..shown].iter().map(|file| {
+        let note = if file.warnings.is_empty() {
+            String::new()
+        } else {
+            format!(" ({})", file.warnings.join(", "))
+        };
+        format!("  {} {}{note}", file.operation, line(&file.path))
+    }));
+    if count > shown {
+        let note = match marked.saturating_sub(shown) {
+            0 => String::new(),
+            unseen => format!(", {unseen} of them executable or run by themselves"),
+        };
+        lines.push(format!("  and {} more{note}", count - shown));
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(path: &str, warnings: &[&'static str]) -> ReceivedFile {
+        ReceivedFile {
+            path: path.to_owned(),
+            operation: "create",
+            size: 1,
+            warnings: warnings.to_vec(),
+        }
+    }
+
+    #[test]
+    fn every_marked_file_is_named_and_those_that_run_by_themselves_come_first() {
+        let mut files: Vec<ReceivedFile> = (0..200)
+            .map(|number| file(&format!("a/{number:03}"), &["executable"]))
+            .collect();
+        files.extend((0..50).map(|number| file(&format!("b/{number:03}"), &[])));
+        files.push(file("z/.envrc", &["executable", "runs by itself"]));
+        files.push(file("z/repo/config", &["part of a git repository"]));
+        let text = lines("out", &files);
+        assert_eq!(text[1], "  create z/.envrc (executable, runs by itself)");
+        assert_eq!(text[2], "  create z/repo/config (part of a git repository)");
+        assert_eq!(text.iter().filter(|line| line.contains(" a/")).count(), 200);
+        assert_eq!(text.last().map(String::as_str), Some("  and 50 more"));
+
+        let many: Vec<ReceivedFile> = (0..2 * MAX_SHOWN_MARKED)
+            .map(|number| file(&number.to_string(), &["executable"]))
+            .collect();
+        let text = lines("out", &many);
+        assert_eq!(text.len(), MAX_SHOWN_MARKED + 2);
+        assert!(
+            text.last()
+                .is_some_and(|line| line.contains(&format!("{MAX_SHOWN_MARKED} of them"))),
+            "{:?}",
+            text.last()
+        );
+        let few = [file("one", &[]), file("two", &["executable"])];
+        assert_eq!(
+            lines("out", &few),
+            [
+                "fetching out: 2 files, 2 B",
+                "  create two (executable)",
+                "  create one"
+            ]
+        );
     }
 }

@@ -139,7 +139,8 @@ pub(super) fn print(summary: &Summary) -> Result<(), Failure> {
         return Ok(());
     }
     output::table(
-        TableStyle::new(false),
+        // A long directory must not push the name of a file, or its note, out of sight.
+        TableStyle::WHOLE,
         ["FILE", "CHANGE", "LINES", "NOTE"],
         summary.files.iter().map(row),
     )?;

@@ -586,6 +586,62 @@ async fn a_large_directory_comes_in() -> Result<()> {
     Ok(())
 }
 
+/// Runs a program on a terminal of 80 columns.
+const TERMINAL: &str =
+    "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))";
+
+#[tokio::test]
+async fn a_long_directory_hides_no_file_at_a_terminal() -> Result<()> {
+    let project = Project::new().await?;
+    project.put("a.txt", "one\n")?;
+    project
+        .cli(&["session", "create", ".", "--memory", "256m"])?
+        .success()?;
+    let path = format!("{}/.envrc", "long".repeat(50));
+    project.sh(&format!(
+        "mkdir -p $(dirname {path}); echo 'use flake' > {path}"
+    ))?;
+    let cynode = project.command(&project.directory)?;
+    for arguments in [["diff", "--stat"], ["pull", "--exclude=nothing"]] {
+        let mut command = Command::new("python3");
+        for (name, value) in cynode.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        command
+            .current_dir(&project.directory)
+            .args(["-c", TERMINAL])
+            .arg(cynode.get_program())
+            .arg("session")
+            .args(arguments);
+        let seen = run(&mut command, b"")?.success()?;
+        let line = seen.lines().find(|line| line.contains("long"));
+        ensure!(
+            line.is_some_and(|line| line.contains(&path) && line.contains("runs by itself")),
+            "{seen}"
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_resumed_session_still_knows_what_it_began_with() -> Result<()> {
+    let project = Project::new().await?;
+    project.put("a.txt", "one\n")?;
+    let made = project.json(&["session", "create", ".", "--memory", "256m"])?;
+    let id = made["session_id"].as_str().context("an id")?;
+    project.sh("echo two > a.txt")?;
+    project
+        .cli(&["session", "end", "--keep-workspace"])?
+        .success()?;
+    project.cli(&["session", "resume", id])?.success()?;
+    let diff = project.cli(&["session", "diff"])?.success()?;
+    ensure!(diff.contains("-one\n+two"), "{diff}");
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_worker_alone_takes_no_directories() -> Result<()> {
     let world = cynode_tests::World::new()?;
