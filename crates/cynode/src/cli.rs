@@ -12,7 +12,7 @@ use clap::{
     Args, CommandFactory as _, Parser, Subcommand, ValueEnum,
     error::{ContextKind, ContextValue},
 };
-use cynode_api::{LimitsRequest, NetworkPolicy, SessionId, SessionState, SignalName, WorkspaceRef};
+use cynode_api::{LimitsRequest, NetworkPolicy, SessionId, SessionState, SignalName};
 
 pub use agents::{Connect, Mcp};
 pub use audit::{
@@ -474,6 +474,7 @@ pub struct Kill {
 }
 
 #[derive(Debug, Args)]
+#[command(after_help = "A lone argument such as 2h is the TIME of this directory's session.")]
 pub struct Extend {
     /// Name, id or part of the id [default: the session of this directory]
     pub session: Option<String>,
@@ -481,7 +482,7 @@ pub struct Extend {
     #[arg(value_name = "TIME", value_parser = parse::duration, conflicts_with = "lifetime")]
     pub time: Option<Duration>,
     /// Lifetime from now on, such as 2h
-    #[arg(long, value_name = "TIME", value_parser = parse::duration, required_unless_present_any = ["idle", "time"])]
+    #[arg(long, value_name = "TIME", value_parser = parse::duration)]
     pub lifetime: Option<Duration>,
     /// Idle timeout from now on, such as 1h
     #[arg(long, value_name = "TIME", value_parser = parse::duration)]
@@ -539,9 +540,10 @@ pub struct Create {
     /// Image name or reference
     #[arg(long, value_name = "REF", default_value = "default")]
     pub image: String,
-    /// Workspace: `new`, or `workspace:UUID` kept by an earlier session of the task
+    /// Workspace: `new`, or `workspace:UUID` kept by an earlier session of the task, or
+    /// `workspace:SESSION`, the one that this session kept
     #[arg(long, value_name = "REF")]
-    pub workspace: Option<WorkspaceRef>,
+    pub workspace: Option<String>,
     /// Environment variable; may be repeated
     #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub env: Vec<(String, String)>,

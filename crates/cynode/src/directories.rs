@@ -203,18 +203,6 @@ pub fn client_state() -> Option<PathBuf> {
     Some(state.join("cynode-client"))
 }
 
-/// The client's own directory in the user's state. `None` if the user has no home directory.
-pub fn state() -> Option<PathBuf> {
-    let variable = |name: &str| {
-        std::env::var_os(name)
-            .map(PathBuf::from)
-            .filter(|path| path.is_absolute())
-    };
-    variable("XDG_STATE_HOME")
-        .or_else(|| variable("HOME").map(|home| home.join(".local/state")))
-        .map(|state| state.join("cynode-client"))
-}
-
 /// Takes the lock, which others hold for milliseconds.
 fn wait_for(lock: &fs_err::File) -> io::Result<()> {
     let deadline = Instant::now() + LOCK_TIMEOUT;

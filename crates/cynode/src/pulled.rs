@@ -88,7 +88,7 @@ fn report(problem: &str, error: &io::Error) {
 }
 
 fn directory_of_records() -> Option<PathBuf> {
-    directories::state().map(|state| state.join("pulled"))
+    directories::client_state().map(|state| state.join("pulled"))
 }
 
 /// Removes the records of a session that has ended.

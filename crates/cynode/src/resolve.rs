@@ -22,6 +22,7 @@ use crate::{
 const CANDIDATES: usize = 10;
 /// The length of a whole id.
 const ID_LENGTH: usize = 36;
+const AMBIGUOUS: &str = "ambiguous";
 
 /// An object that a command can name.
 trait Nameable: ListItem {
@@ -183,6 +184,57 @@ pub async fn artifact(
         .map(|artifact| artifact.id)
 }
 
+/// The user of a request that takes a name or an id, also by part of the id.
+pub async fn user_text(client: &UserClient, text: &str) -> Result<String, Failure> {
+    let user = known::<User>(client, text).await?;
+    Ok(user.map_or_else(|| text.to_owned(), |user| user.id.to_string()))
+}
+
+/// The subject of records, also by part of the id of a user, a node or a token. A name takes
+/// precedence.
+pub async fn subject_text(client: &UserClient, text: &str) -> Result<String, Failure> {
+    let (user, node, token) = (
+        known::<User>(client, text).await?,
+        known::<Node>(client, text).await?,
+        known::<Token>(client, text).await?,
+    );
+    let is_named = user.as_ref().is_some_and(|user| user.name == text)
+        || node.as_ref().is_some_and(|node| node.name == text);
+    if is_named {
+        return Ok(text.to_owned());
+    }
+    let found = [
+        user.map(|user| user.id.to_string()),
+        // Records of nodes are found by name.
+        node.map(|node| node.name),
+        token.map(|token| token.id.to_string()),
+    ];
+    let mut found: Vec<String> = found.into_iter().flatten().collect();
+    match found.len() {
+        0 => Ok(text.to_owned()),
+        1 => Ok(found.remove(0)),
+        _ => Err(Failure::new(
+            USAGE,
+            AMBIGUOUS,
+            format!("'{text}' fits several subjects: {}", found.join(", ")),
+        )
+        .remedy("Write more digits of the id.")),
+    }
+}
+
+/// The object that a text may name. `None` for a whole id, and for what is not found: callers who
+/// may not list users can name themselves, and the audit trail outlives what it names.
+async fn known<T: Nameable>(client: &UserClient, text: &str) -> Result<Option<T>, Failure> {
+    if text.len() == ID_LENGTH || id_part(text).is_none() {
+        return Ok(None);
+    }
+    match find::<T>(client.sessions(), text).await {
+        Ok(found) => Ok(Some(found)),
+        Err(failure) if failure.code() == AMBIGUOUS => Err(failure),
+        Err(_) => Ok(None),
+    }
+}
+
 /// Finds the object of an option, if the option is given.
 pub async fn optional<T>(
     text: Option<&str>,
@@ -247,7 +299,7 @@ fn only<T: Nameable>(text: &str, mut found: Listing<T>) -> Result<T, Failure> {
     };
     Err(Failure::new(
         USAGE,
-        "ambiguous",
+        AMBIGUOUS,
         format!(
             "'{text}' fits {count} {}s: {}{rest}",
             T::KIND,

@@ -50,7 +50,10 @@ async fn filter(client: &UserClient, args: &AuditFilterArgs) -> Result<AuditFilt
         })
         .await?,
         call: None,
-        subject: args.subject.clone(),
+        subject: resolve::optional(args.subject.as_deref(), async |subject| {
+            resolve::subject_text(client, subject).await
+        })
+        .await?,
         decision: args.decision,
         action: args.action.clone(),
         since: args.since,

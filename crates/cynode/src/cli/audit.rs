@@ -37,7 +37,7 @@ pub struct AuditFilterArgs {
     /// Only records of this job
     #[arg(long)]
     pub job: Option<String>,
-    /// Only records of this user, agent or node (name or id)
+    /// Only records of this user, agent or node: name, id or part of the id
     #[arg(long, value_name = "NAME")]
     pub subject: Option<String>,
     /// Only records with this decision: allow or deny
@@ -163,7 +163,7 @@ pub enum Policy {
 
 #[derive(Debug, Args)]
 pub struct PolicyTestArgs {
-    /// Caller, by user name or id [default: yourself]
+    /// Caller, by user name, id or part of the id [default: yourself]
     #[arg(long, value_name = "NAME")]
     pub user: Option<String>,
     /// Caller, by token id or a part of it

@@ -131,7 +131,10 @@ fn print_policy(globals: &Globals, policy: &ApiPolicy) -> CommandResult {
 async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> CommandResult {
     let request = PolicyTest {
         version: Some(API_VERSION),
-        user: args.user,
+        user: resolve::optional(args.user.as_deref(), async |user| {
+            resolve::user_text(client, user).await
+        })
+        .await?,
         token_id: resolve::optional(args.token.as_deref(), async |token| {
             resolve::token(client, token).await
         })

@@ -1,6 +1,6 @@
 //! `session kill` and `session extend`.
 
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Duration};
 
 use cynode_api::{API_VERSION, SessionPatch, SignalName, SignalScope};
 use cynode_client::SessionClient;
@@ -12,7 +12,7 @@ use crate::{
     cli::{Extend, Globals, Kill},
     commands::print_done,
     failure::Failure,
-    output,
+    output, parse, resolve,
 };
 
 pub async fn kill(
@@ -53,13 +53,11 @@ pub async fn extend(
     globals: &Globals,
     args: Extend,
 ) -> Result<ExitCode, Failure> {
-    let id = super::target(client, args.session.as_deref()).await?;
+    let (session, lifetime) = meant(&args)?;
+    let id = super::target(client, session).await?;
     let patch = SessionPatch {
         version: Some(API_VERSION),
-        max_lifetime_seconds: args
-            .time
-            .or(args.lifetime)
-            .map(|time| time.as_secs().max(1)),
+        max_lifetime_seconds: lifetime.map(|time| time.as_secs().max(1)),
         idle_timeout_seconds: args.idle.map(|time| time.as_secs().max(1)),
         labels: None,
     };
@@ -75,4 +73,60 @@ pub async fn extend(
             left(session.idle_expires_at)
         ),
     )
+}
+
+/// The session and the lifetime that the arguments of `extend` mean: a lone time is that of this
+/// directory's session.
+fn meant(args: &Extend) -> Result<(Option<&str>, Option<Duration>), Failure> {
+    let lifetime = args.time.or(args.lifetime);
+    let session = args.session.as_deref();
+    if lifetime.is_some() || (args.idle.is_some() && session.is_none()) {
+        return Ok((session, lifetime));
+    }
+    // A bare number is more likely a part of an id. With --idle, so is what can be one, like 2d.
+    let is_time = |text: &&str| {
+        !text.bytes().all(|byte| byte.is_ascii_digit())
+            && (args.idle.is_none() || resolve::id_part(text).is_none())
+    };
+    let time = session
+        .filter(is_time)
+        .and_then(|text| parse::duration(text).ok());
+    match time {
+        Some(_) => Ok((None, time)),
+        None if args.idle.is_some() => Ok((session, None)),
+        None => Err(Failure::usage("a time is missing")
+            .remedy("Write 'cynode session extend [SESSION] 2h', or use --lifetime or --idle.")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lone_time_is_that_of_this_directorys_session() {
+        let hours = |hours| Some(Duration::from_hours(hours));
+        let of = |session: Option<&str>, time, idle| {
+            let args = Extend {
+                session: session.map(str::to_owned),
+                time,
+                lifetime: None,
+                idle,
+            };
+            meant(&args)
+                .map(|(session, time)| (session.map(str::to_owned), time))
+                .map_err(|failure| failure.code().to_owned())
+        };
+        let named = |name: &str| Some(name.to_owned());
+        assert_eq!(of(Some("2h"), None, None), Ok((None, hours(2))));
+        assert_eq!(of(Some("2d"), None, None), Ok((None, hours(48))));
+        assert_eq!(of(Some("."), hours(2), None), Ok((named("."), hours(2))));
+        assert_eq!(of(Some("2h"), hours(1), None), Ok((named("2h"), hours(1))));
+        assert_eq!(of(Some("2h"), None, hours(1)), Ok((None, hours(2))));
+        assert_eq!(of(Some("2d"), None, hours(1)), Ok((named("2d"), None)));
+        assert_eq!(of(None, None, hours(1)), Ok((None, None)));
+        for missing in [None, Some("7f3a"), Some("12"), Some(".")] {
+            assert_eq!(of(missing, None, None), Err("usage".to_owned()));
+        }
+    }
 }

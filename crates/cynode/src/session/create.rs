@@ -43,8 +43,12 @@ pub async fn create(
     let options = BringOptions {
         gitignore: args.gitignore,
     };
+    let kept = workspace(client, args.workspace.as_deref()).await?;
+    let (workspace, its_task) =
+        kept.map_or((None, None), |(reference, task)| (Some(reference), task));
     let mut request = UserSessionCreate {
-        task_id: task,
+        task_id: task.or(its_task),
+        workspace_ref: workspace,
         ..request(args)
     };
     if client.surface() == Surface::Worker {
@@ -80,6 +84,27 @@ async fn warn_of_missing_snapshot(client: &SessionClient, id: SessionId) {
             sanitize::line(&reason)
         ));
     }
+}
+
+/// The workspace that the arguments name. If they name the session that kept it, also its task,
+/// which is the only one that may use it.
+async fn workspace(
+    client: &SessionClient,
+    text: Option<&str>,
+) -> Result<Option<(WorkspaceRef, Option<TaskId>)>, Failure> {
+    let Some(text) = text else { return Ok(None) };
+    let invalid = match text.parse() {
+        Ok(reference) => return Ok(Some((reference, None))),
+        Err(invalid) => invalid,
+    };
+    let Some(session) = text.strip_prefix("workspace:").filter(|it| !it.is_empty()) else {
+        return Err(Failure::usage(format!("--workspace: {invalid}"))
+            .remedy("Write 'new' or 'workspace:SESSION'."));
+    };
+    let session = resolve::session(client, session).await?;
+    let session = client.get_session(session).await?;
+    let reference = WorkspaceRef::Workspace(session.workspace_id);
+    Ok(Some((reference, Some(session.task_id))))
 }
 
 /// Refuses what only an orchestrator can do.
@@ -148,7 +173,7 @@ fn request(args: Create) -> UserSessionCreate {
         name: args.name,
         session_id: Some(args.id.unwrap_or_else(SessionId::generate)),
         image_ref: Some(args.image),
-        workspace_ref: args.workspace,
+        workspace_ref: None,
         env: args.env.into_iter().collect(),
         limits: (limits != LimitsRequest::default()).then_some(limits),
         network_policy: args.network.map(Into::into),

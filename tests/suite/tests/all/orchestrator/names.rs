@@ -443,6 +443,77 @@ async fn commands_take_a_name_or_any_unique_part_of_an_id() -> Result<()> {
     cli(&["session", "end", "my-app"])?.success()?;
     assert_eq!(id_of("my-app")?, again.trim_end());
 
+    // The workspace that a session kept, which also brings its task.
+    let keeper = cli(&[
+        "session",
+        "create",
+        "--name",
+        "my-keeper",
+        "--output",
+        "json",
+    ])?
+    .json()?;
+    cli(&["session", "end", "--keep-workspace", "my-keeper"])?.success()?;
+    let keeper_id = keeper["session_id"].as_str().context("an id")?;
+    for text in ["my-keeper", &keeper_id[20..]] {
+        let workspace = format!("workspace:{text}");
+        let next = cli(&[
+            "session",
+            "create",
+            "--workspace",
+            &workspace,
+            "--output",
+            "json",
+        ])?
+        .json()?;
+        for field in ["workspace_id", "task_id"] {
+            assert_eq!(next[field], keeper[field], "{text}");
+        }
+        let next = next["session_id"].as_str().context("an id")?;
+        cli(&["session", "end", "--keep-workspace", next])?.success()?;
+    }
+    for bad in ["kept", "workspace:"] {
+        let refused = cli(&["session", "create", "--workspace", bad])?;
+        assert_eq!(refused.failure(), (64, "usage".to_owned()), "{bad}");
+    }
+
+    // A user of a policy test, and a subject of the audit trail.
+    let user = cli(&["user", "create", "ada"])?;
+    ensure!(user.code == Some(0), "{user:?}");
+    let users = cli(&["user", "list", "--output", "json"])?.json()?;
+    let id_of_user = |name: &str| {
+        let items = users["items"].as_array()?;
+        let user = items.iter().find(|user| user["name"] == name)?;
+        user["id"].as_str().map(str::to_owned)
+    };
+    let ada = id_of_user("ada").context("a user")?;
+    for text in ["ada", &ada, &ada[26..]] {
+        let verdict = cli(&[
+            "policy",
+            "test",
+            "--user",
+            text,
+            "--action",
+            "node.drain",
+            "--output",
+            "json",
+        ])?;
+        let verdict: Value = serde_json::from_slice(&verdict.stdout)?;
+        assert_eq!(verdict["allowed"], false, "{text}: {verdict}");
+    }
+    let admin = id_of_user("admin").context("a user")?;
+    for text in ["admin", &admin, &admin[26..]] {
+        let records = cli(&[
+            "audit",
+            "tail",
+            "--subject",
+            text,
+            "--action",
+            "user.create",
+        ])?;
+        ensure!(records.success()?.contains("user.create"), "{text}");
+    }
+
     // Other kinds.
     let job = fleet
         .job(ONE, "echo from the job", Retry::Never)
@@ -781,6 +852,26 @@ async fn a_detached_command_is_read_attached_to_and_ended() -> Result<()> {
         (64, "usage".to_owned())
     );
 
+    // A lone time is that of this directory's session.
+    for (arguments, hours) in [
+        (&["3h"][..], 3),
+        (&[".", "4h"], 4),
+        (&["5h", "--idle", "1h"], 5),
+    ] {
+        let extended = cli(&[&["session", "extend"], arguments].concat())?;
+        ensure!(extended.code == Some(0), "{extended:?}");
+        let shown = cli(&["session", "show", "--output", "json"])?.json()?;
+        let left = time::OffsetDateTime::parse(
+            shown["expires_at"].as_str().context("a time")?,
+            &time::format_description::well_known::Rfc3339,
+        )? - time::OffsetDateTime::now_utc();
+        ensure!(
+            (left - time::Duration::hours(hours)).abs() < time::Duration::minutes(5),
+            "{arguments:?}: {left}"
+        );
+    }
+    let timeless = cli(&["session", "extend", "."])?;
+    assert_eq!(timeless.failure(), (64, "usage".to_owned()));
     let before = cli(&["session", "show", "--output", "json"])?.json()?["expires_at"].clone();
     let extended = cli(&["session", "extend", "--lifetime", "50h", "--idle", "2h"])?;
     assert!(
