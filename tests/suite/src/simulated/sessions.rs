@@ -275,6 +275,7 @@ impl Shared {
             ended_at: None,
             create_duration_ms: Some(0),
             running_execs: 0,
+            proxies: true,
         };
         state.sessions.insert(
             request.session_id,
