@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use rustix::fs::Mode;
 use tar::{Builder, EntryType, Header};
 
-use super::{UnpackError, pack_file, pack_tree, unpack, unpack::Unpacked};
+use super::{UnpackError, pack_file, pack_tree, tree_bytes, unpack, unpack::Unpacked};
 
 /// A directory with a target and a file beside it.
 struct Scratch {
@@ -564,6 +564,30 @@ fn trees_round_trip_with_modes_and_links() {
     fs_err::set_permissions(fresh.join("readonly"), PermissionsExt::from_mode(0o755))
         .expect("mode");
     unpack(&bytes[..], &fresh, Mode::empty(), |_| {}).expect("unpacked again");
+}
+
+#[test]
+fn the_size_of_an_archive_is_known_before_it_is_packed() {
+    let scratch = Scratch::new();
+    let target = scratch.target();
+    let packed = || {
+        let mut archive = Vec::new();
+        pack_tree(&target, &mut archive).expect("packed");
+        (tree_bytes(&target).expect("counted"), archive.len() as u64)
+    };
+    let (expected, actual) = packed();
+    assert_eq!(expected, actual, "an empty directory");
+    for size in [0, 1, 511, 512, 513, 70_000] {
+        fs_err::write(target.join(format!("of-{size}")), vec![b'x'; size]).expect("written");
+    }
+    fs_err::create_dir_all(target.join("a/b")).expect("made");
+    std::os::unix::fs::symlink("of-1", target.join("a/link")).expect("link");
+    let (expected, actual) = packed();
+    assert_eq!(expected, actual);
+    // A name that needs an entry of its own adds that, and no more.
+    fs_err::write(target.join("n".repeat(200)), "x").expect("written");
+    let (expected, actual) = packed();
+    assert_eq!(expected + 1_024, actual);
 }
 
 #[test]

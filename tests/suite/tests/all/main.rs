@@ -27,5 +27,6 @@ mod reference;
 mod rootless;
 mod runtime;
 mod sba;
+mod scripts;
 mod sessions;
 mod soak;

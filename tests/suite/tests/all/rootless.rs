@@ -175,6 +175,32 @@ async fn doctor_reports_an_ordinary_users_capabilities() -> Result<()> {
         String::from_utf8_lossy(&output.stdout)
     );
 
+    // What an image costs is said for the pool as it is, and as it is by default.
+    let copies = |setting: &str| -> Result<String> {
+        let path = world.config(&Options::default())?;
+        let text = fs_err::read_to_string(&path)?;
+        ensure!(text.contains("pool_size = 0\n"), "{text}");
+        fs_err::write(&path, text.replace("pool_size = 0\n", setting))?;
+        let output = world
+            .command()?
+            .args(["doctor", "--output", "json", "--state-dir"])
+            .arg(world.state_dir())
+            .arg("--config")
+            .arg(&path)
+            .output()?;
+        let copies = check(&output, "image copies")?;
+        ensure!(copies["status"] == "adapted", "{copies}");
+        Ok(copies["detail"].as_str().context("a text")?.to_owned())
+    };
+    for (setting, warm) in [("", "2"), ("pool_size = 5\n", "5")] {
+        let told = copies(setting)?;
+        ensure!(
+            told.contains("id blocks keeps its own copy")
+                && told.contains(&format!("for the {warm} warm sandboxes")),
+            "{told}"
+        );
+    }
+
     // A limit that is unenforced for an ordinary user is a problem unless it is allowed by name.
     let allowed = check(&output, "cgroups")?;
     let strict = check(

@@ -193,6 +193,39 @@ async fn the_examples_of_the_documents_run_in_order_and_print_what_they_show() -
 }
 
 #[test]
+fn five_minutes_need_at_most_eight_commands_until_the_patch_is_applied() -> Result<()> {
+    let markdown = fs_err::read_to_string(repository().join("README.md"))?;
+    let (_, section) = markdown
+        .split_once("\n## Five minutes\n")
+        .context("the section")?;
+    let section = section.split("\n## ").next().unwrap_or_default();
+    // A line may have several commands.
+    let commands: Vec<String> = examples(section)
+        .iter()
+        .flat_map(|example| example.command.split("&&"))
+        .map(|command| command.trim().to_owned())
+        .collect();
+    let applied = commands
+        .iter()
+        .position(|command| command == "cynode session pull --apply")
+        .context("no pull")?;
+    ensure!(applied < 8, "{:?}", &commands[..=applied]);
+    // The transcript has the same ones.
+    let transcript = fs_err::read_to_string(repository().join("docs/first-patch.md"))?;
+    let shown = examples(&transcript);
+    for command in commands[..=applied]
+        .iter()
+        .filter(|it| it.starts_with("cynode "))
+    {
+        ensure!(
+            shown.iter().any(|example| example.command == *command),
+            "docs/first-patch.md lacks '{command}'"
+        );
+    }
+    Ok(())
+}
+
+#[test]
 fn every_relative_link_of_a_document_leads_to_a_file() -> Result<()> {
     let mut documents = vec![repository().join("docs")];
     let mut files: Vec<_> = [
