@@ -50,6 +50,6 @@ pub const JOB: &str = "/job";
 pub const ARTIFACTS: &str = "/job/artifacts";
 /// The base of an export that stands for what the session began with.
 pub const BROUGHT: &str = "brought";
-/// The same for a session that began with an empty workspace, of which there is no snapshot: without
-/// one, everything is new. Not the name of any commit. Older agents reject it.
+/// The same for a session that began with an empty workspace: without a snapshot, everything is
+/// new. Not the name of any commit. Older agents reject it.
 pub const BROUGHT_NOTHING: &str = "brought:nothing";
