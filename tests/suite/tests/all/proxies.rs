@@ -42,7 +42,7 @@ fn parse(answer: &str) -> Result<(u16, Value)> {
 
 async fn ask(client: &SessionClient, id: SessionId, text: &str) -> Result<(u16, Value)> {
     let printed = client.exec(id, &sh(&script(text))).await?;
-    parse(&printed.stdout).with_context(|| printed.stderr.clone())
+    parse(&printed.stdout).with_context(|| format!("{text}: {}", printed.stderr))
 }
 
 async fn answers_again(client: &SessionClient, id: SessionId, after: &str) -> Result<()> {
@@ -114,8 +114,10 @@ async fn processes_of_a_sandbox_reach_its_proxies_whatever_dies(world: World) ->
     assert!(!body.to_string().contains("pass"), "{body}");
     let no_proxy = r"ask 127.0.0.1 3128 'GET / HTTP/1.0\r\n\r\n'";
     assert_eq!(ask(&client, id, no_proxy).await?.0, 400);
-    let models = r"ask localhost 11434 'GET /api/tags HTTP/1.0\r\n\r\n'";
-    assert_eq!(ask(&client, id, models).await?.0, 503);
+    // The inference listener ends a request when its client stops sending, as nc does.
+    let models = sh("wget -Y off -qO- http://localhost:11434/api/tags 2>&1");
+    let models = client.exec(id, &models).await?;
+    assert!(models.stdout.contains("503"), "{models:?}");
     let report = r"CYNODE_CALLBACK_URL=http://x/v1/job; post '{}'";
     let (status, body) = ask(&client, id, report).await?;
     assert_eq!(
