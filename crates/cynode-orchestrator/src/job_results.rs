@@ -19,7 +19,8 @@ use crate::{
 };
 
 /// The longest result to keep. A node may add members to one of the largest size.
-const MAX_KEPT_RESULT_BYTES: u64 = MAX_RESULT_BYTES as u64 + (4 << 20);
+const MAX_KEPT_RESULT_BYTES: u64 = 36 << 20;
+const _: () = assert!(MAX_KEPT_RESULT_BYTES > MAX_RESULT_BYTES as u64);
 /// The longest failure code to repeat.
 const MAX_CODE_BYTES: usize = 64;
 /// What a shortened result keeps of the message of a failure.

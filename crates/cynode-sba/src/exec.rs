@@ -41,7 +41,7 @@ const MAX_RECENT_IDS: usize = 1_024;
 const EXIT_ACKNOWLEDGED: u64 = u64::MAX;
 
 #[derive(Debug)]
-pub(crate) struct Chunk {
+pub(crate) struct OutputChunk {
     pub(crate) seq: u64,
     pub(crate) stream: Stream,
     pub(crate) at_ms: u64,
@@ -58,7 +58,7 @@ pub(crate) struct Exec {
     subreaper: i32,
     /// The command's own process, which leads its group.
     main: Cell<i32>,
-    unacked: RefCell<VecDeque<Chunk>>,
+    unacked: RefCell<VecDeque<OutputChunk>>,
     unacked_bytes: Cell<usize>,
     last_seq: Cell<u64>,
     /// The newest chunk that was sent on any connection; later chunks can still grow.
@@ -352,7 +352,7 @@ impl Exec {
             _ => {
                 let seq = self.last_seq.get() + 1;
                 self.last_seq.set(seq);
-                unacked.push_back(Chunk {
+                unacked.push_back(OutputChunk {
                     seq,
                     stream,
                     at_ms: now_ms(),
@@ -504,7 +504,7 @@ impl Exec {
     }
 
     /// Takes the oldest output: a consumer in this process needs no acknowledgements.
-    pub(crate) fn take(&self) -> Option<Chunk> {
+    pub(crate) fn take(&self) -> Option<OutputChunk> {
         let chunk = self.unacked.borrow_mut().pop_front()?;
         self.unacked_bytes
             .set(self.unacked_bytes.get() - chunk.data.len());

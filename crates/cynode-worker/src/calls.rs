@@ -169,7 +169,7 @@ impl Calls {
 
     /// Records a call. Returns `None` if its id is taken by an earlier call, or if the memory is
     /// full of calls in flight. Fails if the call was barred.
-    fn begin(self: &Arc<Self>, id: CallId) -> Result<Option<OpenCall>, ApiError> {
+    fn begin(self: &Arc<Self>, id: CallId) -> Result<Option<RunningCall>, ApiError> {
         let mut memory = self.0.lock();
         if memory.barred.contains(&id) {
             return Err(ApiError::new(
@@ -195,7 +195,7 @@ impl Calls {
             },
         );
         memory.evict();
-        Ok(Some(OpenCall(ResultRecorder {
+        Ok(Some(RunningCall(ResultRecorder {
             calls: Arc::clone(self),
             id,
         })))
@@ -221,9 +221,9 @@ impl ResultRecorder {
 
 /// A call in flight. Dropping it without a response marks the call abandoned.
 #[derive(Debug)]
-struct OpenCall(ResultRecorder);
+struct RunningCall(ResultRecorder);
 
-impl OpenCall {
+impl RunningCall {
     fn finish(self, response: &Response) {
         let result = response
             .headers()
@@ -237,7 +237,7 @@ impl OpenCall {
     }
 }
 
-impl Drop for OpenCall {
+impl Drop for RunningCall {
     fn drop(&mut self) {
         self.0.calls.0.lock().end(self.0.id, |call| {
             if call.state == CallState::Running {

@@ -15,11 +15,11 @@ use crate::{
 
 #[derive(Debug, Deserialize)]
 struct DoctorReport {
-    checks: Vec<Check>,
+    checks: Vec<HostCheck>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Check {
+struct HostCheck {
     name: String,
     status: String,
     detail: String,
@@ -27,7 +27,7 @@ struct Check {
     fix: Option<String>,
 }
 
-impl Check {
+impl HostCheck {
     fn is_problem(&self) -> bool {
         self.status.eq_ignore_ascii_case("problem")
     }
@@ -47,7 +47,7 @@ pub async fn run(globals: &Globals, args: &Doctor) -> Result<ExitCode, Failure> 
         OutputFormat::Json => output::json(&value)?,
         OutputFormat::Table => print(&report)?,
     }
-    Ok(if report.checks.iter().any(Check::is_problem) {
+    Ok(if report.checks.iter().any(HostCheck::is_problem) {
         ExitCode::from(1)
     } else {
         ExitCode::SUCCESS

@@ -31,7 +31,7 @@ use super::{
 };
 use crate::{
     calls::{ResultRecorder, with_result},
-    execs::{self, Command, Exec, ExecInput, InputSpool, OpenExec, StdinDelivery},
+    execs::{self, Exec, ExecCommand, ExecInput, InputSpool, OpenExec, StdinDelivery},
     sessions::{Live, SessionEntry, check_version, exec_environment},
 };
 
@@ -285,7 +285,7 @@ async fn run(
     // Held until the caller attaches its own guard, so that the exec is never seen as abandoned.
     let _watch_guard = exec.watch();
     (request.stdin, request.stdin_b64) = (None, None);
-    let command = Command {
+    let command = ExecCommand {
         argv: std::mem::take(&mut request.argv),
         env: exec_environment(&entry.record(), &request.env),
         input,

@@ -3,7 +3,7 @@ use serde_json::json;
 
 use super::*;
 
-fn begin(calls: &Arc<Calls>, id: CallId) -> OpenCall {
+fn begin(calls: &Arc<Calls>, id: CallId) -> RunningCall {
     calls.begin(id).expect("in time").expect("room")
 }
 

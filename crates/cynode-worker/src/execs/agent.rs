@@ -23,7 +23,7 @@ use crate::{
 const AGENT_DEADLINE_SLACK: Duration = Duration::from_secs(15);
 
 /// The parts of a command that its record does not hold.
-pub(crate) struct Command {
+pub(crate) struct ExecCommand {
     pub(crate) argv: Vec<String>,
     pub(crate) env: Vec<(String, String)>,
     pub(crate) input: ExecInput,
@@ -41,7 +41,7 @@ pub(crate) async fn start(
     live: Arc<Live>,
     execs: Arc<SessionExecs>,
     exec: Arc<Exec>,
-    command: Command,
+    command: ExecCommand,
 ) -> Result<(), ApiError> {
     let channel = match request_start(&live, &exec, &command).await {
         Ok(channel) => Some(channel),
@@ -93,7 +93,11 @@ async fn feed(live: Arc<Live>, exec: Arc<Exec>, mut input: ExecInput, stdin_open
 }
 
 /// Asks the agent to start the command and waits for its confirmation.
-async fn request_start(live: &Live, exec: &Exec, command: &Command) -> Result<Channel, ApiError> {
+async fn request_start(
+    live: &Live,
+    exec: &Exec,
+    command: &ExecCommand,
+) -> Result<Channel, ApiError> {
     let link = live.link()?;
     let request = Request::Exec(ExecStart {
         exec_id: exec.id(),
@@ -113,11 +117,11 @@ async fn request_start(live: &Live, exec: &Exec, command: &Command) -> Result<Ch
     }
 }
 
-fn wants_stdin(command: &Command) -> bool {
+fn wants_stdin(command: &ExecCommand) -> bool {
     command.stdin_open || !command.input.is_empty()
 }
 
-fn open_stdin(exec: &Exec, command: &Command) -> Option<mpsc::Receiver<Stdin>> {
+fn open_stdin(exec: &Exec, command: &ExecCommand) -> Option<mpsc::Receiver<Stdin>> {
     wants_stdin(command).then(|| {
         let (sender, receiver) = mpsc::channel(1);
         *exec.stdin.lock() = Some(sender);

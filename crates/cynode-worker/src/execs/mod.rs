@@ -15,7 +15,7 @@ mod runtime;
 mod spool;
 mod stdin;
 
-pub(crate) use agent::{Command, adopt as adopt_by_agent, start as start_by_agent};
+pub(crate) use agent::{ExecCommand, adopt as adopt_by_agent, start as start_by_agent};
 pub(crate) use exec::{Exec, Reader, ReaderEvent, WatchGuard};
 pub(crate) use input::{ExecInput, InputSpool};
 pub(crate) use registry::{OpenExec, SessionExecs};

@@ -25,7 +25,7 @@ use futures_util::StreamExt as _;
 use time::OffsetDateTime;
 use tokio::{io::AsyncWriteExt as _, sync::mpsc, time::Instant};
 
-use super::{Exec, Piece, SessionExecs, agent::Command, agent::abandoned};
+use super::{Exec, Piece, SessionExecs, agent::ExecCommand, agent::abandoned};
 use crate::{
     process::{self, SandboxProcess},
     runtime::{ExecOutput, ExecSpec, RuntimeExec},
@@ -43,7 +43,7 @@ pub(crate) async fn start(
     live: Arc<Live>,
     execs: Arc<SessionExecs>,
     exec: Arc<Exec>,
-    mut command: Command,
+    mut command: ExecCommand,
 ) -> Result<(), ApiError> {
     command
         .env
@@ -150,7 +150,7 @@ async fn follow(
     execs: Arc<SessionExecs>,
     exec: Arc<Exec>,
     started: StartedExec,
-    command: Command,
+    command: ExecCommand,
 ) {
     let _activity = live.activity();
     let StartedExec {
@@ -218,7 +218,7 @@ async fn follow(
 fn feed(
     exec: &Arc<Exec>,
     mut input: std::pin::Pin<Box<dyn tokio::io::AsyncWrite + Send>>,
-    mut command: Command,
+    mut command: ExecCommand,
 ) {
     let (sender, mut receiver) = mpsc::channel::<super::exec::Stdin>(1);
     if command.stdin_open {

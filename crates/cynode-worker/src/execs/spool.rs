@@ -25,7 +25,7 @@ pub(crate) struct Piece {
 }
 
 #[derive(Debug)]
-struct Segment {
+struct SpoolSegment {
     first_seq: u64,
     bytes: u64,
     path: PathBuf,
@@ -35,7 +35,7 @@ struct Segment {
 pub(crate) struct Spool {
     directory: PathBuf,
     exec_id: ExecId,
-    segments: Vec<Segment>,
+    segments: Vec<SpoolSegment>,
     current: Option<fs_err::File>,
     last_seq: u64,
 }
@@ -100,7 +100,7 @@ impl Spool {
                 remove(&path);
                 continue;
             }
-            spool.segments.push(Segment {
+            spool.segments.push(SpoolSegment {
                 first_seq,
                 bytes: whole,
                 path,
@@ -149,7 +149,7 @@ impl Spool {
                     .open(&path)?,
             );
             if full {
-                self.segments.push(Segment {
+                self.segments.push(SpoolSegment {
                     first_seq,
                     bytes: 0,
                     path,
@@ -237,7 +237,7 @@ impl Spool {
         })
     }
 
-    fn segment_of(&self, seq: u64) -> Option<&Segment> {
+    fn segment_of(&self, seq: u64) -> Option<&SpoolSegment> {
         self.segments
             .iter()
             .rev()

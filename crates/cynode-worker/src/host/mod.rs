@@ -80,13 +80,13 @@ pub struct Choice {
 }
 
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub struct HostReport {
     pub checks: Vec<Check>,
     /// `None` if no container could be run.
     pub choice: Option<Choice>,
 }
 
-impl Report {
+impl HostReport {
     #[must_use]
     pub fn problems(&self) -> Vec<&Check> {
         self.checks
@@ -97,7 +97,7 @@ impl Report {
 }
 
 /// Runs all checks.
-pub async fn examine(config: &Config) -> Report {
+pub async fn examine(config: &Config) -> HostReport {
     let agent = agent_binary(config);
     let (mut checks, runtime) = match config.engine {
         Engine::Podman => with_podman(config, &agent).await,
@@ -127,7 +127,7 @@ pub async fn examine(config: &Config) -> Report {
             ids,
         },
     );
-    Report { checks, choice }
+    HostReport { checks, choice }
 }
 
 /// The setup in which the trial container ran.
@@ -304,7 +304,7 @@ struct CachedSetup {
 
 /// The setup for this host. A cached one is valid until the next boot with the same engine, so that
 /// a restarted worker skips the trial.
-pub(crate) async fn choose(config: &Config) -> Result<Choice, Report> {
+pub(crate) async fn choose(config: &Config) -> Result<Choice, HostReport> {
     let cache = config.directory().join("host.json");
     let key = key(config).await;
     let cached = fs_err::read(&cache)

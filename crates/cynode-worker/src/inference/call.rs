@@ -51,7 +51,7 @@ pub(super) fn record_refused(error: RecordError) -> Refusal {
 }
 
 /// The body for a sandbox: pieces, or the error that breaks it off.
-type Piece = Result<Bytes, std::io::Error>;
+type RelayedPiece = Result<Bytes, std::io::Error>;
 
 /// A computation that is about to leave the node.
 pub(super) struct Computation {
@@ -181,7 +181,7 @@ impl Computation {
         let kind = kind.unwrap_or(HeaderValue::from_static("application/json"));
         let format = kind.to_str().ok().and_then(AnswerFormat::of_content_type);
         let format = format.unwrap_or(AnswerFormat::Json);
-        let (pieces, body) = mpsc::channel::<Piece>(1);
+        let (pieces, body) = mpsc::channel::<RelayedPiece>(1);
         let body = stream::unfold(body, async |mut body| {
             let piece = body.recv().await?;
             Some((piece, body))
@@ -399,7 +399,7 @@ impl AnswerEnd {
 
 /// The last piece of an answer that is broken off: an error where clients look for it, or, in a
 /// document, the end of the connection.
-fn broken_off(format: AnswerFormat, message: &str) -> Piece {
+fn broken_off(format: AnswerFormat, message: &str) -> RelayedPiece {
     let error = serde_json::json!({ "error": message });
     match format {
         AnswerFormat::Lines => Ok(Bytes::from(format!("\n{error}\n"))),
@@ -413,7 +413,7 @@ fn broken_off(format: AnswerFormat, message: &str) -> Piece {
 
 /// Carries an answer from the server to the client.
 struct Pump {
-    pieces: mpsc::Sender<Piece>,
+    pieces: mpsc::Sender<RelayedPiece>,
     scanner: AnswerScanner,
     filter: Option<UsageFilter>,
     idle: Duration,

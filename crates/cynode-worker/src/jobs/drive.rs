@@ -26,8 +26,8 @@ use super::{
     record::{JobEntry, JobRecord},
 };
 use crate::{
-    execs::{self, Command, Exec, ExecInput, OpenExec, WatchGuard},
-    sessions::{Admission, JobSandboxRequest, Live, SessionEntry, exec_environment},
+    execs::{self, Exec, ExecCommand, ExecInput, OpenExec, WatchGuard},
+    sessions::{JobAdmission, JobSandboxRequest, Live, SessionEntry, exec_environment},
 };
 
 /// Attempts to start the command while the agent does not answer.
@@ -217,7 +217,7 @@ impl Jobs {
                 allowed_models,
             };
             self.sessions
-                .reserve(admitted, image, Admission::AlreadyGranted)
+                .reserve(admitted, image, JobAdmission::AlreadyGranted)
                 .await?
                 .commit()
                 .await
@@ -250,7 +250,7 @@ impl Jobs {
             if let Some(tokens) = window.filter(|_| is_runner) {
                 env.push((CONTEXT_TOKENS_VARIABLE.to_owned(), tokens.to_string()));
             }
-            let command = Command {
+            let command = ExecCommand {
                 argv: request.argv.clone(),
                 env,
                 input: ExecInput::default(),

@@ -45,7 +45,7 @@ use crate::{
     inference::{JobUsage, check_source},
     journal::{Journal, blocking, interrupted},
     runtime::Image,
-    sessions::{Admission, JobSandboxRequest, Sessions, check_version, journal_error},
+    sessions::{JobAdmission, JobSandboxRequest, Sessions, check_version, journal_error},
 };
 
 pub(crate) use artifacts::KeptArtifact;
@@ -241,7 +241,7 @@ impl Jobs {
         };
         let reservation = self
             .sessions
-            .reserve(admitted, image, Admission::CheckCapacity)
+            .reserve(admitted, image, JobAdmission::CheckCapacity)
             .await?;
         let recorded = async {
             if let Some(specification) = specification {

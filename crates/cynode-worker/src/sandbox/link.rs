@@ -98,7 +98,7 @@ pub(crate) struct AgentConnection {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct LinkState {
     /// Requests take parked connections in FIFO order.
     parked: Mutex<mpsc::Receiver<AgentConnection>>,
     park: mpsc::Sender<AgentConnection>,
@@ -111,7 +111,7 @@ struct Shared {
 
 #[derive(Debug)]
 pub(crate) struct AgentLink {
-    shared: Arc<Shared>,
+    shared: Arc<LinkState>,
     accepting: AbortHandle,
 }
 
@@ -130,7 +130,7 @@ impl AgentLink {
         };
         let listener = bind(directory, SOCKET).map_err(failed)?;
         let (park, parked) = mpsc::channel(MAX_PARKED);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(LinkState {
             parked: Mutex::new(parked),
             park,
             present: watch::Sender::new(false),
@@ -209,7 +209,7 @@ pub(crate) fn bind(directory: &Path, name: &str) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-async fn accept(listener: UnixListener, shared: Arc<Shared>) {
+async fn accept(listener: UnixListener, shared: Arc<LinkState>) {
     let ungreeted = Arc::new(Semaphore::new(MAX_UNGREETED));
     loop {
         let stream = match listener.accept().await {
@@ -266,7 +266,7 @@ fn is_init(stream: &UnixStream, init: Option<InitProcess>) -> bool {
 /// `checked`: the peer has already been identified as process 1.
 async fn greet(
     stream: UnixStream,
-    shared: &Shared,
+    shared: &LinkState,
     checked: bool,
 ) -> Result<(Role, AgentConnection), LinkError> {
     let mut init_changes = shared.init.subscribe();
@@ -358,7 +358,7 @@ mod tests {
         ] {
             let (worker, mut agent) = UnixStream::pair().expect("a pair");
             let (park, parked) = mpsc::channel(1);
-            let shared = Shared {
+            let shared = LinkState {
                 parked: Mutex::new(parked),
                 park,
                 present: watch::Sender::new(false),

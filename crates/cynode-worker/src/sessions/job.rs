@@ -44,7 +44,7 @@ pub(crate) struct JobSandboxRequest<'a> {
 
 /// Whether admission may fail because the node is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Admission {
+pub(crate) enum JobAdmission {
     CheckCapacity,
     /// Admitted before by a worker that crashed.
     AlreadyGranted,
@@ -98,7 +98,7 @@ impl Sessions {
         self: &Arc<Self>,
         job: JobSandboxRequest<'_>,
         image: Image,
-        admission: Admission,
+        admission: JobAdmission,
     ) -> Result<Reservation<'_>, ApiError> {
         let JobSandboxRequest {
             run,
@@ -112,7 +112,7 @@ impl Sessions {
         let checked = validate::check(&request, &self.capacity)?;
         let sandbox_id = SandboxId::from_uuid(*run.job_id.as_uuid());
         let lock = self.admission_lock.lock().await;
-        if admission == Admission::CheckCapacity {
+        if admission == JobAdmission::CheckCapacity {
             self.check_room()?;
             self.check_capacity(checked.limits.memory_bytes)?;
         }

@@ -58,7 +58,7 @@ pub(crate) use create::CreateOutcome;
 pub(crate) use end::EndRequest;
 pub(crate) use environment::exec_environment;
 pub(crate) use fill::Upstream;
-pub(crate) use job::{Admission, JobSandboxRequest};
+pub(crate) use job::{JobAdmission, JobSandboxRequest};
 pub(crate) use live::{Activity, Live, OpenWatch};
 pub(crate) use validate::check_version;
 

@@ -196,7 +196,8 @@ async fn a_coding_round_needs_no_optional_argument() -> Result<()> {
         (Some("ended"), Some("done"))
     );
     ensure!(
-        told.starts_with(&format!("session {session}: ended")),
+        told.starts_with("Its workspace ")
+            && told.contains(&format!(" is deleted.\nsession {session}: ended")),
         "{told}"
     );
 
