@@ -14,7 +14,7 @@ use cynode_sba_proto::{
 use serde_json::{Value, json};
 
 use crate::{
-    model_server::{ModelServer, Reply, calls, finishes, prompt_text, says},
+    model_server::{ModelServer, Reply, calls, finishes, prompt_text},
     support::{PATIENCE, Sandbox, as_user, eventually, job},
 };
 
@@ -233,7 +233,7 @@ fn an_agents_step_in_flight_ends_the_job() {
 fn a_process_that_answers_on_loopback_can_not_speak_for_the_model() {
     let sandbox = Sandbox::new();
     let server = node_models(&sandbox, |number, _| match number {
-        0 => says("I am not done."),
+        0 => calls("list_tree", &json!({})),
         _ => finishes(),
     });
     let (worker, child) = Worker::start_job(&sandbox, &agent_job(), 1, None, &json!([]));
