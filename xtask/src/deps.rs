@@ -83,7 +83,12 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     (
         "cynode-bench",
-        &["cynode-api", "cynode-client", "cynode-tests"],
+        &[
+            "cynode-api",
+            "cynode-client",
+            "cynode-sba-proto",
+            "cynode-tests",
+        ],
     ),
     (
         "cynode-bench-audit",

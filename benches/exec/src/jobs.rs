@@ -12,29 +12,42 @@ use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 use crate::{Plan, ours::Ours, rivals::time_of, samples::Samples};
 
-/// The rows that the report compares with each other.
 pub(crate) const STEP: &str = "a step of a job";
 pub(crate) const FIRST_STEP: &str = "the runner's start to the first step";
 pub(crate) const SPAWN: &str = "plain spawn on the host";
 
-/// Times of one job's steps, of the start of its runner, and of plain spawns in the same run.
-pub(crate) async fn measure(plan: &Plan, ours: &Ours) -> Result<Vec<Samples>> {
-    let (mut step, mut first, mut spawn) = (
-        Samples::new(STEP),
-        Samples::new(FIRST_STEP),
-        Samples::new(SPAWN),
-    );
+/// Two measurements, each with plain spawns of the same run.
+#[derive(Debug, Default)]
+pub(crate) struct JobTimes {
+    pub(crate) steps: Vec<Samples>,
+    pub(crate) starts: Vec<Samples>,
+}
+
+pub(crate) async fn measure(plan: &Plan, ours: &Ours) -> Result<JobTimes> {
+    let (mut step, mut beside_steps) = (Samples::new(STEP), Samples::new(SPAWN));
     for _ in 0..plan.job_rounds {
-        let (begin, periods) = run(ours, plan.job_steps).await?;
-        first.push(begin);
+        let (_, periods) = run(ours, plan.job_steps).await?;
         for period in periods {
             step.push(period);
         }
-        for _ in 0..plan.job_steps / 10 {
-            spawn.push(time_of(Command::new("true").stdin(Stdio::null()))?);
-        }
+        spawn(plan.job_steps / 10, &mut beside_steps)?;
     }
-    Ok(vec![step, first, spawn])
+    let (mut first, mut beside_starts) = (Samples::new(FIRST_STEP), Samples::new(SPAWN));
+    for _ in 0..plan.job_starts {
+        first.push(run(ours, 1).await?.0);
+        spawn(10, &mut beside_starts)?;
+    }
+    Ok(JobTimes {
+        steps: vec![step, beside_steps],
+        starts: vec![first, beside_starts],
+    })
+}
+
+fn spawn(number: usize, samples: &mut Samples) -> Result<()> {
+    for _ in 0..number {
+        samples.push(time_of(Command::new("true").stdin(Stdio::null()))?);
+    }
+    Ok(())
 }
 
 /// Runs a job of `true`: from the start of its runner to its first step, and from each step to the

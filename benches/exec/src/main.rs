@@ -17,6 +17,7 @@
 mod bombs;
 mod create;
 mod exec;
+mod first_token;
 mod jobs;
 mod memory;
 mod report;
@@ -62,6 +63,8 @@ struct Plan {
     /// Jobs, and the steps of each.
     job_rounds: u32,
     job_steps: usize,
+    /// Jobs of one step, for the start of the runner.
+    job_starts: u32,
 }
 
 impl Plan {
@@ -78,11 +81,18 @@ impl Plan {
             bomb_seconds: if quick { 10 } else { 60 },
             job_rounds: if quick { 2 } else { 5 },
             job_steps: if quick { 200 } else { 1_000 },
+            job_starts: if quick { 10 } else { 50 },
         }
     }
 }
 
 fn main() -> Result<()> {
+    let called: Vec<_> = std::env::args_os().skip(1).collect();
+    if let [name, server] = called.as_slice()
+        && name == first_token::PROBE
+    {
+        return first_token::probe(server.as_ref());
+    }
     let arguments = Arguments::parse();
     // One thread for the client: it only waits for servers, and a hop between threads would count
     // as latency.
@@ -119,6 +129,8 @@ async fn run(plan: Plan) -> Result<Report> {
 
     print_progress("steps of jobs");
     report.jobs = jobs::measure(&plan, &ours).await?;
+    print_progress("first tokens");
+    report.first_token = first_token::measure(&plan).await?;
     print_progress("create and end");
     let beside = World::new()?;
     let mut pooled = Ours::start(&beside, &Options::default().set("pool_size", "1")).await?;

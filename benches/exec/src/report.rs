@@ -1,6 +1,6 @@
 //! The report, as text or JSON.
 
-use std::fmt;
+use std::{fmt, time::Duration};
 
 use cynode_bench::table::{json_of, latencies, table};
 use serde_json::{Value, json};
@@ -9,6 +9,8 @@ use crate::{
     bombs::Neighbour,
     create::Burst,
     exec::{BY_ORCHESTRATOR, PODMAN_EXEC, Parallel},
+    first_token::FirstToken,
+    jobs::JobTimes,
     machine::Facts,
     memory::Idle,
     samples::{Samples, milliseconds},
@@ -23,7 +25,8 @@ pub(crate) struct Report {
     pub(crate) parallel: Parallel,
     pub(crate) create: Vec<Samples>,
     pub(crate) end: Vec<Samples>,
-    pub(crate) jobs: Vec<Samples>,
+    pub(crate) jobs: JobTimes,
+    pub(crate) first_token: FirstToken,
     pub(crate) burst: Burst,
     pub(crate) neighbour: Neighbour,
     pub(crate) transfers: Vec<Transfer>,
@@ -44,7 +47,8 @@ impl Report {
             parallel,
             create: Vec::new(),
             end: Vec::new(),
-            jobs: Vec::new(),
+            jobs: JobTimes::default(),
+            first_token: FirstToken::default(),
             burst: Burst::default(),
             neighbour: Neighbour::default(),
             transfers: Vec::new(),
@@ -53,13 +57,51 @@ impl Report {
         }
     }
 
-    fn latencies(&self) -> [(&'static str, &[Samples]); 4] {
+    fn latencies(&self) -> [(&'static str, &[Samples]); 7] {
         [
             ("exec of true", &self.exec),
             ("create", &self.create),
             ("end", &self.end),
-            ("step of a job", &self.jobs),
+            ("step of a job", &self.jobs.steps),
+            ("start of a job", &self.jobs.starts),
+            ("first token", &self.first_token.ways),
+            ("audit record", &self.first_token.append),
         ]
+    }
+
+    /// What ours adds to the lower bound that it is compared with.
+    fn overheads(&self) -> Vec<String> {
+        let medians = |ways: &[Samples]| match ways {
+            [ours, bound] if !ours.is_empty() && !bound.is_empty() => {
+                Some((ours.p50(), bound.p50()))
+            }
+            _ => None,
+        };
+        let over = |(ours, bound): (Duration, Duration)| milliseconds(ours.saturating_sub(bound));
+        let times = |ours: Duration, bound: Duration| ours.as_secs_f64() / bound.as_secs_f64();
+        let mut lines = Vec::new();
+        if let Some((step, spawn)) = medians(&self.jobs.steps) {
+            lines.push(format!(
+                "step of a job: {:.2} ms over a plain spawn, {:.1} plain spawns",
+                over((step, spawn)),
+                times(step.saturating_sub(spawn), spawn)
+            ));
+        }
+        if let Some((start, spawn)) = medians(&self.jobs.starts) {
+            lines.push(format!(
+                "start of a job: {:.1} plain spawns to the first step",
+                times(start, spawn)
+            ));
+        }
+        if let Some(both) = medians(&self.first_token.ways) {
+            let append = self.first_token.append.first().map(Samples::p50);
+            lines.push(format!(
+                "first token: {:.2} ms over the model server itself; a durable append takes {:.2} ms",
+                over(both),
+                milliseconds(append.unwrap_or_default())
+            ));
+        }
+        lines
     }
 
     pub(crate) fn json(&self) -> Value {
@@ -124,8 +166,10 @@ impl Report {
 
     /// The ratio of our times to each of the others, as text.
     fn ratios(&self) -> Vec<String> {
-        let mut lines = Vec::new();
-        let groups = self.latencies().into_iter().chain(
+        let mut lines = self.overheads();
+        // The others are lower bounds.
+        let compared = self.latencies().into_iter().take(3);
+        let groups = compared.chain(
             self.transfers
                 .iter()
                 .map(|transfer| (transfer.name, transfer.ways.as_slice())),
