@@ -45,6 +45,10 @@ pub enum ModelReply {
     Silence,
     /// A stream without an end.
     Endless,
+    /// The same in large pieces, as fast as they are read.
+    Flood,
+    /// The same with a pause before each piece.
+    Trickle(Duration),
     /// One piece of a stream, then nothing, ever.
     Stall,
     /// A stream that breaks off after its pieces.
@@ -179,6 +183,11 @@ impl ModelServer {
     /// Adds an answer. Answers are given in the order in which they were added.
     pub fn reply(&self, reply: ModelReply) {
         self.shared.script().replies.push_back(reply);
+    }
+
+    /// Drops the answers that were not given yet.
+    pub fn forget_replies(&self) {
+        self.shared.script().replies.clear();
     }
 
     /// Replaces the models. The flag says whether another host runs the model.
@@ -406,6 +415,20 @@ async fn answer(
             loop {
                 form.piece(write, &json!({"content": "more "})).await?;
                 tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        }
+        ModelReply::Flood => {
+            form.begin_stream(write).await?;
+            let text = "more ".repeat(3_000);
+            loop {
+                form.piece(write, &json!({"content": text})).await?;
+            }
+        }
+        ModelReply::Trickle(pause) => {
+            form.begin_stream(write).await?;
+            loop {
+                tokio::time::sleep(pause).await;
+                form.piece(write, &json!({"content": "more "})).await?;
             }
         }
         ModelReply::Stall => {

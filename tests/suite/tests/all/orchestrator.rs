@@ -1,6 +1,7 @@
 //! The control plane: the roles that `up` runs besides the worker, the user API, and the commands
 //! that use it.
 
+mod agent_jobs;
 mod audit;
 mod backup;
 mod callers;

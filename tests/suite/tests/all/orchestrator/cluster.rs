@@ -24,6 +24,14 @@ impl Cluster {
 
     /// The same with another default image.
     pub(super) async fn with_image(image: &str) -> Result<Self> {
+        Self::with_options(image, |options| options).await
+    }
+
+    /// The same with more settings of the worker.
+    pub(super) async fn with_options(
+        image: &str,
+        settings: impl FnOnce(Options) -> Options,
+    ) -> Result<Self> {
         let control_plane = ControlPlane::new().await?;
         let key = control_plane
             .world
@@ -45,7 +53,7 @@ impl Cluster {
             )
             .set("registration_key_file", &format!("{key:?}"))
             .set("name", "\"node-1\"");
-        let worker = control_plane.world.worker(&options).await?;
+        let worker = control_plane.world.worker(&settings(options)).await?;
         let client = orchestrator.client()?;
         let ready = async || {
             Ok(client

@@ -19,7 +19,7 @@ use super::cluster::{Cluster, session, text};
 const REVISION: &str = "2025-06-18";
 
 /// An agent with a token.
-struct McpAgent<'a> {
+pub(super) struct McpAgent<'a> {
     cluster: &'a Cluster,
     token: String,
     path: &'static str,
@@ -35,7 +35,7 @@ impl<'a> McpAgent<'a> {
     }
 
     /// An agent with its own token for some tasks.
-    async fn with_token_for(
+    pub(super) async fn with_token_for(
         cluster: &'a Cluster,
         owner: &str,
         kind: &str,
@@ -89,13 +89,13 @@ impl<'a> McpAgent<'a> {
             .collect()
     }
 
-    async fn call(&self, tool: &str, arguments: Value) -> Result<Value> {
+    pub(super) async fn call(&self, tool: &str, arguments: Value) -> Result<Value> {
         self.rpc("tools/call", &json!({"name": tool, "arguments": arguments}))
             .await
     }
 
     /// Calls a tool, which must succeed, and returns its result.
-    async fn call_ok(&self, tool: &str, arguments: Value) -> Result<Value> {
+    pub(super) async fn call_ok(&self, tool: &str, arguments: Value) -> Result<Value> {
         let answer = self.call(tool, arguments).await?;
         let result = &answer["result"];
         ensure!(result["isError"] == false, "{tool}: {answer}");

@@ -34,12 +34,12 @@ fn request(task: &str, steps: &[Value]) -> Result<JobCreate> {
     })
 }
 
-async fn task(cluster: &Cluster, body: &Value) -> Result<String> {
+pub(super) async fn task(cluster: &Cluster, body: &Value) -> Result<String> {
     let admin = cluster.orchestrator.token()?;
     text(&cluster.make(&admin, "/v1/tasks", body).await?["id"])
 }
 
-async fn ended(client: &UserClient, id: JobId) -> Result<Job> {
+pub(super) async fn ended(client: &UserClient, id: JobId) -> Result<Job> {
     eventually("the job ends", TIMEOUT, async || {
         Ok(client.job(id).await?.state.is_final())
     })
@@ -53,14 +53,14 @@ async fn run_to_end(client: &UserClient, request: &JobCreate) -> Result<Ended> {
 }
 
 /// Reads an artifact of a task.
-async fn artifact(cluster: &Cluster, task: &str, path: &str) -> Result<Vec<u8>> {
+pub(super) async fn artifact(cluster: &Cluster, task: &str, path: &str) -> Result<Vec<u8>> {
     let path = format!("/v1/tasks/{task}/artifacts/{}", path.replace(' ', "%20"));
     let answer = Answer::of(cluster.request(Method::GET, &path)?).await?;
     ensure!(answer.status == 200, "{path}: {answer:?}");
     Ok(answer.body.to_vec())
 }
 
-async fn nothing_is_left_on_the_node(cluster: &Cluster) -> Result<()> {
+pub(super) async fn nothing_is_left_on_the_node(cluster: &Cluster) -> Result<()> {
     let worker = cluster.control_plane.world.state_dir().join("worker");
     eventually("the sandbox and its disk are gone", TIMEOUT, async || {
         let workspaces = fs_err::read_dir(worker.join("workspaces"))?.count();
@@ -395,7 +395,7 @@ async fn the_trail_has_what_a_job_is_and_the_hash_of_its_result_but_no_content()
     Ok(())
 }
 
-struct Commands<'a>(&'a Cluster);
+pub(super) struct Commands<'a>(pub(super) &'a Cluster);
 
 impl Commands<'_> {
     fn command(&self) -> Result<std::process::Command> {
@@ -406,7 +406,7 @@ impl Commands<'_> {
         Ok(command)
     }
 
-    fn run(&self, arguments: &[&str], stdin: &[u8]) -> Result<CommandResult> {
+    pub(super) fn run(&self, arguments: &[&str], stdin: &[u8]) -> Result<CommandResult> {
         run(self.command()?.args(arguments), stdin)
     }
 }
