@@ -163,6 +163,11 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
         "job models",
         include_str!("../../migrations/0011_job_models.sql"),
     ),
+    (
+        12,
+        "progress events",
+        include_str!("../../migrations/0012_progress_events.sql"),
+    ),
 ];
 
 /// How long a call waits for a free connection before it fails.

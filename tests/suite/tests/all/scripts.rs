@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     io::Read as _,
-    os::unix::fs::PermissionsExt as _,
+    os::unix::fs::PermissionsExt,
     path::Path,
     process::{Command, Output},
 };

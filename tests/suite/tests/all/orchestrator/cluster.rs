@@ -30,7 +30,7 @@ impl Cluster {
     /// The same with more settings of the worker.
     pub(super) async fn with_options(
         image: &str,
-        settings: impl FnOnce(Options) -> Options,
+        adjust: impl FnOnce(Options) -> Options,
     ) -> Result<Self> {
         let control_plane = ControlPlane::new().await?;
         let key = control_plane
@@ -53,7 +53,7 @@ impl Cluster {
             )
             .set("registration_key_file", &format!("{key:?}"))
             .set("name", "\"node-1\"");
-        let worker = control_plane.world.worker(&settings(options)).await?;
+        let worker = control_plane.world.worker(&adjust(options)).await?;
         let client = orchestrator.client()?;
         let ready = async || {
             Ok(client
