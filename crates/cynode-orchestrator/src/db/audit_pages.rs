@@ -29,7 +29,7 @@ pub(crate) struct AuditFilter {
 /// been away. Records that are this far out of order are still found.
 const MAX_DISORDER: Duration = Duration::hours(1);
 /// Records of nodes arrive this much later, if a node was away.
-const MAX_NODE_DELAY: Duration = Duration::days(node_audit_limits::MAX_AGE_DAYS);
+const NODE_DELAY: Duration = Duration::days(node_audit_limits::MAX_AGE_DAYS);
 /// Bounds a page, as JSON; a thousand records of the usual size are smaller.
 const MAX_PAGE_BYTES: usize = 2 * 1024 * 1024;
 /// Records that are sampled for the time at a cursor.
@@ -59,7 +59,7 @@ impl Db {
         };
         let to = match filter
             .until
-            .and_then(|until| until.checked_add(MAX_DISORDER + MAX_NODE_DELAY))
+            .and_then(|until| until.checked_add(MAX_DISORDER + NODE_DELAY))
         {
             Some(until) => self.audit_cursor(until, Edge::Earliest).await?,
             None => i64::MAX,

@@ -140,7 +140,7 @@ async fn an_agent_repairs_a_directory_and_leaves_its_patch_and_transcript() -> R
     let commands = Commands(cluster);
     #[rustfmt::skip]
     let ran = commands.run(
-        &["job", "run", "--agent", "--model", "m", "--check", "sh test.sh", "--workspace",
+        &["job", "run", "--agent", "--image", BASE, "--model", "m", "--check", "sh test.sh", "--workspace",
           &brought, "--task", &task, "--timeout", "2m", "--patch", &patch_file, PROMPT],
         b"",
     )?;
@@ -565,7 +565,8 @@ async fn a_context_that_does_not_fit_into_the_models_window_fails_the_job() -> R
     // The scripted server says that its models read 4,096 tokens.
     let agents = AgentCluster::start(IMAGE, ModelApi::Ollama, "").await?;
     let client = agents.cluster.orchestrator.client()?;
-    let done = agents.run(&client, &prompt("anything", "m")).await?;
+    let long = "repair it ".repeat(1_000);
+    let done = agents.run(&client, &prompt(&long, "m")).await?;
     assert_eq!(
         done.verdict(),
         (JobState::Failed, "inference_unavailable", "worker"),
@@ -630,7 +631,8 @@ async fn a_prompt_stands_alone_and_is_scanned_as_a_specification_is() -> Result<
     }
     let step = json!([{"type": "run_command", "args": {"argv": ["true"]}}]);
     let mut both = prompt("repair it", "m");
-    let spec = cynode_tests::specification(step.as_array().context("steps")?);
+    let mut spec = cynode_tests::specification(step.as_array().context("steps")?);
+    spec["task_id"] = json!(task(&agents.cluster, &json!({"name": "both"})).await?);
     both.job = Some(Box::new(cynode_api::sba::JobSpec::from_value(spec)?));
     let refused = client.create_job(&both).await.err().context("both")?;
     ensure!(

@@ -466,7 +466,7 @@ async fn a_job_file_is_run_followed_and_shown_as_a_timeline() -> Result<()> {
     assert_eq!(ran.code, Some(1), "{ran:?}");
     assert!(ran.text().starts_with("working\nxxx"), "{ran:?}");
     assert!(
-        ran.stderr.contains("the job failed: step_failed: step 3"),
+        ran.stderr.contains("the job failed: step_failed: step 4"),
         "{ran:?}"
     );
     let client = cluster.orchestrator.client()?;
@@ -478,7 +478,7 @@ async fn a_job_file_is_run_followed_and_shown_as_a_timeline() -> Result<()> {
         steady(&shown),
         "state failed\n\
          exit 1\n\
-         error step_failed: step 3 (run_command, \"test\"): the command exited with 3\n\
+         error step_failed: step 4 (run_command, \"test\"): the command exited with 3\n\
          image localhost/cynode/test-busybox:latest\n\
          by admin\n\
          todo 3 of 5 done\n\

@@ -750,7 +750,7 @@ async fn an_export_has_the_changes_since_the_session_began_or_else_since_the_las
                 json!({"base": "no-such-commit"})
             )
             .await?,
-        ("invalid_request".to_owned(), "run".to_owned())
+        ("invalid_request".to_owned(), "arguments".to_owned())
     );
     let (_, patch) = exported(&agent, json!({"base": "HEAD"})).await?;
     ensure!(patch.contains("-one\n+two"), "{patch}");
