@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_of_a_type_is_found_in_its_impl_only() -> Result<()> {
+    fn a_function_of_a_type_is_found_in_its_impl_only() {
         let source = "impl<T> One<T> {\n    pub fn first() {}\n}\n\nimpl Read for Two {\n    \
                       fn second() {}\n}\nfn third() {}\n";
         assert!(defines(source, Some("One"), "first"));
@@ -523,6 +523,5 @@ mod tests {
         );
         assert_eq!(called_function("first()"), Some((None, "first")));
         assert_eq!(called_function("One::first"), None);
-        Ok(())
     }
 }

@@ -117,17 +117,14 @@ pub(crate) fn probe(server: &Path) -> Result<()> {
         .and_then(|text| text.parse::<SocketAddr>().ok());
     for _ in 0..ROUNDS_PER_CLIENT {
         let began = Instant::now();
-        let time = match address {
-            Some(address) => {
-                let stream = TcpStream::connect(address)?;
-                stream.set_nodelay(true)?;
-                first_token(stream, began)?
-            }
-            None => {
-                let mut stream = UnixStream::connect(server)?;
-                stream.write_all(&Listener::Inference.preamble())?;
-                first_token(stream, began)?
-            }
+        let time = if let Some(address) = address {
+            let stream = TcpStream::connect(address)?;
+            stream.set_nodelay(true)?;
+            first_token(stream, began)?
+        } else {
+            let mut stream = UnixStream::connect(server)?;
+            stream.write_all(&Listener::Inference.preamble())?;
+            first_token(stream, began)?
         };
         println!("{}", time.as_nanos());
     }

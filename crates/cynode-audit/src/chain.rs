@@ -103,7 +103,7 @@ impl Link {
     ) -> Result<Self, MalformedRecord> {
         let hash = hash_text::decode(&record.hash).ok_or(MalformedRecord::Member("hash"))?;
         // A store keeps microseconds, and hashes cover no more.
-        if record.at.nanosecond() % 1_000 != 0 {
+        if !record.at.nanosecond().is_multiple_of(1_000) {
             return Err(MalformedRecord::Member("at"));
         }
         Ok(Self {

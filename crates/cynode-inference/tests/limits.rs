@@ -287,9 +287,8 @@ fn names_of_models_are_bounded() {
 
 #[test]
 fn a_hostile_body_takes_linear_time() {
-    let unknown: String = (0..40_000)
-        .map(|index| format!("\"f{index}\":0,"))
-        .collect();
+    let unknown = (0..40_000).map(|index| format!("\"f{index}\":0,"));
+    let unknown = unknown.collect::<Vec<_>>().concat();
     let twice = "\"model\":\"m\",".repeat(40_000);
     for fields in [unknown, twice] {
         let started = std::time::Instant::now();

@@ -333,6 +333,10 @@ mod tests {
         })
     }
 
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "callers make the list in place"
+    )]
     fn result(steps: Vec<Value>) -> Value {
         json!({
             "protocol_version": "1.0", "status": "failure", "steps": steps, "artifacts": [],

@@ -615,6 +615,7 @@ mod tests {
         }
     }
 
+    #[expect(clippy::unnecessary_wraps, reason = "a node may have no model server")]
     fn serving(models: &[&str]) -> Option<NodeInference> {
         Some(NodeInference {
             models: models.iter().map(|name| (*name).to_owned()).collect(),

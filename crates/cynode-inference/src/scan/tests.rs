@@ -21,6 +21,10 @@ fn of_events(text: &str) -> AnswerScan {
     scanned(AnswerFormat::Events, text.as_bytes())
 }
 
+#[expect(
+    clippy::unnecessary_wraps,
+    reason = "compared with usage, which may be absent"
+)]
 const fn used(prompt_tokens: u64, completion_tokens: u64) -> Option<Usage> {
     Some(Usage {
         prompt_tokens,
@@ -279,7 +283,7 @@ fn an_endless_line_takes_no_memory() {
     ] {
         let mut scanner = AnswerScanner::new(format);
         scanner.push(b"data: {\"response\":\"");
-        let chunk = [b'x'; 64 * 1024];
+        let chunk = vec![b'x'; 64 * 1024];
         for _ in 0..=MAX_LINE_BYTES / 64 / 1024 {
             scanner.push(&chunk);
         }
@@ -466,8 +470,8 @@ proptest! {
         let mut lines = String::new();
         let mut events = String::new();
         for document in &documents {
-            lines.push_str(&format!("{document}\n"));
-            events.push_str(&format!("data: {document}\n\n"));
+            lines.extend([document.to_string().as_str(), "\n"]);
+            events.extend(["data: ", document.to_string().as_str(), "\n\n"]);
         }
         let (lines, events) = (of_lines(&lines), of_events(&events));
         prop_assert!(!events.has_ended);

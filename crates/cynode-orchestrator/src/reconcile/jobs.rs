@@ -106,8 +106,8 @@ impl JobReconciler {
                     .await?;
                 Ok(None)
             }
-            (None, false) => self.dispatch(&row).await,
-            (Some(node_id), false) => self.follow(&row, node_id).await,
+            (None, false) => Box::pin(self.dispatch(&row)).await,
+            (Some(node_id), false) => Box::pin(self.follow(&row, node_id)).await,
             (Some(node_id), true) => self.settle(&row, node_id).await,
         }
     }
@@ -152,7 +152,7 @@ impl JobReconciler {
         if !self.db.assign_job(row.job_id, node.id).await? {
             return Ok(Some(Duration::ZERO));
         }
-        self.send(row, node.id, &client, true).await
+        Box::pin(self.send(row, node.id, &client, true)).await
     }
 
     /// Fails a job whose models no node serves.
@@ -187,7 +187,7 @@ impl JobReconciler {
             .call(node_id, CALL_TIMEOUT, client.run_job_async(&request))
             .await
         {
-            Ok(job) => self.store_report(row, node_id, client, job).await,
+            Ok(job) => Box::pin(self.store_report(row, node_id, client, job)).await,
             // No node has the job: another one may fit better.
             Err(CallError::NotSent(_)) if is_first => {
                 self.db
@@ -270,7 +270,7 @@ impl JobReconciler {
             .call(node_id, CALL_TIMEOUT, client.job(row.job_id))
             .await
         {
-            Ok(job) => self.store_report(row, node_id, &client, job).await,
+            Ok(job) => Box::pin(self.store_report(row, node_id, &client, job)).await,
             // The job has started and must not run twice: a node that lost its disk does not get it
             // again.
             Err(error)
@@ -282,7 +282,7 @@ impl JobReconciler {
                     .await
             }
             Err(error) if error.is_refusal(&[ErrorCode::JobNotFound]) => {
-                self.send(row, node_id, &client, false).await
+                Box::pin(self.send(row, node_id, &client, false)).await
             }
             Err(_) => Ok(Some(RETRY_DELAY)),
         }

@@ -97,13 +97,12 @@ impl JobDirectory {
 
     /// Replaces an artifact, whatever a step put in its place or in that of their directory.
     pub(super) fn replace_artifact(&self, name: &str, content: &[u8]) -> io::Result<()> {
-        let artifacts = match self.artifacts() {
-            Ok(artifacts) => artifacts,
-            Err(_) => {
-                self.put_aside(ARTIFACTS).or_else(if_gone)?;
-                mkdirat(&self.directory, ARTIFACTS, Mode::from_raw_mode(0o755))?;
-                self.artifacts()?
-            }
+        let artifacts = if let Ok(artifacts) = self.artifacts() {
+            artifacts
+        } else {
+            self.put_aside(ARTIFACTS).or_else(if_gone)?;
+            mkdirat(&self.directory, ARTIFACTS, Mode::from_raw_mode(0o755))?;
+            self.artifacts()?
         };
         artifacts.replace(name, content)
     }

@@ -146,8 +146,8 @@ pub(crate) fn main(options: &Options) -> ExitCode {
         (Mode::Stdio, _) => None,
         (_, Ok(directory)) => Some(Rc::new(directory)),
         (_, Err(error)) => {
-            let path = &options.job_directory;
-            return fail(EXIT_USAGE, &format!("can't open {path:?}: {error}"));
+            let path = options.job_directory.display();
+            return fail(EXIT_USAGE, &format!("can't open {path}: {error}"));
         }
     };
     let input = match (channel, &directory) {
@@ -210,13 +210,12 @@ fn read_stdin() -> io::Result<Vec<u8>> {
 
 /// Leaves the result in the job's directory, or on standard output; returns whether it is there.
 async fn publish(directory: Option<&JobDirectory>, live: &LiveOutput, result: &JobResult) -> bool {
-    let published = match directory {
-        Some(directory) => result::write(directory, result),
-        None => {
-            let stdout = live.stdout();
-            stdout.push(&[&result::to_json(result)[..], b"\n"].concat());
-            stdout.flush().await
-        }
+    let published = if let Some(directory) = directory {
+        result::write(directory, result)
+    } else {
+        let stdout = live.stdout();
+        stdout.push(&[&result::to_json(result)[..], b"\n"].concat());
+        stdout.flush().await
     };
     if let Err(error) = &published {
         fail(EXIT_INTERNAL, &format!("can't write the result: {error}"));
@@ -297,13 +296,13 @@ impl<'a> Runner<'a> {
             },
         };
         let Some(control) = control else {
-            return self.work(self.from_file(&json), None).await;
+            return self.work(self.read_job(&json), None).await;
         };
         self.stop_when_lost(&control);
         let mut stopped = self.stop.subscribe();
         tokio::select! {
             assignment = control.assignment() => {
-                let ready = from_worker(assignment, self.directory.as_deref());
+                let ready = from_worker(&assignment, self.directory.as_deref());
                 self.work(ready, Some(control)).await
             }
             // Without a job, no result is reported.
@@ -319,7 +318,11 @@ impl<'a> Runner<'a> {
         });
     }
 
-    fn from_file(&self, json: &[u8]) -> Result<ReadyJob, JobResult> {
+    #[expect(
+        clippy::result_large_err,
+        reason = "the result of a refused job, made once"
+    )]
+    fn read_job(&self, json: &[u8]) -> Result<ReadyJob, JobResult> {
         let job = parse(json)?;
         let sha256 = progress::digest(json);
         let deadline = after(Duration::from_secs(job.constraints.max_runtime_seconds));
@@ -494,6 +497,10 @@ fn stop_job(stop: &watch::Sender<Option<StopReason>>, reason: StopReason) {
     });
 }
 
+#[expect(
+    clippy::result_large_err,
+    reason = "the result of a refused job, made once"
+)]
 fn parse(json: &[u8]) -> Result<JobSpec, JobResult> {
     JobSpec::parse(json).map_err(|violations| {
         let message = result::bounded(&violations.to_string());
@@ -501,8 +508,12 @@ fn parse(json: &[u8]) -> Result<JobSpec, JobResult> {
     })
 }
 
+#[expect(
+    clippy::result_large_err,
+    reason = "the result of a refused job, made once"
+)]
 fn from_worker(
-    assignment: Assignment,
+    assignment: &Assignment,
     directory: Option<&JobDirectory>,
 ) -> Result<ReadyJob, JobResult> {
     let job = parse(&assignment.job)?;

@@ -78,17 +78,17 @@ impl Budget {
             .iter()
             .map(|bytes| std::str::from_utf8(bytes).ok().map(json_text_bytes))
             .sum();
-        let (texts, encoding, used) = match text_bytes.filter(|bytes| *bytes <= room) {
-            Some(used) => (
+        let (texts, encoding, used) = if let Some(used) = text_bytes.filter(|bytes| *bytes <= room)
+        {
+            (
                 bytes.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()),
                 StreamEncoding::Utf8,
                 used,
-            ),
-            None => {
-                let used = bytes.iter().map(|bytes| base64_bytes(bytes.len())).sum();
-                let texts = bytes.map(|bytes| STANDARD.encode(bytes));
-                (texts, StreamEncoding::Base64, used)
-            }
+            )
+        } else {
+            let used = bytes.iter().map(|bytes| base64_bytes(bytes.len())).sum();
+            let texts = bytes.map(|bytes| STANDARD.encode(bytes));
+            (texts, StreamEncoding::Base64, used)
         };
         self.encoded_left
             .set(self.encoded_left.get().saturating_sub(used));

@@ -213,18 +213,19 @@ fn a_last_message_without_a_tool_call_ends_the_job() {
 fn paths_outside_the_workspace_are_refused_and_the_model_hears_why() {
     let sandbox = Sandbox::new();
     std::os::unix::fs::symlink("/etc", sandbox.workspace("link")).expect("link");
-    let server = ModelServer::start(&["m"], |number, request| match number {
-        0 => calls_all(&[
-            ("read_file", json!({"path": "/etc/passwd"})),
-            ("write_file", json!({"path": "/etc/motd", "content": "x"})),
-            ("list_tree", json!({"path": "/etc"})),
-            ("search", json!({"pattern": "root", "path": "/etc"})),
-            ("search", json!({"pattern": "root", "path": "link"})),
-            ("search", json!({"pattern": "root", "path": "../job"})),
-            ("read_file", json!({"path": "link/passwd"})),
-            ("search", json!({"pattern": "root"})),
-        ]),
-        _ => {
+    let server = ModelServer::start(&["m"], |number, request| {
+        if number == 0 {
+            calls_all(&[
+                ("read_file", json!({"path": "/etc/passwd"})),
+                ("write_file", json!({"path": "/etc/motd", "content": "x"})),
+                ("list_tree", json!({"path": "/etc"})),
+                ("search", json!({"pattern": "root", "path": "/etc"})),
+                ("search", json!({"pattern": "root", "path": "link"})),
+                ("search", json!({"pattern": "root", "path": "../job"})),
+                ("read_file", json!({"path": "link/passwd"})),
+                ("search", json!({"pattern": "root"})),
+            ])
+        } else {
             let seen = last_results(request);
             assert_eq!(seen.len(), 8);
             for result in &seen[..4] {
@@ -312,12 +313,13 @@ fn broken_calls_run_nothing_and_are_explained_to_the_model() {
 #[test]
 fn a_command_that_is_too_slow_fails_and_the_job_goes_on() {
     let sandbox = Sandbox::new();
-    let server = ModelServer::start(&["m"], |number, request| match number {
-        0 => calls(
-            "run_command",
-            &json!({"argv": ["sleep", "1000"], "timeout_seconds": 1}),
-        ),
-        _ => {
+    let server = ModelServer::start(&["m"], |number, request| {
+        if number == 0 {
+            calls(
+                "run_command",
+                &json!({"argv": ["sleep", "1000"], "timeout_seconds": 1}),
+            )
+        } else {
             let seen = last_results(request);
             assert!(
                 seen[0].contains("exceeded its timeout_seconds of 1"),

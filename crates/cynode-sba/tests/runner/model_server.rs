@@ -114,10 +114,13 @@ impl ModelServer {
     }
 }
 
+/// Answers the request with this number.
+type Script = Box<dyn FnMut(usize, &Value) -> Reply + Send>;
+
 struct Server {
     list: Value,
     requests: Arc<Mutex<Vec<Value>>>,
-    script: Box<dyn FnMut(usize, &Value) -> Reply + Send>,
+    script: Script,
 }
 
 impl Server {
@@ -264,8 +267,8 @@ fn streamed(text: &str, calls: &[(String, String)], tokens: u64) -> String {
     stream += &event(&json!({}), Some(reason));
     let usage =
         json!({"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1});
-    stream += &format!("data: {}\n\n", json!({"choices": [], "usage": usage}));
-    stream + "data: [DONE]\n\n"
+    let usage = json!({"choices": [], "usage": usage});
+    format!("{stream}data: {usage}\n\ndata: [DONE]\n\n")
 }
 
 /// All text of a prompt, in order.

@@ -105,7 +105,7 @@ impl Worker {
             if let Some(frame) = self.decoder.next_frame().expect("a frame") {
                 return frame;
             }
-            let mut buffer = [0; 65_536];
+            let mut buffer = vec![0; 65_536];
             let count = self.stream.read(&mut buffer).expect("read");
             assert!(count > 0, "the runner is gone");
             self.decoder.extend(&buffer[..count]);

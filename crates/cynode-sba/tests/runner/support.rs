@@ -149,6 +149,10 @@ fn give(path: &Path) {
     }
 }
 
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "callers make the value in place"
+)]
 pub(crate) fn job(steps: Value) -> Value {
     json!({
         "protocol_version": "1.0",
@@ -164,6 +168,10 @@ pub(crate) fn sh(script: &str) -> Value {
     json!({"type": "run_command", "args": {"argv": [script], "shell": true}})
 }
 
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "callers make the value in place"
+)]
 pub(crate) fn step(kind: &str, args: Value) -> Value {
     json!({"type": kind, "args": args})
 }

@@ -31,10 +31,8 @@ impl OpenCalls {
         // A call whose caller gave up has a second record, with its result.
         let is_begun = text("/decision") == Some("allow") && text("/result").is_none();
         match text("/action") {
-            Some(CALL) if is_begun => {
-                if self.0.len() < MAX_OPEN_CALLS {
-                    self.0.insert(call, body.clone());
-                }
+            Some(CALL) if is_begun && self.0.len() < MAX_OPEN_CALLS => {
+                self.0.insert(call, body.clone());
             }
             Some(CALL | ENDED) => drop(self.0.remove(&call)),
             _ => {}

@@ -122,6 +122,7 @@ pub(super) struct NewRecord {
 
 /// What happens to a decision.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "most decisions need a record")]
 pub(super) enum Admission {
     /// It needs a record.
     Record(NewRecord),

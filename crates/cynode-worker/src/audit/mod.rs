@@ -199,7 +199,7 @@ impl NodeTrail {
         let trail = Arc::clone(&self.0);
         // The queue may be full.
         drop(tokio::task::spawn_blocking(move || {
-            trail.commands.send(Command::Flush(done))
+            trail.commands.send(Command::Flush(done)).is_ok()
         }));
         drop(timeout(RECORD_TIMEOUT, flushed).await);
     }

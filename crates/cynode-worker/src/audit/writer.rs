@@ -20,6 +20,7 @@ const BATCH: usize = 500;
 /// How often counts whose interval is over are looked for.
 const TICK: Duration = Duration::from_millis(500);
 
+#[expect(clippy::large_enum_variant, reason = "nearly all commands are records")]
 pub(super) enum Command {
     Record(Entry),
     /// Writes all counts.

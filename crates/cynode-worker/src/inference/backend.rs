@@ -291,7 +291,7 @@ impl Backend {
             match self.require_local(name).await {
                 Ok(()) => return Ok(()),
                 Err(refusal) if !reasons.contains(&refusal.message) => {
-                    reasons.push(refusal.message)
+                    reasons.push(refusal.message);
                 }
                 Err(_) => {}
             }

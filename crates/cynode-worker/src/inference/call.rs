@@ -96,7 +96,11 @@ impl Computation {
             call,
             started: Instant::now(),
             status: None,
-            usage: self.client.usage.as_ref().map(|usage| usage.begin()),
+            usage: self
+                .client
+                .usage
+                .as_ref()
+                .map(super::usage::JobUsage::begin),
         };
         let body = self.request.body.take().unwrap_or_default();
         let sent = self.send(body);

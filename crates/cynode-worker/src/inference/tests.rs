@@ -192,7 +192,9 @@ async fn received(response: ProxyResponse) -> Received {
     let kind = head.headers.get(http::header::CONTENT_TYPE);
     let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
     assert_eq!(
-        head.headers.get("x-request-id").map(|id| id.as_bytes()),
+        head.headers
+            .get("x-request-id")
+            .map(http::HeaderValue::as_bytes),
         Some(b"r-1".as_slice())
     );
     let body = tokio::time::timeout(LIMIT, body.collect())

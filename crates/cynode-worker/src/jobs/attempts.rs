@@ -119,7 +119,7 @@ impl RunnerJob<'_> {
                 }
                 (None, Err(_)) => match self.sandbox.execs.get(attempt.exec_id) {
                     Ok(exec) => exec,
-                    Err(_) => return self.lost(),
+                    Err(_) => return Self::lost(),
                 },
             };
             let _watch_guard = exec.watch();
@@ -137,7 +137,7 @@ impl RunnerJob<'_> {
             };
             let outcome = match (outcome, live) {
                 (Some(outcome), _) => outcome,
-                (None, None) => self.lost(),
+                (None, None) => Self::lost(),
                 (None, Some(live)) => match self.begin_again(live, &exec, &mut steps).await {
                     Ok(()) => continue,
                     Err(outcome) => outcome,
@@ -147,7 +147,7 @@ impl RunnerJob<'_> {
         }
     }
 
-    fn lost(&self) -> JobOutcome {
+    fn lost() -> JobOutcome {
         JobOutcome::interrupted("the sandbox was lost before the runner reported a result")
     }
 
@@ -204,7 +204,7 @@ impl RunnerJob<'_> {
         steps: &mut Steps,
     ) -> Result<(), JobOutcome> {
         let Some(last) = steps.attempts().last() else {
-            return Err(self.lost());
+            return Err(Self::lost());
         };
         let left = self.deadline(last) - OffsetDateTime::now_utc();
         let Ok(left) = Duration::try_from(left) else {

@@ -125,6 +125,7 @@ impl Jobs {
 
 /// What decides the outcome of a custom runner.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "made once for each job")]
 enum Judgement {
     /// The result file decides.
     Believed(JobResult),

@@ -585,7 +585,8 @@ const EIGHT: &str = "1\n2\n3\n4\n5\n6\n7\n8\n";
 fn a_rename_of_which_one_half_is_done_shows_the_other_half() {
     let directory = Directory::with(&[("a", EIGHT), ("z", "one\n")]);
     let mut earlier = Earlier::default();
-    let body: String = EIGHT.lines().map(|line| format!("+{line}\n")).collect();
+    let body = EIGHT.lines().map(|line| format!("+{line}\n"));
+    let body = body.collect::<Vec<_>>().concat();
     let copied = format!(
         "diff --git a/b b/b\nnew file mode 100644\n--- /dev/null\n+++ b/b\n@@ -0,0 +1,8 @@\n{body}"
     );
@@ -674,7 +675,7 @@ fn files_that_make_agents_and_other_tools_run_programs_are_marked() {
 fn every_client_that_is_connected_to_is_marked() {
     for file in crate::clients::CLIENTS
         .iter()
-        .flat_map(|client| client.configuration_files())
+        .flat_map(crate::clients::Client::configuration_files)
     {
         let patch = create(&format!("sub/{file}"), "100644", "x");
         let summary = Summary::new(&parse(patch.as_bytes()).expect("valid"));

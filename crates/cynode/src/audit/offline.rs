@@ -63,7 +63,7 @@ fn verify(
         }
         match read(&line) {
             Ok(ExportLine::Checkpoint(signed)) if !in_records => {
-                checkpoints.next(*signed, &mut verifier)
+                checkpoints.next(*signed, &mut verifier);
             }
             Ok(ExportLine::Checkpoint(_)) => {
                 unreadable.add(number, "checkpoint_changed", "a checkpoint follows records");

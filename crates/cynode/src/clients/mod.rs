@@ -399,12 +399,11 @@ fn print_report(report: &ClientReport) -> Result<(), Failure> {
                 report.name,
                 sanitize::line(problem)
             ));
-            match &report.remedy {
-                Some(remedy) => output::message(&format!("  remedy: {}", sanitize::line(remedy))),
-                None => {
-                    output::message("  remedy: Edit the file yourself; this is the entry:");
-                    output::line(&report.snippet)?;
-                }
+            if let Some(remedy) = &report.remedy {
+                output::message(&format!("  remedy: {}", sanitize::line(remedy)));
+            } else {
+                output::message("  remedy: Edit the file yourself; this is the entry:");
+                output::line(&report.snippet)?;
             }
         }
     }

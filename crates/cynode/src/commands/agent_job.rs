@@ -143,11 +143,8 @@ fn line(file: &FileSummary) -> String {
         format!("+{} -{}", file.added, file.removed)
     };
     let from = file.from.as_ref().map(|from| format!(" from {from}"));
-    let warnings: String = file
-        .warnings
-        .iter()
-        .map(|warning| format!(", {warning}"))
-        .collect();
+    let warnings = file.warnings.iter().map(|warning| format!(", {warning}"));
+    let warnings = warnings.collect::<Vec<_>>().concat();
     format!(
         "{} {}{} ({size}{warnings})",
         file.operation,

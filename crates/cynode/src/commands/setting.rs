@@ -106,15 +106,12 @@ pub async fn preference(globals: &Globals, command: Preference) -> CommandResult
             project,
             scope,
         } => {
-            let preferences = match scope {
-                Some(scope) => {
-                    let id = scope_id(&client, &scope).await?;
-                    client.preferences(scope.scope, &id).await?
-                }
-                None => {
-                    let (task, project) = context(&client, task, project).await?;
-                    client.effective_preferences(task, project).await?
-                }
+            let preferences = if let Some(scope) = scope {
+                let id = scope_id(&client, &scope).await?;
+                client.preferences(scope.scope, &id).await?
+            } else {
+                let (task, project) = context(&client, task, project).await?;
+                client.effective_preferences(task, project).await?
             };
             print_list(
                 globals,

@@ -56,7 +56,7 @@ pub fn rows(job: &Job) -> Vec<Row> {
 fn gap(rows: &mut Vec<Row>, hidden: &mut usize) {
     if *hidden > 0 {
         let mut row = Row::default();
-        row[0] = "…".to_owned();
+        "…".clone_into(&mut row[0]);
         row[3] = format!("{hidden} more");
         rows.push(row);
         *hidden = 0;
@@ -242,12 +242,11 @@ fn usage(result: &Value, fields: &mut Vec<(&'static str, String)>) {
 fn artifacts(job: &Job, fields: &mut Vec<(&'static str, String)>) {
     for artifact in job.artifacts.iter().take(SHOWN_ARTIFACTS) {
         let path = cut(artifact["path"].as_str().unwrap_or_default());
-        let text = match artifact["dropped"].as_str() {
-            Some(reason) => format!("{path} was not kept: {}", cut(reason)),
-            None => {
-                let size = artifact["size"].as_u64().unwrap_or_default();
-                format!("{path} ({})", output::size(size))
-            }
+        let text = if let Some(reason) = artifact["dropped"].as_str() {
+            format!("{path} was not kept: {}", cut(reason))
+        } else {
+            let size = artifact["size"].as_u64().unwrap_or_default();
+            format!("{path} ({})", output::size(size))
         };
         fields.push(("artifact", text));
     }

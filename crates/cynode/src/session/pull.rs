@@ -250,7 +250,7 @@ fn report(
             "files": summary.files,
         }))?,
         OutputFormat::Table if is_applied => {
-            output::message(&format!("changed {files} files in {name}"))
+            output::message(&format!("changed {files} files in {name}"));
         }
         OutputFormat::Table if files > 0 => output::message(&format!(
             "nothing was changed in {name}; add --apply to make these changes"

@@ -173,7 +173,7 @@ async fn a_sandbox_without_agent_has_no_proxies(world: World) -> Result<()> {
         )
         .await?;
     assert!(
-        seen.stdout.contains("refused") && !seen.stdout.contains("="),
+        seen.stdout.contains("refused") && !seen.stdout.contains('='),
         "{seen:?}"
     );
     assert!(!client.get_session(id).await?.proxies);

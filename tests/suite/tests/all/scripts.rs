@@ -47,8 +47,8 @@ fn read(path: &Path) -> Result<BTreeMap<String, Entry>> {
         let (kind, mode) = (entry.header().entry_type(), entry.header().mode()?);
         let mut content = String::new();
         if let Some(target) = entry.link_name()? {
-            content = target.display().to_string();
-            content = content.trim_start_matches("./").to_owned();
+            let target = target.display().to_string();
+            target.trim_start_matches("./").clone_into(&mut content);
         } else {
             entry.read_to_string(&mut content)?;
         }

@@ -144,7 +144,7 @@ impl Swap<'_> {
         match replaced {
             Ok(()) => (self.hidden, self.replaced_directory) = (None, Some(aside)),
             Err(_) => {
-                rename_without_replacing(&directory, aside.as_bytes(), &directory, self.name())?
+                rename_without_replacing(&directory, aside.as_bytes(), &directory, self.name())?;
             }
         }
         replaced

@@ -343,9 +343,10 @@ fn what_is_returned_fits_into_the_room_that_is_left() {
             "{room:?}"
         );
     }
-    let diff: String = (0..50)
+    let diff = (0..50)
         .map(|number| format!("--- /dev/null\n+++ b/new{number}\n@@ -0,0 +1 @@\n+x\n"))
-        .collect();
+        .collect::<Vec<_>>()
+        .concat();
     let patch = Operation::Patch {
         diff: diff.as_bytes(),
     };

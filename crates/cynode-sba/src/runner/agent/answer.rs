@@ -308,7 +308,10 @@ mod tests {
     #[test]
     fn an_answer_without_its_end_is_invalid() {
         let text = delta(&json!({"content": "x"}));
-        assert_eq!(answer(&[text.clone()]), Err(InvalidAnswer::Incomplete));
+        assert_eq!(
+            answer(std::slice::from_ref(&text)),
+            Err(InvalidAnswer::Incomplete)
+        );
         assert!(answer(&[text.clone(), end("length")]).is_ok_and(|answer| answer.is_cut));
         let mut done = Answer::default();
         done.add(text.to_string().as_bytes()).expect("valid");

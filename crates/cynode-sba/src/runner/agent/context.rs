@@ -49,21 +49,24 @@ pub(super) fn system_message(job: &JobSpec) -> String {
         "Requirements",
         &requirements
             .map(|text| format!("- {}\n", text.trim()))
-            .collect::<String>(),
+            .collect::<Vec<_>>()
+            .concat(),
     );
     let criteria = context.acceptance_criteria.iter().enumerate();
     section(
         "Acceptance criteria",
         &criteria
             .map(|(index, criterion)| criterion_line(index, criterion))
-            .collect::<String>(),
+            .collect::<Vec<_>>()
+            .concat(),
     );
     let preferences = context.preferences.iter();
     section(
         "Preferences",
         &preferences
             .map(|(key, value)| format!("- {key}: {value}\n"))
-            .collect::<String>(),
+            .collect::<Vec<_>>()
+            .concat(),
     );
     section(
         "Additional context",
@@ -74,7 +77,8 @@ pub(super) fn system_message(job: &JobSpec) -> String {
         "Skills",
         &skills
             .map(|skill| format!("## {}\n{}\n", skill.name, skill.content.trim_end()))
-            .collect::<String>(),
+            .collect::<Vec<_>>()
+            .concat(),
     );
     text
 }

@@ -123,7 +123,9 @@ impl Dialogue {
         let (kept, left_out) = self.fitting(state);
         let mut begin = self.earlier.as_deref().unwrap_or(BEGIN).to_owned();
         if left_out > 0 {
-            begin.push_str(&format!("\n({left_out} earlier turns are left out here.)"));
+            begin += "\n(";
+            begin += &left_out.to_string();
+            begin += " earlier turns are left out here.)";
         }
         let mut messages = vec![
             json!({"role": "system", "content": self.system}),

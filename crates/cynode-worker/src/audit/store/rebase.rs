@@ -165,7 +165,7 @@ impl Store {
                             draft.add(self, OffsetDateTime::now_utc(), record.body)?;
                         }
                         (Some(reason), _) => {
-                            let body = self.refused_record(stream.id, record, reason);
+                            let body = self.refused_record(stream.id, &record, reason);
                             draft.add(self, OffsetDateTime::now_utc(), body)?;
                         }
                         (None, _) => draft.add(self, record.at, record.body)?,
@@ -177,7 +177,7 @@ impl Store {
     }
 
     /// A refused record, attributed to the node alone.
-    fn refused_record(&self, stream: Uuid, record: NodeAuditRecord, reason: &str) -> Value {
+    fn refused_record(&self, stream: Uuid, record: &NodeAuditRecord, reason: &str) -> Value {
         let mut body = AuditBody::new(AuditKind::Event, NODE_REFUSED_ACTION);
         body.subject = Some(self.subject());
         body.detail = [

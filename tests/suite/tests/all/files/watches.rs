@@ -55,7 +55,8 @@ impl Watch {
                     lines.find_map(|line| line.strip_prefix(name).map(str::to_owned))
                 };
                 let (name, data) = (field("event: "), field("data: "));
-                self.text = rest.to_owned();
+                let rest = rest.to_owned();
+                self.text = rest;
                 if let (Some(name), Some(data)) = (name, data) {
                     return Ok(Some((name, serde_json::from_str(&data)?)));
                 }

@@ -880,7 +880,7 @@ async fn a_detached_command_is_read_attached_to_and_ended() -> Result<()> {
         "{extended:?}"
     );
     let after = cli(&["session", "show", "--output", "json"])?.json()?["expires_at"].clone();
-    assert!(after.to_string() > before.to_string(), "{before} {after}");
+    assert!(after.as_str() > before.as_str(), "{before} {after}");
     assert_eq!(
         cli(&["session", "extend"])?.failure(),
         (64, "usage".to_owned())

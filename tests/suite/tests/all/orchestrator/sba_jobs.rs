@@ -20,6 +20,9 @@ use crate::{
     sba::{Ended, TIMEOUT},
 };
 
+/// Changes a request.
+type Change<'a> = &'a dyn Fn(&mut Value);
+
 /// A request for a specification, for a task that exists.
 fn request(task: &str, steps: &[Value]) -> Result<JobCreate> {
     let spec = with(specification(steps), "task_id", task);
@@ -284,7 +287,7 @@ async fn a_job_that_can_not_be_run_is_refused_with_every_reason() -> Result<()> 
     };
     let other = self::task(&cluster, &json!({"name": "another"})).await?;
     let other_job = JobId::generate();
-    let cases: [(&dyn Fn(&mut Value), &[&str]); 4] = [
+    let cases: [(Change<'_>, &[&str]); 4] = [
         (
             &|body| {
                 body["job"]["steps"][0]["args"]["argv"] = json!([]);

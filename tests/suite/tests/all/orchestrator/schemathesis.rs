@@ -45,9 +45,9 @@ const HOOKS: &str = "import schemathesis\nschemathesis.serializer.alias('applica
 /// The document without `default` responses: only listed statuses count. Watches are left out,
 /// because an accepted one lasts an hour.
 fn strict(mut document: Value) -> Value {
-    document["paths"]
-        .as_object_mut()
-        .map(|paths| paths.retain(|path, _| !path.ends_with("files:watch")));
+    if let Some(paths) = document["paths"].as_object_mut() {
+        paths.retain(|path, _| !path.ends_with("files:watch"));
+    }
     for operation in document["paths"]
         .as_object_mut()
         .into_iter()

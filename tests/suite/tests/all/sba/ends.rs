@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{ErrorCode, JobState, LimitsRequest, TaskId, sba::StepStatus};
+use cynode_api::{ErrorCode, JobState, LimitsRequest, OutputQuery, TaskId, sba::StepStatus};
 use cynode_tests::{
     Answer, Http, Options, World, eventually, on_every_runtime, run_step, sba_job, specification,
     step, with,
@@ -14,6 +14,9 @@ use serde_json::{Value, json};
 use super::{Ended, TIMEOUT, no_container, run, until_step};
 
 on_every_runtime!(the_first_failure_ends_a_job_and_its_deadlines_hold);
+
+/// Changes a request.
+type Change<'a> = &'a dyn Fn(&mut Value);
 
 const SUCCESS: StepStatus = StepStatus::Success;
 
@@ -109,7 +112,7 @@ async fn a_specification_that_does_not_fit_its_request_is_refused_before_anythin
         Ok(body)
     };
     let other = TaskId::generate();
-    let cases: [(&dyn Fn(&mut Value), &str); 8] = [
+    let cases: [(Change<'_>, &str); 8] = [
         (
             &|body| body["job"]["protocol_version"] = json!("2.0"),
             "protocol_version",
@@ -256,7 +259,7 @@ async fn a_stopped_job_has_a_whole_result() -> Result<()> {
         until_step(&client, &request, 1).await?;
         eventually("the step has begun", TIMEOUT, async || {
             let page = client
-                .job_output(request.job_id, &Default::default())
+                .job_output(request.job_id, &OutputQuery::default())
                 .await?;
             let chunks = page.chunks.into_iter().filter_map(|chunk| chunk.data);
             Ok(chunks.collect::<String>().contains("begun"))

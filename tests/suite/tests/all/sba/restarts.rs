@@ -373,9 +373,8 @@ async fn a_job_goes_on_while_its_worker_is_gone() -> Result<()> {
         assert_eq!(ended.stdout(index)?, format!("{}\n{index}\n", index + 1));
     }
     // The output of the job is that of its steps, each once.
-    let expected: String = (0..8)
-        .map(|index| format!("{}\n{index}\n", index + 1))
-        .collect();
+    let expected = (0..8).map(|index| format!("{}\n{index}\n", index + 1));
+    let expected = expected.collect::<Vec<_>>().concat();
     assert_eq!(ended.job.output.stdout, expected);
     Ok(())
 }
