@@ -106,3 +106,15 @@ id!(
     /// One API call of the orchestrator, whose gate generates the id.
     CallId
 );
+id!(
+    /// A credential of an upstream service, sealed to an egress role.
+    CredentialId
+);
+id!(
+    /// A registered git repository.
+    RepositoryId
+);
+id!(
+    /// A changeset on its way to a branch and a pull request.
+    PromotionId
+);

@@ -7,7 +7,9 @@
 mod artifact;
 mod audit;
 mod call;
+mod credential;
 pub mod document;
+mod egress;
 mod encoding;
 mod event;
 mod exec;
@@ -21,6 +23,8 @@ mod node;
 mod node_audit;
 mod policy;
 mod problem;
+mod promotion;
+mod repository;
 pub mod sba;
 mod session;
 mod setting;
@@ -34,6 +38,14 @@ pub use audit::{
 pub use call::{
     CALL_HEADER, Call, CallState, ExecOutcome, FileChange, FileChanges, RESULT_HEADER,
     SessionOutcome, SignalOutcome, StdinField, StdinOutcome, ascii_json, call_limits,
+};
+pub use credential::{
+    Credential, CredentialCreate, CredentialRotate, EgressRole, credential_limits,
+};
+pub use egress::{
+    CredentialPlaintext, EgressCall, EgressInfo, EgressPolicy, EgressPrincipal, EgressState,
+    GitCommit, GitCommitted, GitPull, GitPulled, GitPush, GitPushed, GitResolve, GitResolved,
+    GitSeed, SEED_NOTES_HEADER, SealedCredential, SeedNotes, egress_limits,
 };
 pub use encoding::{Base64Bytes, encode_streams};
 pub use event::{Event, EventPage, event_limits};
@@ -55,8 +67,9 @@ pub use identity::{
     TokenCreated, TokenKind, TokenRenew, User, UserCreate,
 };
 pub use ids::{
-    ArtifactId, CallId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId,
-    SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId,
+    ArtifactId, CallId, CredentialId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId,
+    ProjectId, PromotionId, RepositoryId, SandboxId, SessionId, TaskId, TokenId, UserId,
+    WorkspaceId,
 };
 pub use image::{Image, ImageCreate, ImagePatch, ImageState, ImageVersion, LocalImages};
 pub use job::{
@@ -74,6 +87,14 @@ pub use node_audit::{
 };
 pub use policy::{Policy, PolicyPut, PolicyRule, PolicyTest, PolicyVerdict};
 pub use problem::{ErrorCode, Problem};
+pub use promotion::{
+    ChangesetFormat, PromotedFile, Promotion, PromotionCheck, PromotionCreate, PromotionDecision,
+    PromotionError, PromotionStage, PromotionState, PromotionVerdict, promotion_limits,
+};
+pub use repository::{
+    AllowedAddress, ForgeKind, Repository, RepositoryCheck, RepositoryCreate, RepositoryRules,
+    repository_limits,
+};
 pub use session::{
     Limits, LimitsRequest, NetworkPolicy, Page, Session, SessionCreate, SessionEnd, SessionPatch,
     SessionState, Unenforced, UserSessionCreate, WorkspaceDisposal, WorkspaceRef, is_session_name,
