@@ -81,6 +81,7 @@ impl LoadedPolicies {
 fn is_cacheable(principal: &Principal, resource: &Resource, call: &CallContext) -> bool {
     let CallContext {
         path,
+        branch,
         program,
         image,
         token_kind,
@@ -88,7 +89,7 @@ fn is_cacheable(principal: &Principal, resource: &Resource, call: &CallContext) 
         pty: _,
         limits: _,
     } = call;
-    let name_bytes: usize = [program, image, token_kind, network]
+    let name_bytes: usize = [branch, program, image, token_kind, network]
         .into_iter()
         .flatten()
         .map(String::len)

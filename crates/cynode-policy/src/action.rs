@@ -79,6 +79,27 @@ actions! {
     PreferencePut = "preference.put" in "write";
     PreferenceEffective = "preference.effective" in "read";
 
+    CredentialAdd = "credential.add" in "write" "administer";
+    CredentialList = "credential.list" in "read";
+    CredentialShow = "credential.show" in "read";
+    CredentialRotate = "credential.rotate" in "write" "administer";
+    CredentialDisable = "credential.disable" in "write" "administer";
+    RepositoryAdd = "repository.add" in "write" "administer";
+    RepositoryList = "repository.list" in "read";
+    RepositoryShow = "repository.show" in "read";
+    RepositoryRemove = "repository.remove" in "write" "administer";
+
+    GitFetch = "git.fetch" in "write" "egress";
+    GitCommit = "git.commit" in "write" "egress";
+    GitPush = "git.push" in "write" "egress";
+    GitPr = "git.pr" in "write" "egress";
+
+    PromotionCreate = "promotion.create" in "write";
+    PromotionList = "promotion.list" in "read";
+    PromotionShow = "promotion.show" in "read";
+    PromotionCancel = "promotion.cancel" in "write";
+    PromotionApprove = "promotion.approve" in "write" "administer";
+
     ImageAdd = "image.add" in "write" "administer";
     ImageList = "image.list" in "read";
     ImageShow = "image.show" in "read";

@@ -121,13 +121,33 @@ pub enum Resource {
     Policy {
         id: String,
     },
+    /// A repository of a project. One that is to be registered has the nil id.
+    Repository {
+        id: Uuid,
+        name: String,
+        project: Uuid,
+    },
+    /// A credential of a project. One that is to be added has the nil id.
+    Credential {
+        id: Uuid,
+        project: Uuid,
+    },
+    /// The owners in the place are the task's. They are not the promotion's own: whoever owns a
+    /// task must not approve what it publishes.
+    Promotion {
+        id: Uuid,
+        place: Place,
+    },
 }
 
 /// The parameters of a call that rules can test. Parameters that a call doesn't have are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct CallContext {
-    /// Normalized by [`crate::within_workspace`].
+    /// In a session: normalized by [`crate::within_workspace`]. In a repository: relative to its
+    /// root.
     pub path: Option<String>,
+    /// The branch of a repository that is pushed.
+    pub branch: Option<String>,
     /// Verbatim from the request; rules also see its last component, as `program_name`.
     pub program: Option<String>,
     pub image: Option<String>,
@@ -231,6 +251,10 @@ impl Place {
     fn owners(&self) -> (&'static str, RestrictedExpression) {
         ("owners", users(&self.owners))
     }
+
+    fn task_owners(&self) -> (&'static str, RestrictedExpression) {
+        ("task_owners", users(&self.owners))
+    }
 }
 
 impl Resource {
@@ -252,6 +276,9 @@ impl Resource {
                 uid(&TYPES.preference, &format!("{scope}/{key}"))
             }
             Self::Policy { id } => uid(&TYPES.policy, id),
+            Self::Repository { id, .. } => by_id(&TYPES.repository, *id),
+            Self::Credential { id, .. } => by_id(&TYPES.credential, *id),
+            Self::Promotion { id, .. } => by_id(&TYPES.promotion, *id),
         }
     }
 
@@ -297,6 +324,14 @@ impl Resource {
                 ],
                 place.parents(),
             ),
+            Self::Repository { name, project, .. } => (
+                vec![("name", string(name))],
+                HashSet::from([by_id(&TYPES.project, *project)]),
+            ),
+            Self::Credential { project, .. } => {
+                (vec![], HashSet::from([by_id(&TYPES.project, *project)]))
+            }
+            Self::Promotion { place, .. } => (vec![place.task_owners()], place.parents()),
         };
         entity(self.uid(), attributes, parents)
     }
@@ -306,6 +341,7 @@ impl CallContext {
     pub(crate) fn context(&self) -> Result<Context, RequestError> {
         let Self {
             path,
+            branch,
             program,
             image,
             token_kind,
@@ -315,6 +351,7 @@ impl CallContext {
         } = self;
         let texts = [
             ("path", path),
+            ("branch", branch),
             ("program", program),
             ("image", image),
             ("token_kind", token_kind),
@@ -397,6 +434,9 @@ struct Types {
     setting: EntityTypeName,
     preference: EntityTypeName,
     policy: EntityTypeName,
+    repository: EntityTypeName,
+    credential: EntityTypeName,
+    promotion: EntityTypeName,
 }
 
 static TYPES: LazyLock<Types> = LazyLock::new(|| {
@@ -423,6 +463,9 @@ static TYPES: LazyLock<Types> = LazyLock::new(|| {
         setting: name("Setting"),
         preference: name("Preference"),
         policy: name("Policy"),
+        repository: name("Repository"),
+        credential: name("Credential"),
+        promotion: name("Promotion"),
     }
 });
 
@@ -579,9 +622,19 @@ mod tests {
                 Resource::Preference {
                     scope: "a".to_owned(),
                     key: "a".to_owned(),
-                    place,
+                    place: place.clone(),
                 },
                 Resource::Policy { id: "a".to_owned() },
+                Resource::Repository {
+                    id: id(7),
+                    name: "a".to_owned(),
+                    project: id(2),
+                },
+                Resource::Credential {
+                    id: id(8),
+                    project: id(2),
+                },
+                Resource::Promotion { id: id(9), place },
             ] {
                 assert_conforms(resource.entity());
             }

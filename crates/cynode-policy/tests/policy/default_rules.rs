@@ -59,10 +59,17 @@ fn rules_of_defaults() -> Vec<String> {
     rules
 }
 
+/// Some rules forbid what no default rule permits: they matter beside a rule that permits more.
+const PERMIT_ALL: &str = "permit (principal, action, resource);";
+
 #[test]
 // invariant: policies
 fn removing_any_default_rule_changes_a_decision() {
-    let whole = table(defaults());
+    let generous = |text: &str| {
+        let policies = Policies::parse([("defaults", text), ("generous", PERMIT_ALL)]);
+        table(&policies.expect("rules do not need one another"))
+    };
+    let (whole, generous_whole) = (table(defaults()), generous(DEFAULTS));
     let rules = rules_of_defaults();
     for left_out in 0..rules.len() {
         let rest: String = rules
@@ -73,9 +80,8 @@ fn removing_any_default_rule_changes_a_decision() {
             .collect();
         let policies =
             Policies::parse([("defaults", rest.as_str())]).expect("rules do not need one another");
-        assert_ne!(
-            table(&policies),
-            whole,
+        assert!(
+            table(&policies) != whole || generous(&rest) != generous_whole,
             "nothing changes without {}",
             rules[left_out]
         );
@@ -165,6 +171,28 @@ fn administrative_actions_are_denied_to_all_but_administrators() {
                 "{caller}: {action} of {name}"
             );
         }
+    }
+}
+
+#[test]
+// invariant: policies
+fn no_agent_and_no_sandbox_approves_a_promotion_whatever_a_rule_permits() {
+    let policies = Policies::parse([("defaults", DEFAULTS), ("generous", PERMIT_ALL)])
+        .expect("a rule without flaw");
+    let promotion = everything()
+        .into_iter()
+        .find(|(name, _)| *name == "Promotion")
+        .expect("it is in the list")
+        .1;
+    for (caller, principal) in everybody() {
+        let decision = policies.decide(
+            &principal,
+            Action::PromotionApprove,
+            &promotion,
+            &CallContext::default(),
+        );
+        let is_person = matches!(principal, cynode_policy::Principal::User { .. });
+        assert_eq!(decision.allowed, is_person, "{caller}: {decision:?}");
     }
 }
 
@@ -352,7 +380,8 @@ fn rules_are_listed_by_document_name_and_effect() {
         forbidding,
         [
             "defaults/image-preferences-of-people",
-            "defaults/preferences-of-administrators"
+            "defaults/preferences-of-administrators",
+            "defaults/promotions-approved-by-people"
         ]
     );
     assert_eq!(

@@ -256,6 +256,28 @@ pub(crate) fn everything() -> Vec<(&'static str, Resource)> {
                 id: "defaults".to_owned(),
             },
         ),
+        (
+            "Repository",
+            Resource::Repository {
+                id: Uuid::from_u128(46),
+                name: "site".to_owned(),
+                project: PROJECT,
+            },
+        ),
+        (
+            "Credential",
+            Resource::Credential {
+                id: Uuid::from_u128(47),
+                project: PROJECT,
+            },
+        ),
+        (
+            "Promotion",
+            Resource::Promotion {
+                id: Uuid::from_u128(48),
+                place: in_the_task(),
+            },
+        ),
     ]
 }
 

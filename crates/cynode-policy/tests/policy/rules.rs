@@ -65,7 +65,7 @@ fn the_schema_and_the_code_know_the_same_actions_in_the_same_groups() {
     assert_eq!(of_schema, of_code);
     assert_eq!(
         groups,
-        ["administer", "files", "read", "run", "write"]
+        ["administer", "egress", "files", "read", "run", "write"]
             .map(ToOwned::to_owned)
             .into()
     );
@@ -148,6 +148,7 @@ fn a_rule_sees_the_caller_the_resource_and_the_call() {
     let of_groups = r#"permit (principal in CyNode::Group::"reviewers", action, resource);"#;
     let of_name = r#"permit (principal is CyNode::User, action, resource) when { principal.name == "somebody" };"#;
     let of_path = r#"permit (principal, action in CyNode::Action::"files", resource) when { context has path && context.path like "/workspace/*" };"#;
+    let of_branch = r#"permit (principal, action, resource) when { context has branch && context.branch like "cynode/*" };"#;
     let of_program = r#"permit (principal, action, resource) when { context has program && context.program == "git" && context has program_name && context.program_name == "git" };"#;
     let of_image = r#"permit (principal, action, resource) when { context has image && context.image like "registry.example/*" };"#;
     let of_kind = r#"permit (principal, action, resource) when { context has token_kind && context.token_kind == "user" };"#;
@@ -160,6 +161,7 @@ fn a_rule_sees_the_caller_the_resource_and_the_call() {
     let of_project = r#"permit (principal, action, resource in CyNode::Project::"00000000-0000-0000-0000-00000000000a");"#;
     let call = CallContext {
         path: Some("/workspace/a".to_owned()),
+        branch: Some("cynode/a".to_owned()),
         program: Some("git".to_owned()),
         image: Some("registry.example/a".to_owned()),
         token_kind: Some("user".to_owned()),
@@ -187,6 +189,7 @@ fn a_rule_sees_the_caller_the_resource_and_the_call() {
         of_groups,
         of_name,
         of_path,
+        of_branch,
         of_program,
         of_image,
         of_kind,
@@ -715,6 +718,7 @@ proptest! {
         ] {
             let call = CallContext {
                 path: Some(name.clone()),
+                branch: Some(name.clone()),
                 program: Some(name.clone()),
                 image: Some(name.clone()),
                 token_kind: Some(name.clone()),
