@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{ArtifactId, Flags, TaskId};
+use crate::{ArtifactId, Flags, SessionId, TaskId};
 
 pub mod artifact_limits {
     pub const MAX_BYTES: u64 = 1 << 30;
@@ -39,4 +39,10 @@ pub struct Artifact {
     pub created_at: OffsetDateTime,
     #[serde(flatten)]
     pub flags: Flags,
+    /// The session that exported it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session_id: Option<SessionId>,
+    /// The commit that it was exported against.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base_commit: Option<String>,
 }

@@ -96,7 +96,8 @@ impl AuditResult {
 /// Who acted.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditSubject {
-    /// `user`, `project_manager`, `project_analyst`, `sandbox`, `node`, `system` or `nobody`.
+    /// `user`, `project_manager`, `project_analyst`, `sandbox`, `node`, `egress`, `system` or
+    /// `nobody`.
     pub kind: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
@@ -106,6 +107,9 @@ pub struct AuditSubject {
     pub token_id: Option<TokenId>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_id: Option<NodeId>,
+    /// Of an egress role.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub instance: Option<Uuid>,
 }
 
 /// The content of a record, without its position, time and hash.
@@ -294,6 +298,7 @@ mod tests {
                 user_id: Some(UserId::generate()),
                 token_id: Some(TokenId::generate()),
                 node_id: None,
+                instance: None,
             }),
             project_id: Some(ProjectId::generate()),
             task_id: Some(TaskId::generate()),

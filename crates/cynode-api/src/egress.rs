@@ -4,6 +4,7 @@
 //! what they say about paths or branches is never believed, only checked.
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 use uuid::Uuid;
 
 use crate::{
@@ -157,7 +158,7 @@ pub struct GitSeed {
 pub const SEED_NOTES_HEADER: &str = "x-cynode-seed";
 
 /// What a seed does not contain.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SeedNotes {
     pub submodules: Vec<String>,
     pub submodules_total: u64,

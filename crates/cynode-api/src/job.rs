@@ -256,6 +256,9 @@ pub struct JobCreate {
     /// Labels that the node must have.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub node_labels: BTreeMap<String, String>,
+    /// With `workspace_ref: "git:…"`, the commits of history to bring; all when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace_depth: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

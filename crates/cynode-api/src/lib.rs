@@ -10,6 +10,7 @@ mod call;
 mod credential;
 pub mod document;
 mod egress;
+mod egress_audit;
 mod encoding;
 mod event;
 mod exec;
@@ -46,6 +47,10 @@ pub use egress::{
     CredentialPlaintext, EgressCall, EgressInfo, EgressPolicy, EgressPrincipal, EgressState,
     GitCommit, GitCommitted, GitPull, GitPulled, GitPush, GitPushed, GitResolve, GitResolved,
     GitSeed, SEED_NOTES_HEADER, SealedCredential, SeedNotes, egress_limits,
+};
+pub use egress_audit::{
+    EGRESS_GIT_ACTIONS, EGRESS_SUBJECT, EgressAuditAck, EgressAuditBatch, EgressAuditVerdict,
+    egress_audit_limits,
 };
 pub use encoding::{Base64Bytes, encode_streams};
 pub use event::{Event, EventPage, event_limits};
@@ -93,7 +98,7 @@ pub use promotion::{
 };
 pub use repository::{
     AllowedAddress, ForgeKind, Repository, RepositoryCheck, RepositoryCreate, RepositoryRules,
-    repository_limits,
+    is_git_reference, is_repository_name, repository_limits,
 };
 pub use session::{
     Limits, LimitsRequest, NetworkPolicy, Page, Session, SessionCreate, SessionEnd, SessionPatch,

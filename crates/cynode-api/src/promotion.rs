@@ -60,6 +60,31 @@ pub enum PromotionState {
     Canceled,
 }
 
+impl PromotionStage {
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Applied => "applied",
+            Self::Committed => "committed",
+            Self::Pushed => "pushed",
+            Self::Opened => "opened",
+        }
+    }
+}
+
+impl std::str::FromStr for PromotionState {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        serde_json::from_value(text.into()).map_err(|_| {
+            format!(
+                "unknown state '{text}'; expected one of working, checking, awaiting_approval, \
+                 done, failed, rejected, canceled"
+            )
+        })
+    }
+}
+
 impl PromotionState {
     #[must_use]
     pub const fn is_final(self) -> bool {

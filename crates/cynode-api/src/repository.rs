@@ -21,6 +21,36 @@ pub mod repository_limits {
     pub const MAX_REPOSITORIES: usize = 1_000;
 }
 
+/// Whether a text can name a repository or a credential: `[a-z0-9][a-z0-9._-]*`. Ids are such texts.
+#[must_use]
+pub fn is_repository_name(text: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+    text.len() <= repository_limits::MAX_NAME_BYTES
+        && text.bytes().next().is_some_and(is_plain)
+        && text
+            .bytes()
+            .all(|byte| is_plain(byte) || matches!(byte, b'.' | b'_' | b'-'))
+}
+
+/// Whether a text can name a branch, a tag or a commit, as `git check-ref-format` says.
+#[must_use]
+pub fn is_git_reference(text: &str) -> bool {
+    let is_component = |part: &str| {
+        !part.is_empty() && !part.starts_with('.') && !part.ends_with(".lock")
+    };
+    !text.is_empty()
+        && text.len() <= repository_limits::MAX_REF_BYTES
+        && !text.starts_with('-')
+        && !text.ends_with('.')
+        && text != "@"
+        && !text.contains("..")
+        && !text.contains("@{")
+        && !text
+            .chars()
+            .any(|c| c.is_control() || c == ' ' || "~^:?*[\\".contains(c))
+        && text.split('/').all(is_component)
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ForgeKind {
@@ -156,4 +186,30 @@ pub struct Repository {
     pub created_by: String,
     #[serde(with = "time::serde::rfc3339")]
     pub created_at: OffsetDateTime,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_repositories_and_references_hold_nothing_that_git_or_a_path_misreads() {
+        for name in ["site", "a.b_c-d", "0", "01890000-0000-7000-8000-000000000001"] {
+            assert!(is_repository_name(name), "{name}");
+        }
+        let long = "a".repeat(repository_limits::MAX_NAME_BYTES + 1);
+        for text in ["", ".a", "-a", "A", "a/b", "a b", "a@b", "\u{e9}", &long] {
+            assert!(!is_repository_name(text), "{text}");
+        }
+        for name in ["main", "release/1.0", "v1.2.3", "feature/a@b", "\u{e9}t\u{e9}"] {
+            assert!(is_git_reference(name), "{name}");
+        }
+        let long = "a".repeat(repository_limits::MAX_REF_BYTES + 1);
+        for text in [
+            "", "-x", "a..b", "a b", "a~1", "a^", "a:b", "a?", "a*", "a[", "a\\b", "@", "a@{1}",
+            "/a", "a/", "a//b", ".a", "a/.b", "a.lock", "a.", "a\nb", &long,
+        ] {
+            assert!(!is_git_reference(text), "{text}");
+        }
+    }
 }

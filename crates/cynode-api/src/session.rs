@@ -9,7 +9,10 @@ use serde::{
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{ArtifactId, NodeId, SessionId, TaskId, WorkspaceId};
+use crate::{
+    ArtifactId, NodeId, RepositoryId, SeedNotes, SessionId, TaskId, WorkspaceId, is_git_reference,
+    is_repository_name,
+};
 
 /// Bounds and defaults of session requests.
 pub mod session_limits {
@@ -148,6 +151,9 @@ pub struct UserSessionCreate {
     /// Labels that the node must have.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub node_labels: BTreeMap<String, String>,
+    /// With `workspace_ref: "git:…"`, the commits of history to bring; all when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace_depth: Option<u32>,
 }
 
 /// The source of a session's files.
@@ -159,6 +165,14 @@ pub enum WorkspaceRef {
     Workspace(WorkspaceId),
     /// A new workspace with the contents of an artifact, a tar archive.
     Artifact(ArtifactId),
+    /// A new workspace with a registered repository. Orchestrators resolve it to an artifact;
+    /// workers refuse it.
+    Git {
+        /// The name or id of the repository.
+        repository: String,
+        /// A branch, tag or commit; the default branch when absent.
+        reference: Option<String>,
+    },
 }
 
 impl WorkspaceRef {
@@ -175,6 +189,14 @@ impl std::fmt::Display for WorkspaceRef {
             Self::New => f.write_str("new"),
             Self::Workspace(id) => write!(f, "workspace:{id}"),
             Self::Artifact(id) => write!(f, "artifact:{id}"),
+            Self::Git {
+                repository,
+                reference: Some(reference),
+            } => write!(f, "git:{repository}@{reference}"),
+            Self::Git {
+                repository,
+                reference: None,
+            } => write!(f, "git:{repository}"),
         }
     }
 }
@@ -189,12 +211,30 @@ impl std::str::FromStr for WorkspaceRef {
         let found = match text.split_once(':') {
             Some(("workspace", id)) => id.parse().ok().map(Self::Workspace),
             Some(("artifact", id)) => id.parse().ok().map(Self::Artifact),
+            Some(("git", place)) => git_ref(place),
             _ => None,
         };
         found.ok_or_else(|| {
-            "workspace_ref must be 'new', 'workspace:<uuid>' or 'artifact:<uuid>'".to_owned()
+            "workspace_ref must be 'new', 'workspace:<uuid>', 'artifact:<uuid>' or \
+             'git:<repository>[@<ref>]'"
+                .to_owned()
         })
     }
+}
+
+/// A repository and a reference in it, both without what git or a path could misread.
+fn git_ref(place: &str) -> Option<WorkspaceRef> {
+    let (repository, reference) = match place.split_once('@') {
+        Some((repository, reference)) => (repository, Some(reference)),
+        None => (place, None),
+    };
+    if !is_repository_name(repository) || !reference.is_none_or(is_git_reference) {
+        return None;
+    }
+    Some(WorkspaceRef::Git {
+        repository: repository.to_owned(),
+        reference: reference.map(str::to_owned),
+    })
 }
 
 impl Serialize for WorkspaceRef {
@@ -400,6 +440,16 @@ pub struct Session {
     pub ended_at: Option<OffsetDateTime>,
     pub create_duration_ms: Option<u64>,
     pub running_execs: u32,
+    /// The repository that the workspace was seeded from. Like the two fields below, present only
+    /// in responses of an orchestrator.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub repository_id: Option<RepositoryId>,
+    /// The commit that the workspace was seeded from. Exports are made against it by default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base_commit: Option<String>,
+    /// What the seed does not contain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seed_notes: Option<SeedNotes>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -464,6 +514,21 @@ mod tests {
             WorkspaceRef::Artifact(id).to_string(),
             format!("artifact:{id}")
         );
+        for (text, repository, reference) in [
+            ("git:site", "site", None),
+            ("git:site@main", "site", Some("main")),
+            ("git:site@feature/a@b", "site", Some("feature/a@b")),
+        ] {
+            let expected = WorkspaceRef::Git {
+                repository: repository.to_owned(),
+                reference: reference.map(str::to_owned),
+            };
+            assert_eq!(text.parse(), Ok(expected.clone()));
+            assert_eq!(expected.to_string(), text);
+        }
+        for text in ["git:", "git:@main", "git:site@", "git:site@-x", "git:Site", "git:a/b"] {
+            assert!(text.parse::<WorkspaceRef>().is_err(), "{text}");
+        }
         assert!("workspace:nonsense".parse::<WorkspaceRef>().is_err());
         assert!("/etc".parse::<WorkspaceRef>().is_err());
     }

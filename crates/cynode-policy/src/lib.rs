@@ -17,6 +17,6 @@ pub use entities::{CallContext, CallLimits, Place, Principal, Resource, Role};
 pub use paths::within_workspace;
 pub use policies::{DEFAULTS, Decision, Effect, Flaw, MAX_DOCUMENT_BYTES, Policies, Rule, SCHEMA};
 pub use secrets::{
-    Channel, ContentScan, HeldSecrets, Hit, LocalScan, Scanner, ShapeAction, ShapePolicy,
+    Channel, ContentScan, HeldForm, HeldSecrets, Hit, LocalScan, Scanner, ShapeAction, ShapePolicy,
     ShapeSetting, UNSCANNED, Watch, local_directory, local_file,
 };

@@ -136,6 +136,9 @@ fn unreported(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateTi
         ended_at: None,
         create_duration_ms: None,
         running_execs: 0,
+        repository_id: None,
+        base_commit: None,
+        seed_notes: None,
     }
 }
 

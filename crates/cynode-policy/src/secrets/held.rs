@@ -1,12 +1,13 @@
 //! Detects secrets that the system holds, by keyed hashes only.
 //!
-//! A rolling fingerprint finds candidate positions; only there is the whole secret hashed. The key
-//! is private to the process, so its memory reveals no secret, and nobody can craft input that is
-//! slow to scan.
+//! A rolling fingerprint finds candidate positions; only there is the whole secret hashed. Only the
+//! system's own processes have the key, so that nobody can craft input that is slow to scan.
+//! Secrets whose values are not kept anywhere are held by their forms, which outlive the process.
 
 use std::fmt;
 
 use aws_lc_rs::hmac;
+use serde::{Deserialize, Serialize};
 
 use super::encoded;
 
@@ -18,6 +19,7 @@ const ROTATIONS: u32 = 12;
 const FILTER_BITS: u32 = 16;
 
 /// The secrets to detect, at any offset, in plain text and in base64.
+#[derive(Clone)]
 pub struct HeldSecrets {
     key: hmac::Key,
     /// By byte: the value that is XORed into the fingerprint when the byte enters the window.
@@ -30,17 +32,36 @@ pub struct HeldSecrets {
     longest: usize,
 }
 
+#[derive(Clone)]
 struct Secret {
     kind: &'static str,
+    form: HeldForm,
+}
+
+/// One form of a secret: its keyed hash, and what finds the places to compare it with. Says nothing
+/// about the secret to whoever lacks the key, except its length.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HeldForm {
     fingerprint: u64,
     /// The offset of the fingerprint's window in the secret.
     offset: usize,
     length: usize,
-    tag: hmac::Tag,
+    tag: Vec<u8>,
+}
+
+/// Omits the hash.
+impl fmt::Debug for HeldForm {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("HeldForm")
+            .field("length", &self.length)
+            .finish_non_exhaustive()
+    }
 }
 
 impl HeldSecrets {
-    /// The key must be random and must not outlive the process.
+    /// The key must be secret: whoever has it can compare guesses with the hashes.
     #[must_use]
     pub fn new(key: [u8; 32]) -> Self {
         let key = hmac::Key::new(hmac::HMAC_SHA256, &key);
@@ -69,33 +90,50 @@ impl HeldSecrets {
     /// secret shorter than 12 bytes: it is not added, because it would match everywhere.
     #[must_use = "a secret that is too short is not detected"]
     pub fn add(&mut self, kind: &'static str, secret: &[u8]) -> bool {
-        let secret = secret.trim_ascii();
-        if secret.len() < WINDOW_BYTES {
+        let Some(forms) = self.forms(secret) else {
             return false;
-        }
-        self.add_form(kind, secret);
-        for form in encoded::all_encodings(secret) {
-            self.add_form(kind, &form);
-        }
-        self.secrets.sort_by_key(|secret| secret.fingerprint);
+        };
+        self.add_forms(kind, forms);
         true
     }
 
-    /// Adds one form. The window lies in the middle, because secrets of one kind often share a
-    /// well-known prefix.
-    fn add_form(&mut self, kind: &'static str, form: &[u8]) {
+    /// The forms of a secret, from which it can be held again without its value. `None` for a
+    /// secret shorter than 12 bytes.
+    #[must_use]
+    pub fn forms(&self, secret: &[u8]) -> Option<Vec<HeldForm>> {
+        let secret = secret.trim_ascii();
+        if secret.len() < WINDOW_BYTES {
+            return None;
+        }
+        let encodings = encoded::all_encodings(secret);
+        let encodings = encodings.iter().map(|form| self.form(form));
+        Some(
+            std::iter::once(self.form(secret))
+                .chain(encodings)
+                .collect(),
+        )
+    }
+
+    /// Adds a secret by its forms, which must have been made with the same key.
+    pub fn add_forms(&mut self, kind: &'static str, forms: impl IntoIterator<Item = HeldForm>) {
+        for form in forms {
+            let (word, bit) = filter_position(form.fingerprint);
+            self.filter[word] |= bit;
+            self.longest = self.longest.max(form.length);
+            self.secrets.push(Secret { kind, form });
+        }
+        self.secrets.sort_by_key(|secret| secret.form.fingerprint);
+    }
+
+    /// The window lies in the middle, because secrets of one kind often share a well-known prefix.
+    fn form(&self, form: &[u8]) -> HeldForm {
         let offset = (form.len() - WINDOW_BYTES) / 2;
-        let fingerprint = self.fingerprint(&form[offset..offset + WINDOW_BYTES]);
-        let (word, bit) = filter_position(fingerprint);
-        self.filter[word] |= bit;
-        self.longest = self.longest.max(form.len());
-        self.secrets.push(Secret {
-            kind,
-            fingerprint,
+        HeldForm {
+            fingerprint: self.fingerprint(&form[offset..offset + WINDOW_BYTES]),
             offset,
             length: form.len(),
-            tag: hmac::sign(&self.key, form),
-        });
+            tag: hmac::sign(&self.key, form).as_ref().to_vec(),
+        }
     }
 
     /// The length of the longest form of a secret.
@@ -131,18 +169,18 @@ impl HeldSecrets {
     fn match_at(&self, bytes: &[u8], window: usize, fingerprint: u64) -> Option<&'static str> {
         let first = self
             .secrets
-            .partition_point(|secret| secret.fingerprint < fingerprint);
+            .partition_point(|secret| secret.form.fingerprint < fingerprint);
         let candidates = self.secrets[first..]
             .iter()
-            .take_while(|secret| secret.fingerprint == fingerprint);
-        let mut matches = candidates.filter(|secret| {
-            let Some(start) = window.checked_sub(secret.offset) else {
+            .take_while(|secret| secret.form.fingerprint == fingerprint);
+        let mut matches = candidates.filter(|Secret { form, .. }| {
+            let Some(start) = window.checked_sub(form.offset) else {
                 return false;
             };
-            let Some(bytes) = bytes.get(start..start + secret.length) else {
+            let Some(bytes) = bytes.get(start..start.saturating_add(form.length)) else {
                 return false;
             };
-            hmac::verify(&self.key, bytes, secret.tag.as_ref()).is_ok()
+            hmac::verify(&self.key, bytes, &form.tag).is_ok()
         });
         matches.next().map(|secret| secret.kind)
     }
@@ -184,7 +222,7 @@ mod tests {
         assert!(
             held.secrets
                 .iter()
-                .all(|secret| held.is_likely(secret.fingerprint))
+                .all(|secret| held.is_likely(secret.form.fingerprint))
         );
         let text: Vec<u8> = (0_u32..20_000).flat_map(u32::to_be_bytes).collect();
         let likely = text

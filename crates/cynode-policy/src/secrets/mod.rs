@@ -18,13 +18,16 @@ mod local;
 mod paths;
 mod shapes;
 
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{Arc, PoisonError, RwLock},
+};
 
 use serde_json::Value;
 
 pub use channels::{Channel, ShapeAction, ShapePolicy, ShapeSetting};
 pub use content::{ContentScan, UNSCANNED};
-pub use held::HeldSecrets;
+pub use held::{HeldForm, HeldSecrets};
 pub use local::{LocalScan, local_directory, local_file};
 use shapes::Shapes;
 
@@ -40,7 +43,8 @@ pub struct Hit {
 pub struct Scanner(Arc<ScannerInner>);
 
 struct ScannerInner {
-    held: Arc<HeldSecrets>,
+    /// Replaced as a whole when secrets come or go; shared with the scanners made from this one.
+    held: Arc<RwLock<Arc<HeldSecrets>>>,
     shapes: Shapes,
 }
 
@@ -66,7 +70,7 @@ impl Scanner {
     #[must_use]
     pub fn new(held: HeldSecrets, shapes: bool) -> Self {
         Self(Arc::new(ScannerInner {
-            held: Arc::new(held),
+            held: Arc::new(RwLock::new(Arc::new(held))),
             shapes: Shapes::new(shapes),
         }))
     }
@@ -78,6 +82,15 @@ impl Scanner {
             held: Arc::clone(&self.0.held),
             shapes: Shapes::new(false),
         }))
+    }
+
+    /// Replaces the held secrets, also of the scanners that share them.
+    pub fn hold(&self, held: HeldSecrets) {
+        *self.0.held.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(held);
+    }
+
+    fn held(&self) -> Arc<HeldSecrets> {
+        Arc::clone(&self.0.held.read().unwrap_or_else(PoisonError::into_inner))
     }
 
     #[must_use]
@@ -120,8 +133,7 @@ impl Scanner {
     /// `is_end`, the end of the bytes ends a token.
     fn find_from(&self, bytes: &[u8], from: usize, is_end: bool) -> Option<Hit> {
         let what = self
-            .0
-            .held
+            .held()
             .find(bytes)
             .or_else(|| self.0.shapes.find(bytes, from, is_end))?;
         Some(Hit { what })
@@ -257,8 +269,7 @@ impl Watch {
             let keep = WORD_CONTEXT_BYTES
                 + self
                     .scanner
-                    .0
-                    .held
+                    .held()
                     .longest()
                     .max(self.scanner.0.shapes.longest());
             if self.recent.len() > keep {
@@ -277,7 +288,7 @@ impl fmt::Debug for Scanner {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("Scanner")
-            .field("held", &self.0.held)
+            .field("held", &self.held())
             .finish_non_exhaustive()
     }
 }

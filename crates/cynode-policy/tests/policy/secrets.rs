@@ -4,7 +4,7 @@ use base64::{
     Engine as _,
     engine::general_purpose::{STANDARD, STANDARD_NO_PAD, URL_SAFE, URL_SAFE_NO_PAD},
 };
-use cynode_policy::{HeldSecrets, Hit, Scanner, Watch};
+use cynode_policy::{HeldForm, HeldSecrets, Hit, Scanner, Watch};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -67,6 +67,43 @@ fn text_that_only_resembles_a_held_secret_passes() {
     ] {
         assert_eq!(scanner().find(text.as_bytes()), None, "{text}");
     }
+}
+
+/// A credential is held by every orchestrator, and its value by none.
+#[test]
+fn a_secret_is_held_again_by_its_forms_and_only_with_the_key() {
+    let forms = HeldSecrets::new([7; 32])
+        .forms(PASSWORD.as_bytes())
+        .expect("long enough");
+    let stored = serde_json::to_string(&forms).expect("forms are plain data");
+    assert!(!stored.contains(&PASSWORD[..12]), "{stored}");
+    let again = |key: [u8; 32]| {
+        let mut held = HeldSecrets::new(key);
+        held.add_forms(
+            PASSWORD_HIT.what,
+            serde_json::from_str::<Vec<HeldForm>>(&stored).expect("as it was stored"),
+        );
+        Scanner::new(held, false)
+    };
+    for text in [PASSWORD.to_owned(), STANDARD.encode(PASSWORD)] {
+        assert_eq!(again([7; 32]).find(text.as_bytes()), Some(PASSWORD_HIT));
+        assert_eq!(again([8; 32]).find(text.as_bytes()), None);
+    }
+    assert!(HeldSecrets::new([7; 32]).forms(b"hello world").is_none());
+}
+
+#[test]
+fn held_secrets_are_replaced_in_all_scanners_that_share_them() {
+    let scanner = holding(&[]);
+    let (system, mut watch) = (scanner.system_only(), scanner.watch());
+    assert_eq!(system.find(PASSWORD.as_bytes()), None);
+    let mut held = HeldSecrets::new([7; 32]);
+    assert!(held.add(PASSWORD_HIT.what, PASSWORD.as_bytes()));
+    scanner.hold(held);
+    assert_eq!(system.find(PASSWORD.as_bytes()), Some(PASSWORD_HIT));
+    assert_eq!(watch.feed(PASSWORD.as_bytes()), Some(PASSWORD_HIT));
+    scanner.hold(HeldSecrets::new([7; 32]));
+    assert_eq!(system.find(PASSWORD.as_bytes()), None);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Validates session requests; each rejection names its field.
 
 use cynode_api::{
-    API_VERSION, ErrorCode, Limits, SessionCreate, is_model_name,
+    API_VERSION, ErrorCode, Limits, SessionCreate, WorkspaceRef, is_model_name,
     sba::limits::MAX_MODELS,
     session_limits::{DEFAULT_IDLE_SECONDS, DEFAULT_LIFETIME_SECONDS, MAX_ENV, MAX_ENV_BYTES},
 };
@@ -32,6 +32,11 @@ pub(crate) fn check_version(version: Option<u32>) -> Result<(), ApiError> {
     }
 }
 
+/// A node reaches no repositories.
+pub(super) fn only_orchestrators_resolve() -> ApiError {
+    ApiError::invalid("workspace_ref: only an orchestrator resolves repositories")
+}
+
 pub(super) fn check(
     request: &SessionCreate,
     capacity: &Capacity,
@@ -41,6 +46,9 @@ pub(super) fn check(
     check_env(&request.env, MAX_ENV, MAX_ENV_BYTES)?;
     check_labels(&request.labels)?;
     check_models(&request.allowed_models)?;
+    if let Some(WorkspaceRef::Git { .. }) = request.workspace_ref {
+        return Err(only_orchestrators_resolve());
+    }
     Ok(ValidatedRequest {
         limits: capacity.limits(request.limits.unwrap_or_default())?,
         lifetime_seconds: check_seconds(

@@ -65,6 +65,7 @@ impl Sessions {
                         journal_error(&error)
                     })
             }
+            WorkspaceRef::Git { .. } => Err(validate::only_orchestrators_resolve()),
             WorkspaceRef::Workspace(id) => {
                 let record = self
                     .journal

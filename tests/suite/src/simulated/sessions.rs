@@ -174,6 +174,9 @@ impl Disk {
                     Ok(id)
                 }
             }
+            WorkspaceRef::Git { .. } => Err(ApiError::invalid(
+                "workspace_ref: only an orchestrator resolves repositories",
+            )),
             WorkspaceRef::Artifact(_) => Err(ApiError::invalid(
                 "workspace_ref: artifacts come from an orchestrator, and this node has none",
             )),
@@ -275,6 +278,9 @@ impl Shared {
             ended_at: None,
             create_duration_ms: Some(0),
             running_execs: 0,
+            repository_id: None,
+            base_commit: None,
+            seed_notes: None,
         };
         state.sessions.insert(
             request.session_id,
