@@ -196,13 +196,19 @@ fn metadata(record: &AuditRecord) -> Value {
     metadata
 }
 
+/// The id of a node or of an egress role.
+fn component(subject: &AuditSubject) -> Option<String> {
+    let node = subject.node_id.map(|id| id.to_string());
+    node.or_else(|| subject.instance.map(|id| id.to_string()))
+}
+
 fn user(subject: Option<&AuditSubject>) -> Value {
     let Some(subject) = subject else {
         return json!({"name": "system", "type": "system", "type_id": 3});
     };
     let type_id = match subject.kind.as_str() {
         "user" => 1,
-        "node" | "system" => 3,
+        "egress" | "node" | "system" => 3,
         "nobody" => 0,
         _ => OTHER,
     };
@@ -214,7 +220,7 @@ fn user(subject: Option<&AuditSubject>) -> Value {
     if let Some(id) = subject
         .user_id
         .map(|id| id.to_string())
-        .or_else(|| subject.node_id.map(|id| id.to_string()))
+        .or_else(|| component(subject))
     {
         user["uid"] = id.into();
     }
@@ -239,7 +245,7 @@ fn actor(body: &AuditBody) -> Value {
     actor
 }
 
-/// The caller's token or node: the audit trail doesn't know the address.
+/// The caller's token, node or egress role: the audit trail doesn't know the address.
 fn source(subject: Option<&AuditSubject>) -> Value {
     let Some(subject) = subject else {
         return json!({"svc_name": "cynode"});
@@ -247,7 +253,7 @@ fn source(subject: Option<&AuditSubject>) -> Value {
     let id = subject
         .token_id
         .map(|id| id.to_string())
-        .or_else(|| subject.node_id.map(|id| id.to_string()));
+        .or_else(|| component(subject));
     id.map_or_else(
         || json!({"name": subject.kind}),
         |id| json!({"name": subject.kind, "uid": id}),

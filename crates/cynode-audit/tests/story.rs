@@ -3,7 +3,7 @@
 mod common;
 
 use common::{event, intent, outcome, records, subject};
-use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditResult};
+use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditResult, AuditSubject};
 use cynode_audit::{StoryCommands, headline, story};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -359,4 +359,57 @@ proptest! {
         );
         prop_assert!(serde_json::to_string(&story).is_ok());
     }
+}
+
+#[test]
+fn an_egress_role_says_what_it_decided_and_what_came_of_it() {
+    let push = |decision: Option<AuditDecision>, result: Option<AuditResult>| AuditBody {
+        subject: Some(AuditSubject {
+            kind: "egress".to_owned(),
+            name: Some("git".to_owned()),
+            ..AuditSubject::default()
+        }),
+        resource: Some("repository:web".to_owned()),
+        decision,
+        result,
+        ..event(
+            AuditKind::Event,
+            "git.push",
+            json!({"branch": "cynode/1/fix\u{1b}[2J", "commit": "0123456789abcdef0123"}),
+        )
+    };
+    let denied = AuditBody {
+        rules: vec!["repositories/no-ci".to_owned()],
+        code: Some("path_refused".to_owned()),
+        ..push(Some(AuditDecision::Deny), Some(AuditResult::Refused))
+    };
+    let bodies = vec![
+        push(Some(AuditDecision::Allow), None),
+        push(None, Some(AuditResult::Done)),
+        push(None, Some(AuditResult::Unknown)),
+        denied,
+    ];
+    let lines: Vec<String> = records(bodies).iter().map(headline).collect();
+    let push = "event  egress(git)  git.push repository:web (cynode/1/fix\\x1b[2J, 0123456789ab)";
+    assert_eq!(
+        lines,
+        [
+            format!("{push} → allowed"),
+            format!("{push} → done"),
+            format!("{push} → outcome unknown"),
+            format!("{push} → denied by rule repositories/no-ci"),
+        ]
+    );
+    let fetch = &story(&records(vec![AuditBody {
+        subject: Some(AuditSubject {
+            kind: "egress".to_owned(),
+            name: Some("git".to_owned()),
+            ..AuditSubject::default()
+        }),
+        result: Some(AuditResult::Done),
+        ..event(AuditKind::Event, "git.fetch", json!({}))
+    }]))
+    .lines[0];
+    assert_eq!(fetch.who, "egress(git)");
+    assert_eq!(fetch.what, "git.fetch → done");
 }

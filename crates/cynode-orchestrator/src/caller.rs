@@ -170,7 +170,7 @@ impl Caller {
             name: Some(self.user_name.clone()),
             user_id: Some(self.scope.user_id),
             token_id: Some(self.token_id),
-            node_id: None,
+            ..AuditSubject::default()
         }
     }
 }

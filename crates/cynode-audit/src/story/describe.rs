@@ -1,6 +1,8 @@
 //! Describes a call in one line.
 
-use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditRecord, AuditResult, AuditSubject};
+use cynode_api::{
+    AuditBody, AuditDecision, AuditKind, AuditRecord, AuditResult, AuditSubject, EGRESS_SUBJECT,
+};
 use serde_json::Value;
 
 use super::{
@@ -11,6 +13,8 @@ use crate::action::{TargetKind, Verb, target_kind, verb};
 
 /// The number of changed files that a line names.
 const MAX_FILES: usize = 5;
+/// The digits of a commit that a line names.
+const COMMIT_DIGITS: usize = 12;
 
 pub(super) fn actor(subject: Option<&AuditSubject>) -> String {
     let Some(subject) = subject else {
@@ -45,6 +49,7 @@ pub(super) fn summary(call: &Call<'_>) -> String {
     } else {
         match target_kind(body) {
             TargetKind::Exec => exec_end(call),
+            _ if is_of_role(body) => role_end(call),
             _ => end(call),
         }
     };
@@ -71,6 +76,8 @@ pub(super) fn headline(record: &AuditRecord) -> String {
             (_, Some(result)) => format!(" → {}", failure(&call, result)),
             (_, None) => String::new(),
         }
+    } else if is_of_role(body) {
+        role_end(&call)
     } else {
         let word = body.decision.map(|decision| {
             if decision == AuditDecision::Deny {
@@ -225,8 +232,43 @@ fn other(call: &Call<'_>) -> String {
         .flatten()
         .map(|state| format!(" {}", shown(state)));
     match target(call) {
+        Some(target) if is_of_role(body) => format!("{action} {target}{}", role_facts(call)),
         Some(target) => format!("{action} {target}{}", state.unwrap_or_default()),
         None => format!("{action}{}", state.unwrap_or_default()),
+    }
+}
+
+fn is_of_role(body: &AuditBody) -> bool {
+    let subject = body.subject.as_ref();
+    body.kind == AuditKind::Event && subject.is_some_and(|subject| subject.kind == EGRESS_SUBJECT)
+}
+
+/// What an egress role did it to: ` (cynode/1/fix, 0123456789ab)`.
+fn role_facts(call: &Call<'_>) -> String {
+    let commit = call
+        .text("commit")
+        .map(|commit| commit.chars().take(COMMIT_DIGITS).collect::<String>());
+    let named = ["reference", "branch", "url"]
+        .into_iter()
+        .filter_map(|name| call.text(name).map(shown));
+    let facts: Vec<String> = named
+        .chain(commit.as_deref().map(shown))
+        .collect();
+    if facts.is_empty() {
+        String::new()
+    } else {
+        format!(" ({})", facts.join(", "))
+    }
+}
+
+/// A role records its decision before an effect, and the result after it.
+fn role_end(call: &Call<'_>) -> String {
+    let body = &call.first().body;
+    match (body.decision, call.result()) {
+        (Some(AuditDecision::Deny), _) => format!(" → denied{}", decided_by(body)),
+        (_, Some(result)) => format!(" → {}", failure(call, result)),
+        (Some(AuditDecision::Allow), None) => format!(" → allowed{}", decided_by(body)),
+        (None, None) => String::new(),
     }
 }
 

@@ -14,7 +14,7 @@ pub(crate) fn subject(kind: &str, name: &str) -> AuditSubject {
         name: Some(name.to_owned()),
         user_id: Some(UserId::from_uuid(Uuid::from_u128(0xa))),
         token_id: Some(TokenId::from_uuid(Uuid::from_u128(0xb))),
-        node_id: None,
+        ..AuditSubject::default()
     }
 }
 

@@ -81,10 +81,7 @@ fn record(event: &Event, ended: Option<&Map<String, Value>>) -> Value {
     let mut body = AuditBody::new(AuditKind::Event, event.kind.as_str());
     body.subject = Some(AuditSubject {
         kind: "system".to_owned(),
-        name: None,
-        user_id: None,
-        token_id: None,
-        node_id: None,
+        ..AuditSubject::default()
     });
     body.project_id = event.project_id;
     body.task_id = Some(event.task_id);

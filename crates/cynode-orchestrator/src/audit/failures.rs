@@ -106,10 +106,7 @@ fn record(surface: EntryPoint, mut detail: Map<String, Value>) -> AuditBody {
         call_id: None,
         subject: Some(AuditSubject {
             kind: surface.subject().to_owned(),
-            name: None,
-            user_id: None,
-            token_id: None,
-            node_id: None,
+            ..AuditSubject::default()
         }),
         decision: Some(AuditDecision::Deny),
         stage: Some("authenticate".to_owned()),

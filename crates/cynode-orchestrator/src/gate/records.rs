@@ -12,9 +12,8 @@ fn subject(node: &NodeRow) -> AuditSubject {
     AuditSubject {
         kind: "node".to_owned(),
         name: Some(node.name.clone()),
-        user_id: None,
-        token_id: None,
         node_id: Some(node.id),
+        ..AuditSubject::default()
     }
 }
 
