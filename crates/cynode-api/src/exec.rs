@@ -101,13 +101,19 @@ pub fn exec_form(boundary: &str, request: &[u8]) -> (Vec<u8>, Vec<u8>) {
 /// The bytes before the request, between the request and the input, and after the input.
 #[must_use]
 pub fn exec_form_frame(boundary: &str) -> [Vec<u8>; 3] {
+    form_frame(boundary, "stdin")
+}
+
+/// The bytes around the two parts of a form: `request`, which is JSON, and one of bytes.
+#[must_use]
+pub fn form_frame(boundary: &str, bytes_part: &str) -> [Vec<u8>; 3] {
     let part = |name: &str, media_type: &str| {
         let disposition = format!("Content-Disposition: form-data; name=\"{name}\"");
         format!("--{boundary}\r\n{disposition}\r\nContent-Type: {media_type}\r\n\r\n")
     };
     [
         part("request", "application/json").into_bytes(),
-        format!("\r\n{}", part("stdin", "application/octet-stream")).into_bytes(),
+        format!("\r\n{}", part(bytes_part, "application/octet-stream")).into_bytes(),
         format!("\r\n--{boundary}--\r\n").into_bytes(),
     ]
 }

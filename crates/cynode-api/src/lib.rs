@@ -58,7 +58,7 @@ pub use exec::{
     ByteCounts, Chunk, Exec, ExecAccepted, ExecExit, ExecForm, ExecRequest, ExecResult, ExecState,
     ExecVia, OutputPage, OutputQuery, SignalExec, SignalName, SignalScope, SignalSession,
     StdinWrite, Stream, StreamEvent, StreamHashes, Truncated, exec_form, exec_form_frame,
-    exec_limits,
+    exec_limits, form_frame,
 };
 pub use files::{
     ENCODED_PATCH, EditRequest, ExportFormat, ExportRequest, FileEdited, FileEntry, FileEvent,

@@ -120,6 +120,15 @@ codes! {
     ImageInUse = "image_in_use", 409,
         "The image is in use",
         "End the sessions and jobs that use it, or deny it ('cynode image deny').";
+    RepositoryInUse = "repository_in_use", 409,
+        "Promotions to the repository are under way",
+        "Wait until they have ended, or cancel them: 'cynode promotion list'.";
+    PromotionNotWaiting = "promotion_not_waiting", 409,
+        "The promotion does not wait for this",
+        "Look at its state: 'cynode promotion show'.";
+    ApprovalStale = "approval_stale", 409,
+        "The promotion is no longer what was shown",
+        "Look at it again, and decide about the commit that it has now.";
     TokenRevoked = "token_revoked", 409,
         "The token is revoked",
         "Create another token.";
@@ -212,6 +221,9 @@ codes! {
     PolicyInvalid = "policy_invalid", 422,
         "The policy is not valid",
         "Fix each error that the detail lists; the previous policy stays in force.";
+    ChangeRefused = "change_refused", 422,
+        "A rule of the repository refuses the change",
+        "See the verdicts: change what they name, or ask an administrator about the rules.";
     SecretInInput = "secret_in_input", 422,
         "The request contains a secret",
         "Remove the secret that the detail locates; a sandbox must not hold credentials.";
