@@ -3,3 +3,4 @@
 mod change;
 mod command;
 mod forge;
+mod push;
