@@ -266,4 +266,21 @@ mod tests {
         );
         assert_eq!(owner_of(&body), Some(decision.sandbox.owner));
     }
+
+    #[test]
+    fn jobs_and_sessions_own_their_records() {
+        for owner in [
+            SandboxOwner::Job(JobId::generate()),
+            SandboxOwner::Session(SessionId::generate()),
+        ] {
+            let sandbox = AuditedSandbox {
+                owner,
+                task_id: TaskId::generate(),
+            };
+            let body = sandbox.body(NodeId::generate(), "proxy.connect");
+            let body = serde_json::to_value(body).expect("serializes");
+            assert_eq!(owner_of(&body), Some(owner));
+        }
+        assert_eq!(owner_of(&json!({"kind": "stream"})), None);
+    }
 }

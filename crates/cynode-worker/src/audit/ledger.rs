@@ -10,13 +10,13 @@ use std::{
 };
 
 use cynode_api::{AuditBody, AuditDecision, NodeId};
+use cynode_trail::{Charge, cost};
 use serde_json::{Value, json};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 use super::{
     RecordError,
-    decision::{AuditedSandbox, DecisionOutcome, NodeDecision, RepeatKey, SandboxOwner},
-    store::{Released, cost},
+    decision::{AuditedSandbox, DecisionOutcome, NodeDecision, RepeatKey, SandboxOwner, owner_of},
 };
 
 /// Unshipped records of one sandbox, in bytes.
@@ -84,16 +84,15 @@ struct Account {
     folded: Option<Folded>,
 }
 
-/// A record that waits to be written.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct NewRecord {
-    pub(super) body: Value,
-    pub(super) owner: SandboxOwner,
-    pub(super) cost: u64,
-    /// The number of decisions that it stands for.
-    pub(super) counts: u64,
-    pub(super) key: Option<RepeatKey>,
+/// What a record stands for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Claim {
+    /// The number of decisions.
+    counts: u64,
+    key: Option<RepeatKey>,
 }
+
+type NewRecord = cynode_trail::NewRecord<SandboxOwner, Claim>;
 
 /// What happens to a decision.
 #[derive(Debug)]
@@ -106,7 +105,7 @@ pub(super) enum Admission {
 }
 
 #[derive(Debug)]
-pub(super) struct Ledger {
+pub(super) struct ShareLedger {
     node_id: NodeId,
     accounts: HashMap<SandboxOwner, Account>,
     total: u64,
@@ -114,28 +113,13 @@ pub(super) struct Ledger {
     has_shares: bool,
 }
 
-impl Ledger {
-    pub(super) fn new(
-        node_id: NodeId,
-        has_shares: bool,
-        pending: impl Iterator<Item = Released>,
-    ) -> Self {
-        let mut ledger = Self {
+impl ShareLedger {
+    pub(super) fn new(node_id: NodeId, has_shares: bool) -> Self {
+        Self {
             node_id,
             accounts: HashMap::new(),
             total: 0,
             has_shares,
-        };
-        ledger.charge(pending);
-        ledger
-    }
-
-    fn charge(&mut self, pending: impl Iterator<Item = Released>) {
-        for (owner, cost) in pending {
-            self.total += cost;
-            if let Some(owner) = owner {
-                self.accounts.entry(owner).or_default().bytes += cost;
-            }
         }
     }
 
@@ -187,16 +171,32 @@ impl Ledger {
         self.total += cost;
         Admission::Record(NewRecord {
             body: value,
-            owner,
+            owner: Some(owner),
             cost,
-            counts: 1,
-            key,
+            claim: Claim { counts: 1, key },
         })
     }
+}
 
-    /// Records left the backlog.
-    pub(super) fn release(&mut self, released: impl IntoIterator<Item = Released>) {
-        for (owner, cost) in released {
+impl cynode_trail::Ledger for ShareLedger {
+    type Owner = SandboxOwner;
+    type Claim = Claim;
+
+    fn owner_of(body: &Value) -> Option<SandboxOwner> {
+        owner_of(body)
+    }
+
+    fn charge(&mut self, records: impl Iterator<Item = Charge<SandboxOwner>>) {
+        for (owner, cost) in records {
+            self.total += cost;
+            if let Some(owner) = owner {
+                self.accounts.entry(owner).or_default().bytes += cost;
+            }
+        }
+    }
+
+    fn release(&mut self, records: impl IntoIterator<Item = Charge<SandboxOwner>>) {
+        for (owner, cost) in records {
             self.total = self.total.saturating_sub(cost);
             if let Some(account) = owner.and_then(|owner| self.accounts.get_mut(&owner)) {
                 account.bytes = account.bytes.saturating_sub(cost);
@@ -204,34 +204,26 @@ impl Ledger {
         }
     }
 
-    /// The backlog was chained anew.
-    pub(super) fn replace(
-        &mut self,
-        before: impl IntoIterator<Item = Released>,
-        after: impl Iterator<Item = Released>,
-    ) {
-        self.release(before);
-        self.charge(after);
-    }
-
-    /// A record was not written. Its decisions are counted without names.
-    pub(super) fn not_written(&mut self, record: &NewRecord, at: OffsetDateTime, now: Instant) {
-        self.release([(Some(record.owner), record.cost)]);
-        let Some(account) = self.accounts.get_mut(&record.owner) else {
+    /// The decisions of the record are counted without names.
+    fn not_written(&mut self, record: &NewRecord, at: OffsetDateTime, now: Instant) {
+        self.release([(record.owner, record.cost)]);
+        let account = record.owner.and_then(|owner| self.accounts.get_mut(&owner));
+        let Some(account) = account else {
             return;
         };
-        let repeats = record
+        let claim = &record.claim;
+        let repeats = claim
             .key
             .as_ref()
             .and_then(|key| account.repeats.remove(key));
         let counted = repeats.and_then(|repeats| repeats.count);
-        let number = record.counts + counted.map_or(0, |count| count.count);
+        let number = claim.counts + counted.map_or(0, |count| count.count);
         let action = record.body.get("action").and_then(Value::as_str);
         account.fold(action.unwrap_or_default(), at, now, number);
     }
 
     /// The counts whose interval is over; all of them if `all`.
-    pub(super) fn due(&mut self, now: Instant, all: bool) -> Vec<NewRecord> {
+    fn due(&mut self, now: Instant, all: bool) -> Vec<NewRecord> {
         let (node_id, has_shares) = (self.node_id, self.has_shares);
         let mut records = Vec::new();
         for (owner, account) in &mut self.accounts {
@@ -251,7 +243,7 @@ impl Ledger {
                 repeats.due = now + REPEAT_INTERVAL;
                 let mut body = repeats.body.clone();
                 count.describe(&mut body);
-                let record = NewRecord::new(&body, *owner, count.count);
+                let record = count_record(&body, *owner, count.count);
                 if record.cost > room {
                     folds.push((body.action, count));
                     return false;
@@ -267,26 +259,24 @@ impl Ledger {
         }
         self.accounts.retain(|_, account| !account.is_idle());
         for record in &records {
-            self.charge([(Some(record.owner), record.cost)].into_iter());
+            self.charge([(record.owner, record.cost)].into_iter());
         }
         records
     }
 
-    pub(super) const fn total(&self) -> u64 {
+    fn total(&self) -> u64 {
         self.total
     }
 }
 
-impl NewRecord {
-    fn new(body: &AuditBody, owner: SandboxOwner, counts: u64) -> Self {
-        let body = serde_json::to_value(body).expect("a body serializes");
-        Self {
-            cost: cost(&body),
-            body,
-            owner,
-            counts,
-            key: None,
-        }
+/// The record of a number of decisions.
+fn count_record(body: &AuditBody, owner: SandboxOwner, counts: u64) -> NewRecord {
+    let body = serde_json::to_value(body).expect("a body serializes");
+    NewRecord {
+        cost: cost(&body),
+        body,
+        owner: Some(owner),
+        claim: Claim { counts, key: None },
     }
 }
 
@@ -332,6 +322,6 @@ impl Account {
         count.describe(&mut body);
         let actions = json!(std::mem::take(&mut folded.actions));
         body.detail.insert("actions".to_owned(), actions);
-        Some(NewRecord::new(&body, owner, count.count))
+        Some(count_record(&body, owner, count.count))
     }
 }

@@ -3,14 +3,14 @@
 //! Invariant: a record is dropped only after the orchestrator has acknowledged it. A batch whose
 //! answer is lost is sent again; the orchestrator stores each record once.
 
-use std::{collections::BTreeMap, io, sync::Arc, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
 use cynode_api::{ErrorCode, NodeAuditAnswer, NodeAuditBatch, NodeAuditRefusal, Problem};
 use cynode_service::telemetry::Chain;
+use cynode_trail::{Conclusion, Verdict};
 use http::StatusCode;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use uuid::Uuid;
 
 use super::NodeTrail;
 use crate::sessions::{Sessions, Upstream};
@@ -34,13 +34,6 @@ enum ShipError {
     Answer(String),
     #[error("the node's audit trail can't be read or written: {0}")]
     Store(#[from] io::Error),
-}
-
-/// Why the orchestrator does not take a batch.
-enum Refusal {
-    /// It expects another record; `None` if none of this stream.
-    OutOfOrder(Option<u64>),
-    Records(BTreeMap<u64, String>),
 }
 
 /// What one attempt did.
@@ -71,12 +64,10 @@ pub(crate) async fn run(sessions: Arc<Sessions>, stop: CancellationToken) {
             }
             Some(Ok(step)) => {
                 backoff = FIRST_BACKOFF;
-                *trail.0.shared.problem.lock() = None;
-                if step == Step::NothingToShip {
-                    let stored = trail.0.shared.stored.notified();
-                    if stop.run_until_cancelled(stored).await.is_none() {
-                        break;
-                    }
+                trail.0.set_problem(None);
+                let stored = trail.0.stored();
+                if step == Step::NothingToShip && stop.run_until_cancelled(stored).await.is_none() {
+                    break;
                 }
                 BATCH_INTERVAL
             }
@@ -84,7 +75,7 @@ pub(crate) async fn run(sessions: Arc<Sessions>, stop: CancellationToken) {
                 if !matches!(error, ShipError::Unregistered) {
                     tracing::warn!(%error, "Failed to ship audit records; retrying.");
                 }
-                *trail.0.shared.problem.lock() = Some(error.to_string());
+                trail.0.set_problem(Some(error.to_string()));
                 let pause = backoff;
                 backoff = (backoff * 2).min(MAX_BACKOFF);
                 pause
@@ -107,57 +98,18 @@ async fn step(trail: &NodeTrail, sessions: &Sessions) -> Result<Step, ShipError>
     };
     let upstream = sessions.upstream().map_err(|_| ShipError::Unregistered)?;
     let stream = batch.stream;
-    match send(&upstream, &batch).await? {
-        Ok(answer) if answer.stream == stream => {
-            if trail.acknowledge(stream, answer.next).await? {
-                return Ok(Step::Shipped);
-            }
-            rebase(trail, "the orchestrator has other records", BTreeMap::new()).await
-        }
-        Ok(_) => Err(ShipError::Answer("for another stream".to_owned())),
-        Err(Refusal::OutOfOrder(expected)) => resume(trail, stream, expected).await,
-        Err(Refusal::Records(refused)) => {
-            let sent = batch.records.iter().map(|record| record.seq);
-            let refused: BTreeMap<u64, String> = sent
-                .filter_map(|seq| Some((seq, refused.get(&seq)?.clone())))
-                .collect();
-            if refused.is_empty() {
-                return Err(ShipError::Answer("with a refusal of no record".to_owned()));
-            }
-            rebase(trail, "the orchestrator refused records", refused).await
-        }
+    let mut verdict = send(&upstream, &batch).await?;
+    if let Verdict::Refused(refused) = &mut verdict {
+        refused.retain(|seq, _| batch.records.iter().any(|record| record.seq == *seq));
+    }
+    match trail.0.conclude(stream, verdict).await? {
+        Conclusion::Continued => Ok(Step::Shipped),
+        Conclusion::Rebased => Ok(Step::Rebased),
+        Conclusion::Stale => Err(ShipError::Answer("with a refusal of no record".to_owned())),
     }
 }
 
-/// Continues where the orchestrator wants to. What it has lost and this node has deleted can't be
-/// sent again; the rest then continues in a new stream.
-async fn resume(trail: &NodeTrail, stream: Uuid, expected: Option<u64>) -> Result<Step, ShipError> {
-    if let Some(expected) = expected
-        && trail.resend(stream, expected).await?
-    {
-        return Ok(Step::Shipped);
-    }
-    rebase(trail, "the orchestrator has lost records", BTreeMap::new()).await
-}
-
-async fn rebase(
-    trail: &NodeTrail,
-    reason: &str,
-    refused: BTreeMap<u64, String>,
-) -> Result<Step, ShipError> {
-    tracing::warn!(
-        reason,
-        refused = refused.len(),
-        "The node's audit records continue in a new stream."
-    );
-    trail.rebase(reason.to_owned(), refused).await?;
-    Ok(Step::Rebased)
-}
-
-async fn send(
-    upstream: &Upstream,
-    batch: &NodeAuditBatch,
-) -> Result<Result<NodeAuditAnswer, Refusal>, ShipError> {
+async fn send(upstream: &Upstream, batch: &NodeAuditBatch) -> Result<Verdict, ShipError> {
     let sent = |error: reqwest::Error| ShipError::Send(Chain(&error.without_url()).to_string());
     let response = upstream
         .http
@@ -170,10 +122,13 @@ async fn send(
     let status = response.status();
     let body = read(response).await?;
     if status.is_success() {
-        let answer = serde_json::from_slice(&body);
-        return answer
-            .map(Ok)
-            .map_err(|error| ShipError::Answer(format!("with a body that is malformed: {error}")));
+        let answer: NodeAuditAnswer = serde_json::from_slice(&body).map_err(|error| {
+            ShipError::Answer(format!("with a body that is malformed: {error}"))
+        })?;
+        if answer.stream != batch.stream {
+            return Err(ShipError::Answer("for another stream".to_owned()));
+        }
+        return Ok(Verdict::Stored { next: answer.next });
     }
     let problem: Option<Problem> = serde_json::from_slice(&body).ok();
     let refusal = problem
@@ -184,23 +139,21 @@ async fn send(
             .as_ref()
             .map_or("", |problem| problem.detail.as_str())
     };
-    refusal
-        .map(Err)
-        .ok_or_else(|| ShipError::Answer(format!("{status}: {}", detail())))
+    refusal.ok_or_else(|| ShipError::Answer(format!("{status}: {}", detail())))
 }
 
-fn refusal(status: StatusCode, problem: &Problem) -> Option<Refusal> {
+fn refusal(status: StatusCode, problem: &Problem) -> Option<Verdict> {
     let member = |name: &str| problem.extensions.get(name).cloned();
     if status == StatusCode::CONFLICT && problem.code == ErrorCode::AuditOutOfOrder.as_str() {
         let expected = member("expected").and_then(|expected| expected.as_u64());
-        return Some(Refusal::OutOfOrder(expected));
+        return Some(Verdict::OutOfOrder { expected });
     }
     if status == StatusCode::UNPROCESSABLE_ENTITY
         && problem.code == ErrorCode::AuditRefused.as_str()
     {
         let refused: Vec<NodeAuditRefusal> = serde_json::from_value(member("refused")?).ok()?;
         let refused = refused.into_iter().map(|one| (one.seq, one.reason));
-        return Some(Refusal::Records(refused.collect()));
+        return Some(Verdict::Refused(refused.collect()));
     }
     None
 }

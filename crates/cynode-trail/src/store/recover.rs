@@ -6,19 +6,23 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use cynode_api::NodeId;
+use cynode_api::AuditSubject;
 
 use super::{
-    Position, Store, StoredStream, pending,
+    OwnerOf, Position, Store, StoredStream, pending,
     segment::{self, Contents, Segment},
 };
 
 /// The length of a header's line.
 const MAX_HEADER_BYTES: u64 = 1_024;
 
-impl Store {
+impl<O: Copy> Store<O> {
     /// Reads what earlier processes left. Cuts off a torn tail, and sets damaged files aside.
-    pub(in crate::audit) fn open(directory: PathBuf, node_id: NodeId) -> io::Result<Self> {
+    pub(crate) fn open(
+        directory: PathBuf,
+        writer: AuditSubject,
+        owner_of: OwnerOf<O>,
+    ) -> io::Result<Self> {
         fs_err::create_dir_all(&directory)?;
         fs_err::set_permissions(
             &directory,
@@ -37,7 +41,8 @@ impl Store {
         }
         let mut store = Self {
             directory,
-            node_id,
+            writer,
+            owner_of,
             position,
             streams: VecDeque::new(),
             active: None,
@@ -130,7 +135,9 @@ impl Store {
         }
         if let Some(stream) = self.streams.back_mut() {
             let unacknowledged = links.iter().filter(|link| link.seq > acknowledged);
-            stream.pending.extend(unacknowledged.map(pending));
+            let owner_of = self.owner_of;
+            let added = unacknowledged.map(|link| pending(link, owner_of));
+            stream.pending.extend(added);
             stream.segments.push_back(segment);
         }
         Ok(())
@@ -146,7 +153,7 @@ impl Store {
         self.has_lost = true;
         tracing::error!(
             path = %path.display(),
-            "A file of the node's audit trail is damaged; it is set aside."
+            "A file of the audit trail is damaged; it is set aside."
         );
     }
 }
@@ -161,7 +168,7 @@ fn read_position(path: &Path) -> io::Result<Position> {
         Ok(bytes) => match serde_json::from_slice(&bytes) {
             Ok(position) => Ok(position),
             Err(error) => {
-                tracing::error!(%error, "The position of the node's audit trail is unreadable; it is set aside.");
+                tracing::error!(%error, "The position of the audit trail is unreadable; it is set aside.");
                 fs_err::rename(path, aside(path))?;
                 Ok(Position::default())
             }

@@ -1,7 +1,7 @@
 //! Chains the backlog anew when the orchestrator can't take it as it is: because the orchestrator
 //! has lost what it acknowledged, or refuses a record.
 //!
-//! Invariant: no record is dropped. A refused record stays as a record of the node, with the
+//! Invariant: no record is dropped. A refused record stays as a record of the writer, with the
 //! original in its detail, so that it is attributed to no session or job. Until `position.json`
 //! names the new stream, the old files count.
 
@@ -22,19 +22,19 @@ use super::{
 };
 
 /// The new stream while it is written.
-struct Draft {
+struct Draft<O> {
     ordinal: u64,
     chain: Chain,
     file: fs_err::File,
     segments: VecDeque<Segment>,
-    pending: VecDeque<Pending>,
+    pending: VecDeque<Pending<O>>,
     buffer: Vec<u8>,
 }
 
-impl Store {
+impl<O: Copy> Store<O> {
     /// Moves all unacknowledged records into a new stream. `refused` are records of the first
     /// stream, with the reasons.
-    pub(in crate::audit) fn rebase(
+    pub(crate) fn rebase(
         &mut self,
         reason: &str,
         refused: &BTreeMap<u64, String>,
@@ -76,7 +76,7 @@ impl Store {
         Ok(())
     }
 
-    fn draft(&self) -> io::Result<Draft> {
+    fn draft(&self) -> io::Result<Draft<O>> {
         let ordinal = self.streams.back().map_or(0, |stream| stream.ordinal) + 1;
         let id = Uuid::now_v7();
         let header = Header {
@@ -98,7 +98,7 @@ impl Store {
 
     fn copy(
         &self,
-        draft: &mut Draft,
+        draft: &mut Draft<O>,
         details: Vec<(&str, Value)>,
         refused: &BTreeMap<u64, String>,
     ) -> io::Result<()> {
@@ -120,7 +120,7 @@ impl Store {
                     match (reason, action) {
                         (Some(reason), Some(NODE_REFUSED_ACTION | NODE_STREAM_ACTION)) => {
                             return Err(io::Error::other(format!(
-                                "the orchestrator refuses the node's own records: {reason}"
+                                "the orchestrator refuses the writer's own records: {reason}"
                             )));
                         }
                         // The new stream has its own first record.
@@ -137,10 +137,10 @@ impl Store {
         draft.flush()
     }
 
-    /// A refused record, attributed to the node alone.
+    /// A refused record, attributed to the writer alone.
     fn refused_record(&self, stream: Uuid, record: NodeAuditRecord, reason: &str) -> Value {
         let mut body = AuditBody::new(AuditKind::Event, NODE_REFUSED_ACTION);
-        body.subject = Some(self.subject());
+        body.subject = Some(self.writer.clone());
         body.detail = [
             ("reason".to_owned(), json!(reason)),
             ("stream".to_owned(), json!(stream)),
@@ -152,8 +152,8 @@ impl Store {
     }
 }
 
-impl Draft {
-    fn add(&mut self, store: &Store, at: OffsetDateTime, body: Value) -> io::Result<()> {
+impl<O: Copy> Draft<O> {
+    fn add(&mut self, store: &Store<O>, at: OffsetDateTime, body: Value) -> io::Result<()> {
         let is_full = self
             .segments
             .back()
@@ -172,7 +172,7 @@ impl Draft {
         }
         let link = self.chain.append(at, body);
         self.buffer.extend(segment::line(&link));
-        self.pending.push_back(pending(&link));
+        self.pending.push_back(pending(&link, store.owner_of));
         Ok(())
     }
 

@@ -1,6 +1,6 @@
-//! The node's streams on disk, below `<state>/worker/audit/`.
+//! The streams of one writer on disk, below a directory of its own.
 //!
-//! Each start of the worker that records anything opens a new stream. Streams are shipped in the
+//! Each start of the writer that records anything opens a new stream. Streams are shipped in the
 //! order of their ordinals, each from its first to its last record; `position.json` says how far
 //! the orchestrator has acknowledged them, and files below that are deleted.
 //!
@@ -17,12 +17,12 @@ mod tests;
 use std::{
     collections::VecDeque,
     io::{self, Write as _},
+    ops::RangeInclusive,
     path::PathBuf,
 };
 
 use cynode_api::{
-    AuditBody, AuditKind, AuditSubject, NODE_STREAM_ACTION, NodeAuditBatch, NodeId,
-    node_audit_limits,
+    AuditBody, AuditKind, AuditSubject, NODE_STREAM_ACTION, NodeAuditBatch, node_audit_limits,
 };
 use cynode_audit::{Chain, Link};
 use cynode_service::files;
@@ -32,7 +32,7 @@ use time::OffsetDateTime;
 use uuid::Uuid;
 
 use self::segment::{Header, Segment};
-use super::decision::{SandboxOwner, owner_of};
+use crate::Charge;
 
 /// A segment that is longer gets no more records.
 const MAX_SEGMENT_BYTES: u64 = 1024 * 1024;
@@ -53,21 +53,21 @@ struct Position {
 
 /// A record that is not acknowledged.
 #[derive(Clone, Copy, Debug)]
-struct Pending {
-    owner: Option<SandboxOwner>,
+struct Pending<O> {
+    owner: Option<O>,
     cost: u64,
     at: OffsetDateTime,
 }
 
 #[derive(Debug)]
-struct StoredStream {
+struct StoredStream<O> {
     ordinal: u64,
     id: Uuid,
     is_rebased: bool,
     /// By number, without gaps.
     segments: VecDeque<Segment>,
     /// The last `pending.len()` records of the stream.
-    pending: VecDeque<Pending>,
+    pending: VecDeque<Pending<O>>,
 }
 
 /// The stream that this process writes. It is the last one.
@@ -81,21 +81,23 @@ struct Active {
 
 /// Unacknowledged records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Backlog {
-    pub(super) records: u64,
-    pub(super) bytes: u64,
-    pub(super) oldest: Option<OffsetDateTime>,
+pub(crate) struct Backlog {
+    pub(crate) records: u64,
+    pub(crate) bytes: u64,
+    pub(crate) oldest: Option<OffsetDateTime>,
 }
 
-/// A record that left the backlog.
-pub(super) type Released = (Option<SandboxOwner>, u64);
+/// Who is charged for a stored record.
+pub(crate) type OwnerOf<O> = fn(&Value) -> Option<O>;
 
 #[derive(Debug)]
-pub(super) struct Store {
+pub(crate) struct Store<O> {
     directory: PathBuf,
-    node_id: NodeId,
+    /// The subject of the records that the writer makes about itself.
+    writer: AuditSubject,
+    owner_of: OwnerOf<O>,
     position: Position,
-    streams: VecDeque<StoredStream>,
+    streams: VecDeque<StoredStream<O>>,
     active: Option<Active>,
     /// Where the orchestrator wants the first stream to continue, if it lost what it acknowledged.
     resend_from: Option<u64>,
@@ -104,12 +106,12 @@ pub(super) struct Store {
 }
 
 /// What a record takes in the backlog.
-pub(super) fn cost(body: &Value) -> u64 {
+pub fn cost(body: &Value) -> u64 {
     let length = cynode_audit::canonical(body).map_or(0, |text| text.len());
     length as u64 + RECORD_OVERHEAD
 }
 
-fn pending(link: &Link) -> Pending {
+fn pending<O>(link: &Link, owner_of: OwnerOf<O>) -> Pending<O> {
     Pending {
         owner: owner_of(&link.body),
         cost: cost(&link.body),
@@ -117,7 +119,7 @@ fn pending(link: &Link) -> Pending {
     }
 }
 
-impl StoredStream {
+impl<O> StoredStream<O> {
     fn last(&self) -> u64 {
         self.segments.back().map_or(0, |segment| segment.last.seq)
     }
@@ -132,9 +134,9 @@ impl StoredStream {
     }
 }
 
-impl Store {
+impl<O: Copy> Store<O> {
     /// The records of a batch, oldest first; `None` if all are acknowledged.
-    pub(super) fn next_batch(&mut self) -> io::Result<Option<NodeAuditBatch>> {
+    pub(crate) fn next_batch(&mut self) -> io::Result<Option<NodeAuditBatch>> {
         self.finish_streams()?;
         let Some(stream) = self.streams.front() else {
             return Ok(None);
@@ -192,11 +194,11 @@ impl Store {
 
     /// The orchestrator has all records of a stream before `next`. Returns what left the backlog;
     /// `None` if the stream has no such record.
-    pub(super) fn acknowledge(
+    pub(crate) fn acknowledge(
         &mut self,
         stream: Uuid,
         next: u64,
-    ) -> io::Result<Option<Vec<Released>>> {
+    ) -> io::Result<Option<Vec<Charge<O>>>> {
         let Some(first) = self.streams.front().filter(|first| first.id == stream) else {
             return Ok(Some(Vec::new()));
         };
@@ -235,9 +237,16 @@ impl Store {
         Ok(Some(released))
     }
 
+    /// The numbers of a stream's records that are not acknowledged, if the stream is the one that is
+    /// shipped.
+    pub(crate) fn unacknowledged(&self, stream: Uuid) -> Option<RangeInclusive<u64>> {
+        let first = self.streams.front().filter(|first| first.id == stream)?;
+        Some(self.position.acknowledged + 1..=first.last())
+    }
+
     /// Goes back to a record that the orchestrator misses. Returns false if it is no longer held,
     /// or never existed.
-    pub(super) fn resend(&mut self, stream: Uuid, from: u64) -> bool {
+    pub(crate) fn resend(&mut self, stream: Uuid, from: u64) -> bool {
         let held = self.streams.front().is_some_and(|first| {
             first.id == stream && (first.first_held()..=first.last()).contains(&from)
         });
@@ -249,7 +258,7 @@ impl Store {
 
     /// Drops the oldest segment of a trail that is shipped nowhere, once it takes more than `max`
     /// bytes.
-    pub(super) fn drop_oldest(&mut self, max: u64) -> io::Result<Vec<Released>> {
+    pub(crate) fn drop_oldest(&mut self, max: u64) -> io::Result<Vec<Charge<O>>> {
         let mut released = Vec::new();
         while self.backlog().bytes > max {
             let Some(first) = self.streams.front() else {
@@ -272,7 +281,7 @@ impl Store {
         Ok(released)
     }
 
-    pub(super) fn backlog(&self) -> Backlog {
+    pub(crate) fn backlog(&self) -> Backlog {
         let mut backlog = Backlog::default();
         for pending in self.streams.iter().flat_map(|stream| &stream.pending) {
             backlog.records += 1;
@@ -287,7 +296,7 @@ impl Store {
     }
 
     /// Each unacknowledged record.
-    pub(super) fn pending(&self) -> impl Iterator<Item = Released> {
+    pub(crate) fn pending(&self) -> impl Iterator<Item = Charge<O>> {
         self.streams
             .iter()
             .flat_map(|stream| &stream.pending)
@@ -306,7 +315,7 @@ impl Store {
 
     /// Appends records to this process's stream. They are durable when this returns; after an error
     /// none of them is.
-    pub(super) fn append(&mut self, records: Vec<(OffsetDateTime, Value)>) -> io::Result<()> {
+    pub(crate) fn append(&mut self, records: Vec<(OffsetDateTime, Value)>) -> io::Result<()> {
         if self.active.is_none() {
             let details = [("lost_records", json!(true))];
             let details = details.into_iter().filter(|_| self.has_lost).collect();
@@ -342,7 +351,9 @@ impl Store {
         active.chain = chain;
         segment.bytes += bytes.len() as u64;
         segment.last = active.chain.head();
-        stream.pending.extend(links.iter().map(pending));
+        let owner_of = self.owner_of;
+        let added = links.iter().map(|link| pending(link, owner_of));
+        stream.pending.extend(added);
         Ok(())
     }
 
@@ -381,7 +392,7 @@ impl Store {
             id,
             is_rebased: false,
             segments: VecDeque::from([segment]),
-            pending: VecDeque::from([pending(&link)]),
+            pending: VecDeque::from([pending(&link, self.owner_of)]),
         });
         self.active = Some(Active {
             file,
@@ -394,7 +405,7 @@ impl Store {
     /// The record that identifies the writer.
     fn first_record(&self, details: Vec<(&str, Value)>) -> Value {
         let mut body = AuditBody::new(AuditKind::Stream, NODE_STREAM_ACTION);
-        body.subject = Some(self.subject());
+        body.subject = Some(self.writer.clone());
         body.detail
             .insert("version".to_owned(), json!(env!("CARGO_PKG_VERSION")));
         let details = details
@@ -402,14 +413,6 @@ impl Store {
             .map(|(name, value)| (name.to_owned(), value));
         body.detail.extend(details);
         serde_json::to_value(body).expect("a body serializes")
-    }
-
-    fn subject(&self) -> AuditSubject {
-        AuditSubject {
-            kind: "node".to_owned(),
-            node_id: Some(self.node_id),
-            ..AuditSubject::default()
-        }
     }
 
     /// Starts another segment once the last one is long.

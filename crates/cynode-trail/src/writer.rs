@@ -13,44 +13,44 @@ use serde_json::json;
 use time::OffsetDateTime;
 use tokio::sync::oneshot;
 
-use super::{MAX_LOCAL_BYTES, RecordError, Shared, ledger::NewRecord};
+use crate::{Admitted, Ledger, NotWritten, Shared};
 
 /// Records per flush.
 const BATCH: usize = 500;
 /// How often counts whose interval is over are looked for.
 const TICK: Duration = Duration::from_millis(500);
 
-pub(super) enum Command {
-    Record(Entry),
+pub(crate) enum Command<L: Ledger> {
+    Record(Entry<L>),
     /// Writes all counts.
     Flush(oneshot::Sender<()>),
     Stop,
 }
 
 /// A record and whoever waits for it.
-pub(super) struct Entry {
+pub(crate) struct Entry<L: Ledger> {
     pub(super) at: OffsetDateTime,
-    pub(super) record: NewRecord,
-    pub(super) done: Option<oneshot::Sender<Result<(), RecordError>>>,
+    pub(super) record: Admitted<L>,
+    pub(super) done: Option<oneshot::Sender<Result<(), NotWritten>>>,
     /// An effect follows the record.
     pub(super) permits_effect: bool,
 }
 
-pub(super) struct Writer {
-    shared: Arc<Shared>,
+pub(crate) struct Writer<L: Ledger> {
+    shared: Arc<Shared<L>>,
     /// Failures are logged once until a write succeeds.
     is_failing: bool,
 }
 
-impl Writer {
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
+impl<L: Ledger> Writer<L> {
+    pub(super) fn new(shared: Arc<Shared<L>>) -> Self {
         Self {
             shared,
             is_failing: false,
         }
     }
 
-    pub(super) fn run(mut self, incoming: &Receiver<Command>) {
+    pub(super) fn run(mut self, incoming: &Receiver<Command<L>>) {
         let mut next_tick = Instant::now() + TICK;
         loop {
             let wait = next_tick.saturating_duration_since(Instant::now());
@@ -87,7 +87,7 @@ impl Writer {
     }
 
     /// Writes records, and completes those who wait for them.
-    fn write(&mut self, mut entries: Vec<Entry>) {
+    fn write(&mut self, mut entries: Vec<Entry<L>>) {
         // Who gave up has done nothing.
         entries.retain(|entry| {
             let is_wanted = entry.done.as_ref().is_none_or(|done| !done.is_closed());
@@ -115,13 +115,17 @@ impl Writer {
             }
             Err(error) => {
                 if !std::mem::replace(&mut self.is_failing, true) {
-                    tracing::error!(%error, "The node can't record its decisions; it refuses what needs a record.");
+                    tracing::error!(
+                        writer = self.shared.name,
+                        %error,
+                        "The audit trail can't be written; what needs a record is refused."
+                    );
                 }
                 let mut ledger = self.shared.ledger.lock();
                 for entry in entries {
                     ledger.not_written(&entry.record, entry.at, Instant::now());
                     if let Some(done) = entry.done {
-                        done.send(Err(RecordError::Unavailable)).ok();
+                        done.send(Err(NotWritten)).ok();
                     }
                 }
             }
@@ -129,21 +133,21 @@ impl Writer {
     }
 
     /// Outcomes of effects whose caller gave up before it learned of the record.
-    fn write_late(&self, late: Vec<NewRecord>) {
+    fn write_late(&self, late: Vec<Admitted<L>>) {
         if late.is_empty() {
             return;
         }
         let now = OffsetDateTime::now_utc();
-        let released: Vec<_> = late
+        let charges: Vec<_> = late
             .iter()
-            .map(|record| (Some(record.owner), record.cost))
+            .map(|record| (record.owner, record.cost))
             .collect();
         let records = late.into_iter().map(|record| (now, record.body)).collect();
         let mut store = self.shared.store.lock();
         if let Err(error) = store.append(records) {
-            tracing::warn!(%error, "An abandoned decision has no outcome in the node's audit trail.");
+            tracing::warn!(%error, "An abandoned decision has no outcome in the audit trail.");
         } else {
-            self.shared.ledger.lock().replace([], released.into_iter());
+            self.shared.ledger.lock().charge(charges.into_iter());
         }
     }
 
@@ -160,17 +164,17 @@ impl Writer {
     }
 
     fn drop_oldest(&self) {
-        if self.shared.is_shipped {
+        let Some(keep) = self.shared.keep_bytes else {
             return;
-        }
+        };
         let mut store = self.shared.store.lock();
-        if self.shared.ledger.lock().total() <= MAX_LOCAL_BYTES {
+        if self.shared.ledger.lock().total() <= keep {
             return;
         }
-        match store.drop_oldest(MAX_LOCAL_BYTES) {
+        match store.drop_oldest(keep) {
             Ok(released) => self.shared.ledger.lock().release(released),
             Err(error) => {
-                tracing::warn!(%error, "Old records of the node's audit trail were not removed.");
+                tracing::warn!(%error, "Old records of the audit trail were not removed.");
             }
         }
     }
@@ -181,19 +185,20 @@ impl Writer {
         *self.shared.backlog.lock() = backlog;
         let lag = backlog
             .oldest
-            .filter(|_| self.shared.is_shipped)
+            .filter(|_| self.shared.keep_bytes.is_none())
             .map_or(0.0, |oldest| {
                 (OffsetDateTime::now_utc() - oldest).as_seconds_f64()
             });
-        metrics::gauge!("cynode_node_audit_backlog_records").set(backlog.records as f64);
-        metrics::gauge!("cynode_node_audit_backlog_bytes").set(backlog.bytes as f64);
-        metrics::gauge!("cynode_node_audit_lag_seconds").set(lag.max(0.0));
+        let names = self.shared.metrics;
+        metrics::gauge!(names.backlog_records).set(backlog.records as f64);
+        metrics::gauge!(names.backlog_bytes).set(backlog.bytes as f64);
+        metrics::gauge!(names.lag_seconds).set(lag.max(0.0));
     }
 }
 
 /// Completes who waits for a record. If nobody does any more, its effect does not follow: returns
 /// the record that says so.
-fn completed(entry: Entry) -> Option<NewRecord> {
+fn completed<L: Ledger>(entry: Entry<L>) -> Option<Admitted<L>> {
     let is_lost = entry.done?.send(Ok(())).is_err();
     if !is_lost || !entry.permits_effect {
         return None;

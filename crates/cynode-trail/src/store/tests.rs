@@ -1,11 +1,10 @@
 use std::collections::BTreeMap;
 
-use cynode_api::{JobId, NODE_REFUSED_ACTION, SessionId, TaskId};
+use cynode_api::{NODE_REFUSED_ACTION, NodeId, SessionId};
 use cynode_audit::Hash;
 use proptest::prelude::*;
 
 use super::*;
-use crate::audit::decision::AuditedSandbox;
 
 /// A directory that is removed at the end.
 struct Directory(tempfile::TempDir);
@@ -19,8 +18,8 @@ impl Directory {
         self.0.path().join("audit")
     }
 
-    fn open(&self) -> Store {
-        Store::open(self.path(), node()).expect("opens")
+    fn open(&self) -> Store<SessionId> {
+        Store::open(self.path(), node(), owner_of).expect("opens")
     }
 
     /// The files with records, by name.
@@ -35,29 +34,31 @@ impl Directory {
     }
 }
 
-fn node() -> NodeId {
-    "01890000-0000-7000-8000-000000000001"
-        .parse()
-        .expect("an id")
-}
-
-fn sandbox() -> AuditedSandbox {
-    AuditedSandbox {
-        owner: SandboxOwner::Session(SessionId::generate()),
-        task_id: TaskId::generate(),
+fn node() -> AuditSubject {
+    let id: Result<NodeId, _> = "01890000-0000-7000-8000-000000000001".parse();
+    AuditSubject {
+        kind: "node".to_owned(),
+        node_id: Some(id.expect("an id")),
+        ..AuditSubject::default()
     }
 }
 
-fn body(sandbox: AuditedSandbox, number: usize) -> Value {
-    let mut body = sandbox.body(node(), "proxy.connect");
+fn owner_of(body: &Value) -> Option<SessionId> {
+    body.get("session_id")?.as_str()?.parse().ok()
+}
+
+fn body(session_id: SessionId, number: usize) -> Value {
+    let mut body = AuditBody::new(AuditKind::Event, "proxy.connect");
+    body.subject = Some(node());
+    body.session_id = Some(session_id);
     body.detail.insert("number".to_owned(), json!(number));
     serde_json::to_value(body).expect("serializes")
 }
 
-fn append(store: &mut Store, numbers: std::ops::Range<usize>) {
-    let sandbox = sandbox();
+fn append(store: &mut Store<SessionId>, numbers: std::ops::Range<usize>) {
+    let session = SessionId::generate();
     let records = numbers
-        .map(|number| (OffsetDateTime::now_utc(), body(sandbox, number)))
+        .map(|number| (OffsetDateTime::now_utc(), body(session, number)))
         .collect();
     store.append(records).expect("appended");
 }
@@ -95,7 +96,7 @@ impl Received {
     }
 
     /// Takes all that a store has.
-    fn drain(&mut self, store: &mut Store) {
+    fn drain(&mut self, store: &mut Store<SessionId>) {
         while let Some(batch) = store.next_batch().expect("readable") {
             let next = self.take(&batch);
             assert!(
@@ -238,7 +239,7 @@ fn what_was_lost_after_its_deletion_does_not_keep_the_rest_from_being_shipped() 
 }
 
 #[test]
-fn a_refused_record_stays_as_one_of_the_node_alone() {
+fn a_refused_record_stays_as_one_of_the_writer_alone() {
     let directory = Directory::new();
     let mut store = directory.open();
     append(&mut store, 0..4);
@@ -299,7 +300,7 @@ fn a_disk_without_space_refuses_records_and_leaves_the_stream_intact() {
     let path = directory.segments().remove(0);
     let readable = fs_err::File::open(&path).expect("opens");
     let writable = std::mem::replace(&mut store.active.as_mut().expect("active").file, readable);
-    let record = (OffsetDateTime::now_utc(), body(sandbox(), 99));
+    let record = (OffsetDateTime::now_utc(), body(SessionId::generate(), 99));
     assert!(store.append(vec![record.clone()]).is_err());
     assert!(store.append(vec![record]).is_err());
     store.active.as_mut().expect("active").file = writable;
@@ -409,12 +410,17 @@ proptest! {
 }
 
 #[test]
-fn jobs_and_sessions_own_their_records() {
-    let job = AuditedSandbox {
-        owner: SandboxOwner::Job(JobId::generate()),
-        task_id: TaskId::generate(),
-    };
-    assert_eq!(owner_of(&body(job, 1)), Some(job.owner));
+fn records_are_charged_to_their_owner_after_a_restart_too() {
+    let directory = Directory::new();
+    let session = SessionId::generate();
+    let mut store = directory.open();
+    let record = (OffsetDateTime::now_utc(), body(session, 1));
+    store.append(vec![record]).expect("appended");
+    drop(store);
+    let charges: Vec<Charge<SessionId>> = directory.open().pending().collect();
+    let owners: Vec<_> = charges.iter().map(|(owner, _)| *owner).collect();
+    assert_eq!(owners, [None, Some(session)]);
+    assert!(charges.iter().all(|(_, cost)| *cost > RECORD_OVERHEAD));
     let hash: Hash = segment::start(Uuid::nil()).hash;
     assert_eq!(hash, cynode_audit::genesis(Uuid::nil()));
 }

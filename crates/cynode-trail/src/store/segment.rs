@@ -19,7 +19,7 @@ use uuid::Uuid;
 #[serde(deny_unknown_fields)]
 pub(super) struct Header {
     pub(super) stream: Uuid,
-    /// The position of the stream among the node's, which are shipped in this order.
+    /// The position of the stream among the writer's, which are shipped in this order.
     pub(super) ordinal: u64,
     /// The record before the first one of this segment.
     pub(super) before: Head,
