@@ -68,6 +68,13 @@ pub struct Config {
     pub audit_checkpoints: u32,
     /// The artifact store: a directory below the state directory, or `s3://bucket/prefix`.
     pub artifact_store: Option<String>,
+    /// The git egress role (`cynode egress --role git`), such as `http://127.0.0.1:12086`. Without
+    /// it no repository can be reached.
+    pub egress_git_url: Option<String>,
+    /// The file with the role's token; `egress/git/token` in the state directory when absent.
+    pub egress_git_token_file: Option<PathBuf>,
+    /// The authority of the role's certificate.
+    pub egress_git_ca: Option<PathBuf>,
 }
 
 impl Default for Config {
@@ -98,6 +105,9 @@ impl Default for Config {
             audit_days: None,
             audit_checkpoints: 3_600,
             artifact_store: None,
+            egress_git_url: None,
+            egress_git_token_file: None,
+            egress_git_ca: None,
         }
     }
 }
@@ -171,6 +181,13 @@ impl Config {
         self.key_file
             .clone()
             .unwrap_or_else(|| self.state_dir.join("orchestrator.key"))
+    }
+
+    /// The file with the token of the git role.
+    pub(crate) fn egress_git_token_file(&self) -> PathBuf {
+        self.egress_git_token_file
+            .clone()
+            .unwrap_or_else(|| self.state_dir.join("egress/git/token"))
     }
 
     /// A node that is silent for longer gets no new work.

@@ -319,6 +319,7 @@ impl Collector {
             media_type: "application/octet-stream",
             created_by: source.created_by,
             flags: &Flags::default(),
+            source: None,
         };
         match self.db.ensure_artifact(&new, &self.blobs).await {
             Ok(artifact) => Ok(Ok(artifact)),

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use cynode_api::{
-    Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, Problem, Reporter,
+    CallId, Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, Problem, Reporter,
     sba::{JobSpec, Violations},
 };
 use serde_json::{Value, json};
@@ -13,6 +13,7 @@ use crate::{
     Orchestrator,
     caller::Caller,
     db::{self, JobRow, NewJob, is_visible, to_json},
+    git_workspaces::{self, GitSource, SeededWorkspace},
     placement::{self, NodeLabels, NodeRequirements, Work},
 };
 
@@ -22,6 +23,8 @@ pub(crate) enum Error {
     Db(#[from] db::Error),
     #[error(transparent)]
     Placement(#[from] placement::Error),
+    #[error(transparent)]
+    Seed(#[from] git_workspaces::Error),
     #[error("job {0} was made by another request")]
     IdInUse(JobId),
     /// The token expired or was revoked while its holder waited.
@@ -46,6 +49,7 @@ impl Orchestrator {
         &self,
         caller: &Caller,
         mut body: JobCreate,
+        call_id: Option<CallId>,
     ) -> Result<(JobRow, bool), Error> {
         let mut spec = body.job.take();
         let stored_body = stored_body(&body, spec.as_deref());
@@ -55,9 +59,15 @@ impl Orchestrator {
         {
             return self.repeated_job(caller, existing, &stored_body).await;
         }
-        let (task, is_new) = self
-            .task_for(caller, body.task_id, || format!("job {job_id}"))
-            .await?;
+        let name = || format!("job {job_id}");
+        let git = GitSource::of(body.workspace_ref.as_ref(), body.workspace_depth);
+        let (task, is_new) = match git {
+            Some(git) => {
+                let task = self.task_for_repository(caller, body.task_id, git, name);
+                (task.await?, false)
+            }
+            None => self.task_for(caller, body.task_id, name).await?,
+        };
         let task_id = task.id;
         let image = self
             .choose_image(
@@ -110,6 +120,11 @@ impl Orchestrator {
             Some(spec) => Some(Box::pin(self.resolve_job(caller, &task, *spec)).await?),
             None => None,
         };
+        let seeded = match git {
+            Some(git) => Some(Box::pin(self.seed_workspace(caller, &task, git, call_id)).await?),
+            None => None,
+        };
+        let seed_ref = seeded.as_ref().map(SeededWorkspace::workspace_ref);
         let deadline = resolved
             .as_ref()
             .map(|resolved| resolved.spec.constraints.max_runtime_seconds);
@@ -120,7 +135,7 @@ impl Orchestrator {
             sandbox: JobSandbox {
                 image_ref: image.image_ref.clone(),
                 image_digest: image.image_digest.clone(),
-                workspace_ref: body.workspace_ref.clone(),
+                workspace_ref: seed_ref.or_else(|| body.workspace_ref.clone()),
                 command: body.command.clone(),
                 env: body.env.clone(),
                 timeout_seconds: deadline.or(body.timeout_seconds),
@@ -129,32 +144,7 @@ impl Orchestrator {
             },
             job: None,
         };
-        let object = Job {
-            job_id,
-            task_id,
-            state: JobState::Accepted,
-            exit_code: None,
-            signal: None,
-            acknowledged: false,
-            output: JobOutput {
-                encoding: "utf-8".to_owned(),
-                ..JobOutput::default()
-            },
-            started_at: None,
-            ended_at: None,
-            node_id: None,
-            image_ref: image.image_ref.clone(),
-            image_digest: image.image_digest.clone(),
-            sba_result: None,
-            progress: None,
-            artifacts: Vec::new(),
-            artifacts_omitted: 0,
-            error: None,
-            reported_by: Reporter::Orchestrator,
-            late_result: None,
-            command: None,
-            created_by: None,
-        };
+        let object = accepted(&request);
         let new = NewJob {
             body: &stored_body,
             request: &request,
@@ -232,6 +222,36 @@ impl Orchestrator {
             let next = (tokio::time::Instant::now() + Duration::from_secs(1)).min(deadline);
             drop(tokio::time::timeout_at(next, news.changed()).await);
         }
+    }
+}
+
+/// A job before its node's first report.
+pub(crate) fn accepted(request: &JobRun) -> Job {
+    Job {
+        job_id: request.job_id,
+        task_id: request.task_id,
+        state: JobState::Accepted,
+        exit_code: None,
+        signal: None,
+        acknowledged: false,
+        output: JobOutput {
+            encoding: "utf-8".to_owned(),
+            ..JobOutput::default()
+        },
+        started_at: None,
+        ended_at: None,
+        node_id: None,
+        image_ref: request.sandbox.image_ref.clone(),
+        image_digest: request.sandbox.image_digest.clone(),
+        sba_result: None,
+        progress: None,
+        artifacts: Vec::new(),
+        artifacts_omitted: 0,
+        error: None,
+        reported_by: Reporter::Orchestrator,
+        late_result: None,
+        command: None,
+        created_by: None,
     }
 }
 

@@ -5,9 +5,12 @@
 
 use std::{io, path::Path, sync::Arc};
 
-use aws_lc_rs::{hmac, rand};
+use aws_lc_rs::{
+    aead::{AES_256_GCM, Aad, Nonce, NONCE_LEN, RandomizedNonceKey},
+    hmac, rand,
+};
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
-use cynode_api::{NodeId, SessionId, TOKEN_PREFIX, TokenId};
+use cynode_api::{JobId, NodeId, PromotionId, SessionId, TOKEN_PREFIX, TokenId};
 
 /// The orchestrators' key, shared by all orchestrators of a database.
 #[derive(Clone)]
@@ -64,6 +67,47 @@ impl Keys {
         SessionId::from_uuid(uuid::Builder::from_custom_bytes(bytes).into_uuid())
     }
 
+    /// The id of the job that checks a commit. Nobody else can predict it, so that no other job can
+    /// pass for the check.
+    pub(crate) fn check_job(
+        &self,
+        promotion: PromotionId,
+        round: u32,
+        revision: i64,
+        check: &str,
+        commit: &str,
+    ) -> JobId {
+        let text = format!("check\0{promotion}\0{round}\0{revision}\0{commit}\0{check}");
+        let tag = hmac::sign(&self.0, text.as_bytes());
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&tag.as_ref()[..16]);
+        JobId::from_uuid(uuid::Builder::from_custom_bytes(bytes).into_uuid())
+    }
+
+    /// Encrypts what finds a credential in input. The hashes are keyed already; encrypted, they say
+    /// nothing at all to whoever reads the database.
+    pub(crate) fn encrypt_held(&self, mut forms: Vec<u8>) -> Vec<u8> {
+        let key = RandomizedNonceKey::new(&AES_256_GCM, &self.seed(b"held credentials"))
+            .expect("a key of 32 bytes");
+        let nonce = key
+            .seal_in_place_append_tag(Aad::empty(), &mut forms)
+            .expect("a short text");
+        let mut encrypted = nonce.as_ref().to_vec();
+        encrypted.append(&mut forms);
+        encrypted
+    }
+
+    /// `None` for what another key encrypted.
+    pub(crate) fn decrypt_held(&self, encrypted: &[u8]) -> Option<Vec<u8>> {
+        let key = RandomizedNonceKey::new(&AES_256_GCM, &self.seed(b"held credentials")).ok()?;
+        let (nonce, forms) = encrypted.split_at_checked(NONCE_LEN)?;
+        let nonce = Nonce::try_assume_unique_for_key(nonce).ok()?;
+        let mut forms = forms.to_vec();
+        let length = key.open_in_place(nonce, Aad::empty(), &mut forms).ok()?.len();
+        forms.truncate(length);
+        Some(forms)
+    }
+
     fn seed(&self, purpose: &[u8]) -> [u8; 32] {
         let tag = hmac::sign(&self.0, purpose);
         tag.as_ref().try_into().expect("a tag of 32 bytes")
@@ -85,6 +129,21 @@ pub(crate) fn random_token() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn encrypted_hashes_open_only_with_the_key() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let open = |name: &str| Keys::open(&directory.path().join(name)).expect("made");
+        let encrypted = open("key").encrypt_held(b"forms".to_vec());
+        assert!(memchr::memmem::find(&encrypted, b"forms").is_none());
+        assert_eq!(
+            open("key").decrypt_held(&encrypted).as_deref(),
+            Some(b"forms".as_slice())
+        );
+        assert_eq!(open("other").decrypt_held(&encrypted), None);
+        assert_eq!(open("key").decrypt_held(&encrypted[1..]), None);
+        assert_eq!(open("key").decrypt_held(b""), None);
+    }
 
     #[test]
     fn own_sessions_are_stable_and_differ_by_key_token_and_generation() {

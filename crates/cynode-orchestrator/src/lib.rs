@@ -13,12 +13,16 @@ mod audit;
 mod blobs;
 mod budget;
 mod caller;
+mod checks;
 mod config;
 mod db;
+mod egress;
 mod fair_permits;
 mod fleet;
 mod forward;
 mod gate;
+mod git_workspaces;
+mod held;
 mod identity;
 mod job_artifacts;
 mod job_context;
@@ -31,6 +35,7 @@ mod names;
 mod output;
 mod placement;
 mod policies;
+mod promotions;
 mod reconcile;
 mod sessions;
 mod shapes;
@@ -60,18 +65,21 @@ use cynode_policy::{HeldSecrets, Scanner};
 
 use crate::{
     audit::{
-        AbandonedCalls, Audit, CallCloser, Checkpoints, EventCopier, EventPump, Failures, Signer,
+        AbandonedCalls, Audit, CallCloser, Checkpoints, EventCopier, EventPump, Failures,
+        RoleAudit, Signer,
     },
     blobs::Blobs,
     db::Db,
+    egress::GitEgress,
     fleet::Fleet,
+    held::HeldCredentials,
     job_artifacts::Collector,
     keys::Keys,
     placement::Placement,
     policies::Policies,
     reconcile::{
-        ExecReconciler, JobReconciler, Lanes, NodeReconciler, Reachability, Retention,
-        SessionReconciler, ShapeReconciler,
+        ExecReconciler, JobReconciler, Lanes, NodeReconciler, PromotionReconciler, Reachability,
+        Retention, SessionReconciler, ShapeReconciler,
     },
     sessions::Sessions,
     shapes::ShapePolicies,
@@ -161,6 +169,12 @@ pub(crate) struct Inner {
     pub(crate) jobs_due: Arc<Notify>,
     /// Wakes the session reconciler.
     pub(crate) sessions_due: Arc<Notify>,
+    /// Wakes the promotion reconciler.
+    pub(crate) promotions_due: Arc<Notify>,
+    /// The git role.
+    pub(crate) egress: GitEgress,
+    /// Keeps the credentials among the secrets that the scanners find.
+    pub(crate) held: HeldCredentials,
     pub(crate) readers: EventSignal,
     /// Changes whenever policies may have changed.
     pub(crate) policy_news: watch::Sender<u64>,
@@ -199,7 +213,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
     replace(&directory.join("url"), url.as_bytes()).map_err(state("writing the address"))?;
     replace(&directory.join("control-url"), control_url.as_bytes())
         .map_err(state("writing the address"))?;
-    let (jobs_due, sessions_due): (Arc<Notify>, Arc<Notify>) = Default::default();
+    let (jobs_due, sessions_due, promotions_due): (Arc<Notify>, Arc<Notify>, Arc<Notify>) =
+        Default::default();
     let closing = CancellationToken::new();
     let policies = Policies::open(&db)
         .await
@@ -213,11 +228,18 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let checkpoints = Checkpoints::open(signing, lines, config.audit_checkpoints)
         .map_err(state("reading the audit checkpoints"))?;
     let (abandoned, left) = AbandonedCalls::new();
-    let scanner = Scanner::new(held_secrets(&keys, &config), true);
+    let own_secrets = held_secrets(&keys, &config);
+    let scanner = Scanner::new(own_secrets.clone(), true);
+    let held = HeldCredentials::new(keys.clone(), own_secrets, scanner.clone());
+    held.refresh(&db)
+        .await
+        .map_err(start("reading the hashes of credentials"))?;
     let shapes = ShapePolicies::open(&db, &config.secret_shapes)
         .await
         .map_err(start("reading the settings for credential shapes"))?;
     let config = Arc::new(config);
+    let listeners = egress::socket_addresses([&url, &control_url]);
+    let egress = GitEgress::new(db.clone(), Arc::clone(&config), listeners);
     let fleet = Arc::new(Fleet::new(keys.clone(), config.tls.ca.clone()));
     let (pump, readers) = (EventPump::new(), EventSignal::new());
     let signer = Signer {
@@ -254,6 +276,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
         sessions,
         jobs_due,
         sessions_due,
+        promotions_due,
+        egress,
+        held,
         readers,
         policy_news: watch::Sender::new(0),
         policies,
@@ -385,6 +410,7 @@ fn call_closer(orchestrator: &Orchestrator) -> CallCloser {
 fn spawn_reconcilers(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
     let Inner {
         db,
+        audit,
         fleet,
         config,
         blobs,
@@ -395,6 +421,9 @@ fn spawn_reconcilers(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
         readers,
         jobs_due,
         sessions_due,
+        promotions_due,
+        egress,
+        held,
         policy_news,
         stop,
         ..
@@ -441,10 +470,16 @@ fn spawn_reconcilers(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
         config: Arc::clone(config),
         signer: signer.clone(),
     };
+    let promotions = PromotionReconciler {
+        orchestrator: orchestrator.clone(),
+        lanes: Lanes::new(16, 16, Arc::clone(promotions_due)),
+    };
+    let role_audit = RoleAudit::new(db.clone(), audit.clone(), egress.clone());
     let never = Arc::<Notify>::default;
     vec![
         reconcile::spawn(jobs, Arc::clone(jobs_due), stop.clone()),
         reconcile::spawn(session_reconciler, Arc::clone(sessions_due), stop.clone()),
+        reconcile::spawn(promotions, Arc::clone(promotions_due), stop.clone()),
         reconcile::spawn(nodes, never(), stop.clone()),
         reconcile::spawn(reach, never(), stop.clone()),
         reconcile::spawn(sessions.execs.clone(), never(), stop.clone()),
@@ -457,6 +492,9 @@ fn spawn_reconcilers(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
             policy_news.clone(),
             stop.clone(),
         )),
+        tokio::spawn(egress.clone().follow(stop.clone())),
+        tokio::spawn(role_audit.run(stop.clone())),
+        tokio::spawn(held.clone().follow(db.clone(), stop.clone())),
         tokio::spawn(orchestrator.policies.clone().follow(
             db.clone(),
             policy_news.subscribe(),

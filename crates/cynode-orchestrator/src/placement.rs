@@ -407,7 +407,7 @@ impl Unfit {
 }
 
 /// The task of a session or job that was created without one.
-fn implicit_task(id: TaskId, name: String, created_by: &str) -> Task {
+pub(crate) fn implicit_task(id: TaskId, name: String, created_by: &str) -> Task {
     let now = OffsetDateTime::now_utc();
     Task {
         id,

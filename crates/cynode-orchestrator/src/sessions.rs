@@ -6,7 +6,7 @@
 use std::{sync::Arc, time::Duration};
 
 use cynode_api::{
-    ErrorCode, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task,
+    CallId, ErrorCode, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task,
     UserSessionCreate, WorkspaceDisposal,
 };
 use time::OffsetDateTime;
@@ -17,6 +17,7 @@ use crate::{
     caller::Caller,
     db::{self, Db, NewSession, SessionRow, is_visible, to_json},
     fleet::{self, CallError, Fleet, is_transient_refusal, response_for},
+    git_workspaces::{self, GitSource, SeededWorkspace},
     names,
     placement::{self, NodeRequirements, Work},
     reconcile::ExecReconciler,
@@ -42,6 +43,8 @@ pub(crate) enum Error {
     Call(#[from] CallError),
     #[error(transparent)]
     Placement(#[from] placement::Error),
+    #[error(transparent)]
+    Seed(#[from] git_workspaces::Error),
     /// The node did not answer; the reconciler continues the creation.
     #[error("{call}")]
     CreationPending {
@@ -68,6 +71,7 @@ impl Error {
             Self::Fleet(error) => error.is_transient(),
             Self::Call(call) | Self::CreationPending { call, .. } => call.is_transient(),
             Self::Placement(_)
+            | Self::Seed(_)
             | Self::IdInUse(_)
             | Self::NameInUse(_)
             | Self::WorkspaceDeleted(_)
@@ -83,6 +87,7 @@ impl Orchestrator {
         &self,
         caller: &Caller,
         body: UserSessionCreate,
+        call_id: Option<CallId>,
     ) -> Result<(Session, bool), Error> {
         let session_id = body.session_id.unwrap_or_else(SessionId::generate);
         if body.session_id.is_some()
@@ -90,9 +95,15 @@ impl Orchestrator {
         {
             return self.repeated_session(caller, existing, &body).await;
         }
-        let (task, is_new) = self
-            .task_for(caller, body.task_id, || format!("session {session_id}"))
-            .await?;
+        let name = || format!("session {session_id}");
+        let git = GitSource::of(body.workspace_ref.as_ref(), body.workspace_depth);
+        let (task, is_new) = match git {
+            Some(git) => {
+                let task = self.task_for_repository(caller, body.task_id, git, name);
+                (task.await?, false)
+            }
+            None => self.task_for(caller, body.task_id, name).await?,
+        };
         let task_id = task.id;
         let image = self
             .choose_image(
@@ -104,13 +115,18 @@ impl Orchestrator {
             .await?;
         self.check_artifact(caller, task_id, body.workspace_ref.as_ref())
             .await?;
+        let seeded = match git {
+            Some(git) => Some(Box::pin(self.seed_workspace(caller, &task, git, call_id)).await?),
+            None => None,
+        };
+        let seed_ref = seeded.as_ref().map(SeededWorkspace::workspace_ref);
         let mut request = SessionCreate {
             version: Some(cynode_api::API_VERSION),
             task_id,
             session_id,
             image_ref: image.image_ref.clone(),
             image_digest: image.image_digest.clone(),
-            workspace_ref: body.workspace_ref.clone(),
+            workspace_ref: seed_ref.or_else(|| body.workspace_ref.clone()),
             env: body.env.clone(),
             limits: body.limits,
             network_policy: body.network_policy,
@@ -161,6 +177,7 @@ impl Orchestrator {
             node_id,
             image_version_id: image.version_id,
             created_by: &caller.user_name,
+            source: seeded.as_ref().map(|seeded| &seeded.source),
         };
         let Some(row) = self
             .insert_named(caller, &new, is_new.then_some(&task))

@@ -161,6 +161,7 @@ pub(super) async fn put(
         media_type: &media_type,
         created_by: &caller.user_name,
         flags: &flags,
+        source: None,
     };
     Ok((
         StatusCode::CREATED,

@@ -8,8 +8,9 @@ use crate::{
     audit, blobs,
     blobs::StageError,
     db::{self, Missing, QuotaExceeded},
+    egress,
     fleet::{self, CallError},
-    jobs, output, placement, policies, sessions,
+    git_workspaces, jobs, output, placement, policies, promotions, sessions,
 };
 
 impl From<db::Error> for ApiError {
@@ -24,6 +25,8 @@ impl From<db::Error> for ApiError {
             Error::DanglingReference | Error::CursorAhead { .. } => ErrorCode::InvalidRequest,
             Error::Duplicate | Error::ImageExists => ErrorCode::AlreadyExists,
             Error::NameTaken => ErrorCode::NameInUse,
+            Error::RepositoryInUse { .. } => ErrorCode::RepositoryInUse,
+            Error::TooManyRepositories => ErrorCode::TooLarge,
             Error::ImageInUse { .. } => ErrorCode::ImageInUse,
             Error::TokenRevoked(_) => ErrorCode::TokenRevoked,
             Error::ImageSeeded => {
@@ -159,6 +162,7 @@ impl From<sessions::Error> for ApiError {
             Error::Fleet(error) => return error.into(),
             Error::Call(error) => return error.into(),
             Error::Placement(error) => return error.into(),
+            Error::Seed(error) => return error.into(),
             Error::CreationPending { session_id, call } => {
                 return Self::from(call).with_remedy(format!(
                     "Creation continues when the node answers: show session {session_id}, \
@@ -181,11 +185,76 @@ impl From<jobs::Error> for ApiError {
         let code = match error {
             Error::Db(error) => return error.into(),
             Error::Placement(error) => return error.into(),
+            Error::Seed(error) => return error.into(),
             Error::Invalid(violations) => return super::job_body::problem(&violations),
             Error::Refused(problem) => return (*problem).into(),
             Error::TooLarge(_) => ErrorCode::TooLarge,
             Error::ModelNotAllowed { .. } => ErrorCode::ModelNotAllowed,
             Error::IdInUse(_) => ErrorCode::JobIdInUse,
+            Error::TokenInvalid => ErrorCode::Unauthorized,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl From<egress::Error> for ApiError {
+    fn from(error: egress::Error) -> Self {
+        use egress::Error;
+        let detail = error.to_string();
+        match error {
+            Error::Db(error) => error.into(),
+            // An answer to the orchestrator's own token says nothing about the caller's.
+            Error::Refused(problem) if problem.is(ErrorCode::Unauthorized) => {
+                Self::new(ErrorCode::Unavailable, "the git role does not take the token")
+                    .with_remedy("Compare orchestrator.egress_git_token_file with the role's token.")
+            }
+            Error::Refused(problem) => (*problem).into(),
+            Error::Sandbox => Self::new(ErrorCode::Forbidden, detail),
+            Error::NotConfigured => Self::new(ErrorCode::Unavailable, detail).with_remedy(
+                "Start 'cynode egress --role git', and set orchestrator.egress_git_url; \
+                 'cynode up' does both.",
+            ),
+            Error::Token(_) | Error::Setup(_) | Error::Unreachable(_) => {
+                Self::new(ErrorCode::Unavailable, detail)
+                    .with_remedy("Start 'cynode egress --role git', then try again.")
+            }
+            Error::Answer(_) => Self::new(ErrorCode::Internal, detail),
+        }
+    }
+}
+
+impl From<git_workspaces::Error> for ApiError {
+    fn from(error: git_workspaces::Error) -> Self {
+        use git_workspaces::Error;
+        let code = match error {
+            Error::Db(error) => return error.into(),
+            Error::Role(error) => return error.into(),
+            Error::Refused(problem) => return (*problem).into(),
+            Error::NoProject(_) | Error::Ambiguous(_) => ErrorCode::InvalidRequest,
+            Error::Gone => ErrorCode::Internal,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl From<promotions::Error> for ApiError {
+    fn from(error: promotions::Error) -> Self {
+        use promotions::Error;
+        let code = match error {
+            Error::Db(error) => return error.into(),
+            Error::Blob(error) => return error.into(),
+            Error::Role(error) => return error.into(),
+            Error::NoBase => {
+                return Self::invalid(error.to_string()).with_remedy(
+                    "Export from a session that was seeded from the repository, or name the \
+                     commit as base.",
+                );
+            }
+            Error::NoProject(_) | Error::Invalid(_) => ErrorCode::InvalidRequest,
+            Error::TooLarge { .. } => ErrorCode::TooLarge,
+            Error::ChangesetChanged => ErrorCode::PreconditionFailed,
+            Error::NotWaiting(_) => ErrorCode::PromotionNotWaiting,
+            Error::OtherCommit(_) => ErrorCode::ApprovalStale,
             Error::TokenInvalid => ErrorCode::Unauthorized,
         };
         Self::new(code, error.to_string())

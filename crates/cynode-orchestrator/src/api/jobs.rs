@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use axum::{
-    Json,
+    Extension, Json,
     extract::{Request, State},
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{
-    Job, JobCreate, JobId, JobProgress, JobState, OutputPage, OutputQuery, Page, Problem, TaskId,
+    CallId, Job, JobCreate, JobId, JobProgress, JobState, OutputPage, OutputQuery, Page, Problem, TaskId,
     exec_limits::MAX_WAIT_MS,
 };
 use cynode_service::{ApiError, QueryParams, output::OutputRequest};
@@ -44,13 +44,15 @@ const MAX_PROGRESS_TEXT: usize = 256;
 pub(super) async fn create(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
+    call: Option<Extension<CallId>>,
     headers: HeaderMap,
     JobBody(body): JobBody,
 ) -> Result<Response, ApiError> {
     check_version(body.version)?;
     check_job(&body)?;
     let wait = preferred_wait(&headers);
-    let (mut row, new) = orchestrator.create_job(&caller, body).await?;
+    let call_id = call.map(|Extension(id)| id);
+    let (mut row, new) = orchestrator.create_job(&caller, body, call_id).await?;
     if let Some(seconds) = wait {
         row = orchestrator
             .wait_for_job(&caller, row.job_id, Duration::from_secs(seconds))
@@ -84,7 +86,7 @@ async fn answer(
 }
 
 /// `Prefer: wait=N`. Unknown preferences are ignored.
-fn preferred_wait(headers: &HeaderMap) -> Option<u64> {
+pub(super) fn preferred_wait(headers: &HeaderMap) -> Option<u64> {
     let values = headers
         .get_all("prefer")
         .iter()

@@ -3,6 +3,7 @@
 mod artifacts;
 mod audit;
 mod control;
+mod credentials;
 mod errors;
 mod events;
 mod identity;
@@ -14,6 +15,8 @@ mod nodes;
 mod output;
 mod patches;
 mod policies;
+mod promotions;
+mod repositories;
 mod requests;
 mod sessions;
 mod settings;
@@ -102,6 +105,17 @@ fn documented() -> OpenApiRouter<Orchestrator> {
         .routes(routes!(jobs::output))
         .routes(routes!(artifacts::list))
         .routes(routes!(artifacts::show))
+        .routes(routes!(credentials::create, credentials::list))
+        .routes(routes!(credentials::show))
+        .routes(routes!(credentials::rotate))
+        .routes(routes!(credentials::disable))
+        .routes(routes!(repositories::create, repositories::list))
+        .routes(routes!(repositories::show, repositories::remove))
+        .routes(routes!(promotions::create, promotions::list))
+        .routes(routes!(promotions::show))
+        .routes(routes!(promotions::approve))
+        .routes(routes!(promotions::reject))
+        .routes(routes!(promotions::cancel))
         .routes(routes!(sessions::create, sessions::list))
         .routes(routes!(sessions::show, sessions::patch))
         .routes(routes!(sessions::end))
@@ -214,7 +228,55 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
             ErrorCode::ImageNotCompatible,
             ErrorCode::AgentOutdated,
             ErrorCode::Unavailable,
+            ErrorCode::SecretInInput,
         ],
+    ),
+    (
+        "POST /v1/credentials",
+        &[
+            ErrorCode::NotFound,
+            ErrorCode::AlreadyExists,
+            ErrorCode::TooLarge,
+            ErrorCode::Unavailable,
+        ],
+    ),
+    (
+        "POST /v1/credentials/{id}/rotate",
+        &[ErrorCode::TooLarge, ErrorCode::Unavailable],
+    ),
+    (
+        "POST /v1/repositories",
+        &[
+            ErrorCode::NotFound,
+            ErrorCode::AlreadyExists,
+            ErrorCode::TooLarge,
+        ],
+    ),
+    (
+        "DELETE /v1/repositories/{id}",
+        &[ErrorCode::RepositoryInUse],
+    ),
+    (
+        "POST /v1/promotions",
+        &[
+            ErrorCode::NotFound,
+            ErrorCode::TooLarge,
+            ErrorCode::PatchRejected,
+            ErrorCode::PreconditionFailed,
+            ErrorCode::Unavailable,
+        ],
+    ),
+    (
+        "POST /v1/promotions/{id}/approve",
+        &[ErrorCode::PromotionNotWaiting, ErrorCode::ApprovalStale],
+    ),
+    (
+        "POST /v1/promotions/{id}/reject",
+        &[ErrorCode::PromotionNotWaiting, ErrorCode::ApprovalStale],
+    ),
+    (
+        "POST /v1/promotions/{id}/cancel",
+        &[ErrorCode::PromotionNotWaiting],
     ),
     ("GET /v1/jobs/{id}", &[ErrorCode::JobNotFound]),
     ("POST /v1/jobs/{id}/stop", &[ErrorCode::JobNotFound]),
@@ -250,6 +312,7 @@ const ROUTE_ERRORS: &[(&str, &[ErrorCode])] = &[
             ErrorCode::NoCapacity,
             ErrorCode::NodeUnreachable,
             ErrorCode::NoSpace,
+            ErrorCode::Unavailable,
         ],
     ),
 ];

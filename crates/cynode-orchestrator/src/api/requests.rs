@@ -1,7 +1,7 @@
 //! Validates the requests that create sessions and jobs.
 
 use cynode_api::{
-    ErrorCode, JobCreate, UserSessionCreate, exec_limits, job_limits, session_limits,
+    ErrorCode, JobCreate, UserSessionCreate, WorkspaceRef, exec_limits, job_limits, session_limits,
 };
 use cynode_service::{ApiError, checks};
 
@@ -22,7 +22,20 @@ pub(super) fn check_session(body: &UserSessionCreate) -> Result<(), ApiError> {
     ] {
         seconds.map_or(Ok(0), |seconds| checks::check_seconds(field, seconds))?;
     }
+    check_depth(body.workspace_ref.as_ref(), body.workspace_depth)?;
     check_node_labels(&body.node_labels)
+}
+
+/// A depth is one of commits, so it needs a repository.
+fn check_depth(wanted: Option<&WorkspaceRef>, depth: Option<u32>) -> Result<(), ApiError> {
+    match (depth, wanted) {
+        (None, _) => Ok(()),
+        (Some(0), _) => Err(ApiError::invalid("workspace_depth: must be at least 1")),
+        (Some(_), Some(WorkspaceRef::Git { .. })) => Ok(()),
+        (Some(_), _) => Err(ApiError::invalid(
+            "workspace_depth: needs a repository as the workspace_ref",
+        )),
+    }
 }
 
 pub(super) fn check_session_name(name: &str) -> Result<(), ApiError> {
@@ -43,6 +56,7 @@ pub(super) fn check_job(body: &JobCreate) -> Result<(), ApiError> {
             "command: must name a program; or give the job a specification, in job",
         ));
     }
+    check_depth(body.workspace_ref.as_ref(), body.workspace_depth)?;
     check_node_labels(&body.node_labels)?;
     if !body
         .timeout_seconds

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use axum::{
-    Json,
+    Extension, Json,
     body::Body as HttpBody,
     extract::{FromRequest, FromRequestParts, MatchedPath, OriginalUri, Request, State},
     response::{IntoResponse as _, Response},
@@ -30,12 +30,14 @@ use super::{
 use crate::{
     Orchestrator, budget,
     caller::{Caller, Person},
-    db::{NewArtifact, Order, SessionAt, SessionQuery},
+    db::{ExportSource, NewArtifact, Order, SessionAt, SessionQuery},
     fleet::response_for,
     forward,
     gate::{self, AdmittedPatch, AuthorizedSession},
 };
 
+/// The base of an export that names what the workspace began with.
+const INITIAL_STATE: &str = "brought";
 /// How long a node may take to change a session.
 const PATCH_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -46,11 +48,13 @@ const PATCH_TIMEOUT: Duration = Duration::from_secs(30);
 pub(super) async fn create(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
+    call: Option<Extension<CallId>>,
     Body(body): Body<UserSessionCreate>,
 ) -> Result<(StatusCode, Json<Session>), ApiError> {
     check_version(body.version)?;
     check_session(&body)?;
-    let (session, is_new) = orchestrator.create_session(&caller, body).await?;
+    let call_id = call.map(|Extension(id)| id);
+    let (session, is_new) = orchestrator.create_session(&caller, body, call_id).await?;
     let status = match (session.state, is_new) {
         (SessionState::Creating, _) => StatusCode::ACCEPTED,
         (_, true) => StatusCode::CREATED,
@@ -723,7 +727,8 @@ pub(super) async fn pty(call: NodeCall) -> Result<Response, ApiError> {
 }
 
 /// Export the workspace, as a patch against a commit or as a tar archive, and store it as an
-/// artifact of the session's task. With `Accept: application/octet-stream`, or the type of the
+/// artifact of the session's task. The default base is the commit that the workspace was seeded
+/// from, if it was. With `Accept: application/octet-stream`, or the type of the
 /// bytes, responds with the bytes and stores no artifact.
 #[utoipa::path(post, path = "/v1/sessions/{id}/export", tag = "sessions", params(("id" = SessionId, Path)), request_body = ExportRequest,
     responses((status = 201, body = Artifact), (status = 200, content((Vec<u8> = "application/x-tar"), (Vec<u8> = "text/x-diff"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
@@ -732,9 +737,20 @@ pub(super) async fn export(call: NodeCall) -> Result<Response, ApiError> {
     let Ids(id, _) = call.ids;
     let wants_bytes = gate::wants_bytes(call.request.headers());
     let (mut parts, body) = call.request.into_parts();
-    let Body(export) =
+    let Body(mut export) =
         Body::<ExportRequest>::from_request(Request::from_parts(parts.clone(), body), &()).await?;
     let is_patch = export.format == ExportFormat::Patch;
+    let row = orchestrator.db.session(&caller.scope, id).await?;
+    let base_commit = row.object.base_commit.filter(|_| is_patch);
+    // A workspace from a repository differs from the commit that it came from, whatever was
+    // committed in it since.
+    if export.base.is_none() {
+        export.base.clone_from(&base_commit);
+    }
+    let base_commit = base_commit.filter(|commit| {
+        let base = export.base.as_deref();
+        base == Some(commit) || base == Some(INITIAL_STATE)
+    });
     parts.headers.remove(http::header::CONTENT_LENGTH);
     let request = Request::from_parts(
         parts,
@@ -765,15 +781,18 @@ pub(super) async fn export(call: NodeCall) -> Result<Response, ApiError> {
         .blobs
         .stage(bytes, artifact_limits::MAX_BYTES, None)
         .await?;
-    let task_id = orchestrator.db.session(&caller.scope, id).await?.task_id;
     let path = format!("exports/{id}.{extension}");
     let new = NewArtifact {
-        task_id,
+        task_id: row.task_id,
         path: &path,
         staged: &staged,
         media_type,
         created_by: &caller.user_name,
         flags: &Flags::default(),
+        source: Some(ExportSource {
+            session_id: id,
+            base_commit: base_commit.as_deref(),
+        }),
     };
     let artifact = orchestrator
         .db

@@ -1,6 +1,8 @@
 //! Artifact metadata; the bytes are in the blob store.
 
-use cynode_api::{Artifact, ArtifactId, Flags, NodeId, Page, TaskId, UserId, WorkspaceRef};
+use cynode_api::{
+    Artifact, ArtifactId, Flags, NodeId, Page, SessionId, TaskId, UserId, WorkspaceRef,
+};
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
@@ -36,6 +38,10 @@ fn artifact(row: &PgRow) -> Result<Artifact, sqlx::Error> {
             .try_get::<Option<sqlx::types::Json<Flags>>, _>("flagged")?
             .map(|flags| flags.0)
             .unwrap_or_default(),
+        session_id: row
+            .try_get::<Option<Uuid>, _>("session_id")?
+            .map(SessionId::from_uuid),
+        base_commit: row.try_get("base_commit")?,
     })
 }
 
@@ -45,6 +51,26 @@ pub(crate) struct NewArtifact<'a> {
     pub(crate) task_id: TaskId,
     pub(crate) path: &'a str,
     pub(crate) staged: &'a StagedBlob,
+    pub(crate) media_type: &'a str,
+    pub(crate) created_by: &'a str,
+    pub(crate) flags: &'a Flags,
+    pub(crate) source: Option<ExportSource<'a>>,
+}
+
+/// The session that an artifact was exported from, and the commit that it was exported against.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExportSource<'a> {
+    pub(crate) session_id: SessionId,
+    pub(crate) base_commit: Option<&'a str>,
+}
+
+/// An artifact whose bytes are in the store already.
+#[derive(Clone, Debug)]
+pub(crate) struct StoredArtifact<'a> {
+    pub(crate) task_id: TaskId,
+    pub(crate) path: &'a str,
+    pub(crate) sha256: &'a str,
+    pub(crate) size: i64,
     pub(crate) media_type: &'a str,
     pub(crate) created_by: &'a str,
     pub(crate) flags: &'a Flags,
@@ -119,8 +145,8 @@ impl Db {
             }
         }
         let row = sqlx::query(
-            "insert into artifacts (id, task_id, path, version, sha256, size, media_type, created_by, flagged)
-             select $1, $2, $3, coalesce(max(version), 0) + 1, $4, $5, $6, $7, $8 from artifacts where task_id = $2 and path = $3 returning *",
+            "insert into artifacts (id, task_id, path, version, sha256, size, media_type, created_by, flagged, session_id, base_commit)
+             select $1, $2, $3, coalesce(max(version), 0) + 1, $4, $5, $6, $7, $8, $9, $10 from artifacts where task_id = $2 and path = $3 returning *",
         )
         .bind(Uuid::now_v7())
         .bind(new.task_id.as_uuid())
@@ -130,6 +156,8 @@ impl Db {
         .bind(new.media_type)
         .bind(new.created_by)
         .bind((!new.flags.is_empty()).then_some(sqlx::types::Json(new.flags)))
+        .bind(new.source.map(|source| *source.session_id.as_uuid()))
+        .bind(new.source.and_then(|source| source.base_commit))
         .fetch_one(&mut *transaction)
         .await?;
         let made = artifact(&row)?;
@@ -148,6 +176,58 @@ impl Db {
         blobs.place(new.staged).await?;
         super::commit(transaction).await?;
         Ok(made)
+    }
+
+    /// Adds a version of a path whose bytes are in the store, unless one has the same content.
+    /// `None` when they are no longer there.
+    pub(crate) async fn ensure_stored_artifact(
+        &self,
+        new: &StoredArtifact<'_>,
+        blobs: &Blobs,
+    ) -> Result<Option<Artifact>, Error> {
+        let mut transaction = self.begin().await?;
+        lock_blobs_shared(&mut transaction).await?;
+        sqlx::query("select from tasks where id = $1 for update")
+            .bind(new.task_id.as_uuid())
+            .execute(&mut *transaction)
+            .await?;
+        let row = with_content(new.task_id, new.path, new.sha256)
+            .fetch_optional(&mut *transaction)
+            .await?;
+        if let Some(row) = row {
+            return Ok(Some(artifact(&row)?));
+        }
+        // No blob is removed while the lock is held.
+        if blobs.size(new.sha256).await?.is_none() {
+            return Ok(None);
+        }
+        let row = sqlx::query(
+            "insert into artifacts (id, task_id, path, version, sha256, size, media_type, created_by, flagged)
+             select $1, $2, $3, coalesce(max(version), 0) + 1, $4, $5, $6, $7, $8 from artifacts where task_id = $2 and path = $3 returning *",
+        )
+        .bind(Uuid::now_v7())
+        .bind(new.task_id.as_uuid())
+        .bind(new.path)
+        .bind(new.sha256)
+        .bind(new.size)
+        .bind(new.media_type)
+        .bind(new.created_by)
+        .bind((!new.flags.is_empty()).then_some(sqlx::types::Json(new.flags)))
+        .fetch_one(&mut *transaction)
+        .await?;
+        let owner: Uuid = sqlx::query_scalar("select owner_id from tasks where id = $1")
+            .bind(new.task_id.as_uuid())
+            .fetch_one(&mut *transaction)
+            .await?;
+        quotas::check(
+            &mut transaction,
+            UserId::from_uuid(owner),
+            new.task_id,
+            quotas::Usage::Bytes,
+        )
+        .await?;
+        super::commit(transaction).await?;
+        Ok(Some(artifact(&row)?))
     }
 
     pub(crate) async fn artifact(&self, id: ArtifactId) -> Result<Artifact, Error> {
@@ -298,7 +378,8 @@ impl Db {
         let unneeded: Vec<String> = sqlx::query_scalar(
             "select hash from unnest($1::text[]) as hash
              where not exists (select from artifacts where sha256 = hash) and not exists (select from jobs where output_sha256 = hash)
-               and not exists (select from jobs where result_sha256 = hash) and not exists (select from jobs where late_result_sha256 = hash)",
+               and not exists (select from jobs where result_sha256 = hash) and not exists (select from jobs where late_result_sha256 = hash)
+               and not exists (select from git_seeds where sha256 = hash)",
         )
         .bind(hashes)
         .fetch_all(&mut *transaction)

@@ -1,6 +1,9 @@
 //! Errors of the database layer. They name what failed; `api` decides how a caller sees them.
 
-use cynode_api::{ArtifactId, ImageId, JobId, NodeId, ProjectId, SessionId, TaskId, TokenId};
+use cynode_api::{
+    ArtifactId, CredentialId, ImageId, JobId, NodeId, ProjectId, PromotionId, SessionId, TaskId,
+    TokenId,
+};
 
 use super::quotas::QuotaExceeded;
 use crate::blobs;
@@ -59,6 +62,10 @@ pub(crate) enum Error {
     StaleRevision { key: String },
     #[error("the policy is at revision {current}")]
     StalePolicy { current: i64 },
+    #[error("{promotions} promotions to the repository are under way")]
+    RepositoryInUse { promotions: i64 },
+    #[error("there may be at most {} repositories", cynode_api::repository_limits::MAX_REPOSITORIES)]
+    TooManyRepositories,
     #[error("events up to {expired} are no longer kept")]
     CursorExpired { expired: i64 },
     #[error("after: {after} lies beyond the newest event, {last}")]
@@ -96,6 +103,13 @@ pub(crate) enum Missing {
     ImageVersion,
     #[error("there is no policy '{0}'")]
     Policy(String),
+    #[error("there is no credential {0} that is not disabled")]
+    Credential(CredentialId),
+    /// By name or id.
+    #[error("the project has no repository '{0}'")]
+    Repository(String),
+    #[error("there is no promotion {0}")]
+    Promotion(PromotionId),
 }
 
 impl Error {

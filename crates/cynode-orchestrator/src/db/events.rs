@@ -1,7 +1,9 @@
 //! Events: written in the transaction of the change that they report, numbered without gaps, read
 //! in order.
 
-use cynode_api::{Event, JobId, JobState, ProjectId, SessionId, SessionState, TaskId};
+use cynode_api::{
+    Event, JobId, JobState, ProjectId, Promotion, SessionId, SessionState, TaskId,
+};
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
@@ -53,6 +55,21 @@ impl NewEvent {
             state: state.to_string(),
             result_ref: Some(format!("/v1/sessions/{session_id}")),
             failure_code: None,
+        }
+    }
+}
+
+impl NewEvent {
+    /// A promotion has changed its state.
+    pub(super) fn promotion(promotion: &Promotion) -> Self {
+        Self {
+            kind: "promotion.state",
+            task_id: promotion.task_id,
+            job_id: None,
+            session_id: None,
+            state: promotion.state.as_str().to_owned(),
+            result_ref: Some(format!("/v1/promotions/{}", promotion.id)),
+            failure_code: promotion.error.as_ref().map(|error| error.code.clone()),
         }
     }
 }

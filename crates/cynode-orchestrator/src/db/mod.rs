@@ -48,6 +48,7 @@ macro_rules! page_of {
 mod artifacts;
 mod audit;
 mod audit_pages;
+mod credentials;
 mod dedicated;
 mod error;
 mod events;
@@ -60,8 +61,11 @@ mod node_audit;
 mod nodes;
 mod places;
 mod policies;
+mod promotions;
 mod quotas;
+mod repositories;
 mod sandboxes;
+mod seeds;
 mod sessions;
 mod settings;
 mod work;
@@ -83,11 +87,12 @@ use uuid::Uuid;
 
 use crate::caller::Scope;
 
-pub(crate) use artifacts::NewArtifact;
+pub(crate) use artifacts::{ExportSource, NewArtifact, StoredArtifact};
 pub(crate) use audit::{
     AppendOutcome, OpenCallRow, SigningConditions, SigningOutcome, Snapshot, StoredRecord,
 };
 pub(crate) use audit_pages::AuditFilter;
+pub(crate) use credentials::{NewCredential, SealedValue};
 use dedicated::Lookups;
 pub(crate) use dedicated::{DedicatedConnection, IdentityLookup};
 pub(crate) use error::OpenError;
@@ -98,12 +103,18 @@ pub(crate) use identity::{Authenticated, NewToken};
 pub(crate) use images::{NewImage, ResolvedImage, name_and_tag};
 pub(crate) use job_reports::ReportBlobs;
 pub(crate) use jobs::{JobRow, Lease, NewJob, OrphanedJob};
-pub(crate) use node_audit::{MergeOutcome, NodeSandboxes};
+pub(crate) use node_audit::{ExistingTasks, MergeOutcome, NodeSandboxes, StreamWriter};
 pub(crate) use nodes::{NodeRow, Registration};
 pub(crate) use places::{PlacedSession, SessionAt};
 pub(crate) use policies::{CHANNEL as POLICY_CHANNEL, PolicyRow};
+#[cfg(test)]
+pub(crate) use promotions::PromotionLease;
+pub(crate) use promotions::{NewPromotion, PromotionRow};
 pub(crate) use quotas::QuotaExceeded;
-pub(crate) use sessions::{Load, NewSession, SessionQuery, SessionRow, is_final};
+pub(crate) use seeds::{SeedKey, StoredSeed};
+pub(crate) use sessions::{
+    Load, NewSession, SessionQuery, SessionRow, SessionSource, is_final,
+};
 pub(crate) use settings::PreferenceContext;
 
 /// Applied in order, each once.
@@ -162,6 +173,11 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
         11,
         "job models",
         include_str!("../../migrations/0011_job_models.sql"),
+    ),
+    (
+        12,
+        "git egress",
+        include_str!("../../migrations/0012_git_egress.sql"),
     ),
 ];
 

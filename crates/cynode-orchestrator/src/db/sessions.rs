@@ -3,9 +3,11 @@
 use std::{collections::HashMap, time::Duration};
 
 use cynode_api::{
-    ImageVersionId, Limits, NodeId, Page, Session, SessionCreate, SessionEnd, SessionId,
-    SessionState, TaskId, UserSessionCreate, WorkspaceDisposal, WorkspaceId, session_limits,
+    ImageVersionId, Limits, NodeId, Page, RepositoryId, SeedNotes, Session, SessionCreate,
+    SessionEnd, SessionId, SessionState, TaskId, UserSessionCreate, WorkspaceDisposal, WorkspaceId,
+    session_limits,
 };
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sqlx::{Row as _, postgres::PgRow};
 use time::OffsetDateTime;
@@ -51,6 +53,15 @@ pub(crate) struct NewSession<'a> {
     pub(crate) node_id: NodeId,
     pub(crate) image_version_id: ImageVersionId,
     pub(crate) created_by: &'a str,
+    pub(crate) source: Option<&'a SessionSource>,
+}
+
+/// The repository that a session's workspace was seeded from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SessionSource {
+    pub(crate) repository_id: RepositoryId,
+    pub(crate) base_commit: String,
+    pub(crate) notes: SeedNotes,
 }
 
 fn session(row: &PgRow) -> Result<SessionRow, Error> {
@@ -81,15 +92,36 @@ fn session(row: &PgRow) -> Result<SessionRow, Error> {
         body: get("body")?.unwrap_or_default(),
         request,
         // Decisions of the orchestrator override the node's last report.
-        object: Session {
-            name: row.try_get("name")?,
-            state,
-            end_reason: end_reason.or(object.end_reason.clone()),
-            ..object
-        },
+        object: with_source(
+            Session {
+                name: row.try_get("name")?,
+                state,
+                end_reason: end_reason.or(object.end_reason.clone()),
+                ..object
+            },
+            get("source")?.map(decode).transpose()?,
+        ),
         ending: get("ending")?.map(decode).transpose()?,
         read_at: row.try_get("read_at")?,
     })
+}
+
+/// A session with the source of its workspace, of which nodes know nothing.
+fn with_source(session: Session, source: Option<SessionSource>) -> Session {
+    let Some(source) = source else {
+        return Session {
+            repository_id: None,
+            base_commit: None,
+            seed_notes: None,
+            ..session
+        };
+    };
+    Session {
+        repository_id: Some(source.repository_id),
+        base_commit: Some(source.base_commit),
+        seed_notes: Some(source.notes),
+        ..session
+    }
 }
 
 /// The work that is assigned to a node.
@@ -152,8 +184,8 @@ impl Db {
         scope: &Scope,
     ) -> Result<Option<SessionRow>, Error> {
         let insert = sqlx::query(
-            "insert into sessions (session_id, task_id, node_id, state, body, request, image_version_id, owner_id, created_by, name, lease_until)
-             values ($1, $2, $3, 'creating', $4, $5, $6, $7, $8, $9, now() + interval '75 seconds') on conflict (session_id) do nothing returning *, clock_timestamp() as read_at",
+            "insert into sessions (session_id, task_id, node_id, state, body, request, image_version_id, owner_id, created_by, name, source, lease_until)
+             values ($1, $2, $3, 'creating', $4, $5, $6, $7, $8, $9, $10, now() + interval '75 seconds') on conflict (session_id) do nothing returning *, clock_timestamp() as read_at",
         )
         .bind(new.request.session_id.as_uuid())
         .bind(new.request.task_id.as_uuid())
@@ -163,7 +195,8 @@ impl Db {
         .bind(new.image_version_id.as_uuid())
         .bind(scope.user_id.as_uuid())
         .bind(new.created_by)
-        .bind(new.name);
+        .bind(new.name)
+        .bind(new.source.map(to_json));
         let new = NewSandbox {
             insert,
             task,
@@ -511,6 +544,9 @@ impl SessionRow {
     pub(crate) fn named(&self, report: Session) -> Session {
         Session {
             name: self.object.name.clone(),
+            repository_id: self.object.repository_id,
+            base_commit: self.object.base_commit.clone(),
+            seed_notes: self.object.seed_notes.clone(),
             ..report
         }
     }
@@ -538,10 +574,9 @@ impl SessionRow {
         self.state != state
             || without_activity(&self.object)
                 != without_activity(&Session {
-                    name: self.object.name.clone(),
                     state,
                     end_reason,
-                    ..object.clone()
+                    ..self.named(object.clone())
                 })
     }
 }

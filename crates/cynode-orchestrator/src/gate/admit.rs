@@ -494,7 +494,7 @@ impl Call<'_> {
         if let Some(id) = self.intent.call_id {
             parts.extensions.insert(CallId::from_uuid(id));
         }
-        if self.route.body == BodyKind::Json {
+        if matches!(self.route.body, BodyKind::Json | BodyKind::Secret) {
             parts.extensions.insert(service_json::Reserved);
         }
         if self.tool.is_some() && self.caller.kind != TokenKind::User {

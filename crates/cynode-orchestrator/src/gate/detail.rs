@@ -27,6 +27,7 @@ fn repeated(action: Action) -> &'static [&'static str] {
             "name",
             "image_ref",
             "workspace_ref",
+            "workspace_depth",
             "limits",
             "network_policy",
             "max_lifetime_seconds",
@@ -39,6 +40,7 @@ fn repeated(action: Action) -> &'static [&'static str] {
             "command",
             "image_ref",
             "workspace_ref",
+            "workspace_depth",
             "timeout_seconds",
             "limits",
             "network_policy",
@@ -82,6 +84,30 @@ fn repeated(action: Action) -> &'static [&'static str] {
         Action::NodeDrain => &["drain"],
         Action::NodeKey => &["reusable", "expires_in_seconds"],
         Action::PolicyTest => &["user", "token_id", "action"],
+        // Never the secret, nor a URL, which somebody may have put one into.
+        Action::CredentialAdd => &["project_id", "name", "role", "username"],
+        Action::RepositoryAdd => &[
+            "project_id",
+            "name",
+            "provider",
+            "credential_id",
+            "default_branch",
+            "addresses",
+            "rules",
+            "checks",
+        ],
+        Action::PromotionCreate => &[
+            "repository",
+            "changeset",
+            "format",
+            "base",
+            "target",
+            "branch",
+            "title",
+            "until",
+            "dry_run",
+        ],
+        Action::PromotionApprove => &["commit", "reason"],
         _ => &[],
     }
 }
@@ -95,6 +121,7 @@ fn hashed(action: Action) -> &'static [&'static str] {
         Action::FileWrite => &["old", "new"],
         Action::PolicyPut => &["text"],
         Action::SettingPut | Action::PreferencePut => &["value"],
+        Action::PromotionCreate => &["message", "body"],
         _ => &[],
     }
 }
@@ -146,6 +173,11 @@ pub(crate) fn describe(
                 .map(|argv| argv.push(json!(value)))
                 .unwrap_or_default();
         }
+    }
+    if let Some(secret) = body["secret"].as_str() {
+        let secret = json!(secret.trim()).to_string();
+        let secret = secret.trim_matches('"');
+        detail.retain(|_, value| secret.is_empty() || !value.to_string().contains(secret));
     }
     bounded(detail)
 }
@@ -241,6 +273,20 @@ mod tests {
         assert_eq!(detail["env"], json!(["A", "B"]));
         assert_eq!(detail["stdin"]["size"], 12);
         assert_eq!(detail["argv"], json!(["printenv", "A"]));
+    }
+
+    #[test]
+    fn a_credential_is_in_no_record_whatever_field_it_was_put_into() {
+        let body = json!({
+            "project_id": "p", "name": "hidden-hidden", "username": "a hidden-hidden b",
+            "url": "https://a:hidden-hidden@forge.example", "secret": "hidden-hidden",
+        });
+        for action in [Action::CredentialAdd, Action::CredentialRotate] {
+            let detail = Value::Object(describe(action, &body, &[])).to_string();
+            assert!(!detail.contains("hidden"), "{detail}");
+        }
+        let detail = describe(Action::CredentialAdd, &body, &[]);
+        assert_eq!(detail["project_id"], "p");
     }
 
     #[test]

@@ -25,6 +25,10 @@ use super::{
 };
 use crate::{Orchestrator, budget, caller::Caller};
 
+/// A body with a credential is kept in memory: longer ones are refused before they are spooled.
+const MAX_SECRET_BODY_BYTES: usize = 64 * 1024;
+const _: () = assert!(MAX_SECRET_BODY_BYTES <= budget::MAX_BUFFERED_BYTES);
+
 /// The body of a call as it arrives at the gate.
 #[derive(Debug)]
 pub(crate) enum IncomingBody {
@@ -181,11 +185,11 @@ impl RequestBody {
             }));
         }
         match route.body {
-            BodyKind::Json | BodyKind::Exec => {
-                let limit = if route.body == BodyKind::Exec {
-                    exec_limits::MAX_REQUEST_BYTES
-                } else {
-                    edge::MAX_BODY
+            BodyKind::Json | BodyKind::Secret | BodyKind::Exec => {
+                let limit = match route.body {
+                    BodyKind::Exec => exec_limits::MAX_REQUEST_BYTES,
+                    BodyKind::Secret => MAX_SECRET_BODY_BYTES,
+                    _ => edge::MAX_BODY,
                 };
                 let (bytes, value, room) = incoming.json(orchestrator, caller, limit).await?;
                 Ok(Self::Json(bytes, value, room))

@@ -25,6 +25,15 @@ pub(crate) enum TargetKind {
     Setting,
     Preference,
     Policy,
+    Credential,
+    Repository,
+    Promotion,
+    /// A credential of the project in the body.
+    NewCredential,
+    /// A repository of the project in the body.
+    NewRepository,
+    /// The task in the body.
+    NewPromotion,
     /// The project in the body, or the system.
     NewTask,
     /// The task in the body, or the system.
@@ -50,6 +59,8 @@ pub(crate) enum Effect {
 pub(crate) enum BodyKind {
     Empty,
     Json,
+    /// JSON with a credential: small, so that it is never spooled to a file.
+    Secret,
     /// A command: JSON, or a form with its standard input.
     Exec,
     /// Bytes for a sandbox, spooled until they are scanned.
@@ -200,6 +211,90 @@ pub(crate) const ROUTES: &[RouteSpec] = &[
             TargetKind::Image,
         )
     },
+    RouteSpec {
+        body: BodyKind::Secret,
+        ..local(
+            "POST /v1/credentials",
+            Action::CredentialAdd,
+            TargetKind::NewCredential,
+        )
+    },
+    read(
+        "GET /v1/credentials",
+        Action::CredentialList,
+        TargetKind::System,
+    ),
+    read(
+        "GET /v1/credentials/{id}",
+        Action::CredentialShow,
+        TargetKind::Credential,
+    ),
+    RouteSpec {
+        body: BodyKind::Secret,
+        ..local(
+            "POST /v1/credentials/{id}/rotate",
+            Action::CredentialRotate,
+            TargetKind::Credential,
+        )
+    },
+    local(
+        "POST /v1/credentials/{id}/disable",
+        Action::CredentialDisable,
+        TargetKind::Credential,
+    ),
+    local(
+        "POST /v1/repositories",
+        Action::RepositoryAdd,
+        TargetKind::NewRepository,
+    ),
+    read(
+        "GET /v1/repositories",
+        Action::RepositoryList,
+        TargetKind::System,
+    ),
+    read(
+        "GET /v1/repositories/{id}",
+        Action::RepositoryShow,
+        TargetKind::Repository,
+    ),
+    RouteSpec {
+        body: BodyKind::Empty,
+        ..local(
+            "DELETE /v1/repositories/{id}",
+            Action::RepositoryRemove,
+            TargetKind::Repository,
+        )
+    },
+    local(
+        "POST /v1/promotions",
+        Action::PromotionCreate,
+        TargetKind::NewPromotion,
+    ),
+    read(
+        "GET /v1/promotions",
+        Action::PromotionList,
+        TargetKind::System,
+    ),
+    read(
+        "GET /v1/promotions/{id}",
+        Action::PromotionShow,
+        TargetKind::Promotion,
+    ),
+    local(
+        "POST /v1/promotions/{id}/approve",
+        Action::PromotionApprove,
+        TargetKind::Promotion,
+    ),
+    local(
+        "POST /v1/promotions/{id}/reject",
+        Action::PromotionApprove,
+        TargetKind::Promotion,
+    ),
+    local(
+        "POST /v1/promotions/{id}/cancel",
+        Action::PromotionCancel,
+        TargetKind::Promotion,
+    ),
     read("GET /v1/nodes", Action::NodeList, TargetKind::System),
     read("GET /v1/nodes/{id}", Action::NodeShow, TargetKind::Node),
     local(

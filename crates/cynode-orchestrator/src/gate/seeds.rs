@@ -9,11 +9,11 @@ use std::{
 
 use axum::body::Body;
 use bytes::{Buf as _, Bytes};
-use cynode_api::{ErrorCode, Flags};
+use cynode_api::{ErrorCode, Flags, ProjectId};
 use cynode_archive::{Archive, ReadError, Reader};
-use cynode_policy::{ContentScan, ShapeAction, Watch};
+use cynode_policy::{Channel, ContentScan, ShapeAction, Watch};
 use cynode_service::ApiError;
-use futures_util::{Stream, StreamExt as _};
+use futures_util::{Stream, StreamExt as _, TryStreamExt as _};
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, mpsc};
 
@@ -99,6 +99,55 @@ pub(crate) fn scan_stream(mut watch: Watch, body: Body, secret: SecretHit, scan:
 }
 
 impl Orchestrator {
+    /// How shapes of secrets are treated in the seeds of a project's workspaces.
+    pub(crate) fn seed_shapes(&self, project: ProjectId) -> ShapeAction {
+        self.shapes.for_project(Some(project)).action(Channel::Seeds)
+    }
+
+    /// Stages an archive that the orchestrator itself brings, and scans it as one that a caller
+    /// brings. What is refused is not stored.
+    pub(crate) async fn stage_seed(
+        &self,
+        body: Body,
+        path: &str,
+        action: ShapeAction,
+        limit: u64,
+    ) -> Result<(StagedBlob, Flags), ApiError> {
+        let (secret, scan) = (
+            SecretHit::default(),
+            SeedScan::new(self.scanner.content(path, action), action),
+        );
+        let pieces = scan_stream(
+            self.system_scanner.watch(),
+            body,
+            secret.clone(),
+            scan.clone(),
+        )
+        .into_data_stream()
+        .map_err(|error| {
+            ApiError::new(
+                ErrorCode::Unavailable,
+                format!("the archive was interrupted: {error}"),
+            )
+        });
+        let staged = self.blobs.stage(pieces, limit, None).await;
+        if let Some(kind) = secret.kind() {
+            if let Ok(staged) = &staged {
+                self.blobs.discard(staged).await;
+            }
+            count_secret();
+            return Err(Leak::system("workspace_ref", kind).error());
+        }
+        let staged = staged?;
+        match self.check_seed(Some(&scan), path, &staged).await {
+            Ok(flags) => Ok((staged, flags)),
+            Err(error) => {
+                self.blobs.discard(&staged).await;
+                Err(error)
+            }
+        }
+    }
+
     /// Decides whether to accept a staged artifact. An archive is checked entry by entry, each at
     /// its own path.
     pub(crate) async fn check_seed(

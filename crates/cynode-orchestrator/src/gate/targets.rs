@@ -3,8 +3,8 @@
 use std::str::FromStr;
 
 use cynode_api::{
-    ArtifactId, ErrorCode, GroupId, ImageId, JobId, PreferenceScope, ProjectId, SessionId, TaskId,
-    TokenId, TokenKind, UserId, WorkspaceRef,
+    ArtifactId, CredentialId, ErrorCode, GroupId, ImageId, JobId, PreferenceScope, ProjectId,
+    PromotionId, RepositoryId, SessionId, TaskId, TokenId, TokenKind, UserId, WorkspaceRef,
 };
 use cynode_policy::{Action, Place, Resource};
 use cynode_service::ApiError;
@@ -15,7 +15,7 @@ use super::{address::Address, routes::TargetKind, submitted_jobs::SubmittedJob};
 use crate::{
     Orchestrator,
     caller::Caller,
-    db::{PlacedSession, SessionAt},
+    db::{PlacedSession, SessionAt, is_visible},
     identity::SessionSnapshot,
 };
 
@@ -102,6 +102,16 @@ impl Target {
                 missing(ErrorCode::NotFound, "task", place.task.unwrap_or_default())
             }
             Resource::Artifact { id, .. } => missing(ErrorCode::NotFound, "artifact", id),
+            Resource::Credential { id, .. } if !id.is_nil() => {
+                missing(ErrorCode::NotFound, "credential", id)
+            }
+            Resource::Repository { id, .. } if !id.is_nil() => {
+                missing(ErrorCode::NotFound, "repository", id)
+            }
+            Resource::Credential { project, .. } | Resource::Repository { project, .. } => {
+                missing(ErrorCode::NotFound, "project", project)
+            }
+            Resource::Promotion { id, .. } => missing(ErrorCode::NotFound, "promotion", id),
             Resource::Preference { .. } => {
                 ApiError::new(ErrorCode::NotFound, "there is no such scope")
             }
@@ -321,6 +331,45 @@ impl Orchestrator {
             })
             .named(format!("policy:{}", names.text("id")))),
             TargetKind::Preference => self.preference_target(caller, names).await,
+            TargetKind::Credential => {
+                self.credential_target(caller, names.id("id", ErrorCode::NotFound)?)
+                    .await
+            }
+            TargetKind::Repository => {
+                self.repository_target(caller, names.id("id", ErrorCode::NotFound)?)
+                    .await
+            }
+            TargetKind::Promotion => {
+                self.promotion_target(caller, names.id("id", ErrorCode::NotFound)?)
+                    .await
+            }
+            TargetKind::NewCredential => {
+                self.new_in_project(caller, names, |project| Resource::Credential {
+                    id: Uuid::nil(),
+                    project,
+                })
+                .await
+            }
+            TargetKind::NewRepository => {
+                let name = names.body["name"].as_str().unwrap_or_default();
+                self.new_in_project(caller, names, |project| Resource::Repository {
+                    id: Uuid::nil(),
+                    name: name.to_owned(),
+                    project,
+                })
+                .await
+            }
+            // The handler refuses a body without a task, for those who may reach it.
+            TargetKind::NewPromotion => match names.in_body("task_id") {
+                Some(id) => self.task_target(caller, id).await,
+                None => Ok(Target::public(Resource::Task {
+                    id: Uuid::nil(),
+                    place: Place {
+                        owners: vec![*caller.scope.user_id.as_uuid()],
+                        ..Place::default()
+                    },
+                })),
+            },
             TargetKind::NewTask => match names.in_body("project_id") {
                 Some(id) => self.project_target(caller, id).await,
                 None => Ok(Target::public(Resource::System)),
@@ -351,6 +400,86 @@ impl Orchestrator {
                 (None, None) => Ok(Target::public(Resource::System)),
             },
         }
+    }
+
+    async fn credential_target(
+        &self,
+        caller: &Caller,
+        id: CredentialId,
+    ) -> Result<Target, ApiError> {
+        let project = self
+            .db
+            .credential_project(id)
+            .await?
+            .ok_or_else(|| missing(ErrorCode::NotFound, "credential", id))?;
+        Ok(Target {
+            visible: caller.scope.is_admin,
+            project_id: Some(project),
+            ..Target::public(Resource::Credential {
+                id: *id.as_uuid(),
+                project: *project.as_uuid(),
+            })
+        }
+        .named(format!("credential:{id}")))
+    }
+
+    async fn repository_target(
+        &self,
+        caller: &Caller,
+        id: RepositoryId,
+    ) -> Result<Target, ApiError> {
+        let repository = self
+            .db
+            .any_repository(id)
+            .await?
+            .ok_or_else(|| missing(ErrorCode::NotFound, "repository", id))?;
+        let visible = is_visible(self.db.repository(&caller.scope, id).await)?;
+        Ok(Target {
+            visible,
+            project_id: Some(repository.project_id),
+            ..Target::public(Resource::Repository {
+                id: *id.as_uuid(),
+                name: repository.name,
+                project: *repository.project_id.as_uuid(),
+            })
+        }
+        .named(format!("repository:{id}")))
+    }
+
+    async fn promotion_target(
+        &self,
+        caller: &Caller,
+        id: PromotionId,
+    ) -> Result<Target, ApiError> {
+        let place = self
+            .db
+            .promotion_place(id)
+            .await?
+            .ok_or_else(|| missing(ErrorCode::NotFound, "promotion", id))?;
+        Ok(Target::placed(caller, place, |place| Resource::Promotion {
+            id: *id.as_uuid(),
+            place,
+        })
+        .named(format!("promotion:{id}")))
+    }
+
+    /// What is to be registered in the project of the body. The handler refuses a body without
+    /// one, for those who may reach it.
+    async fn new_in_project(
+        &self,
+        caller: &Caller,
+        names: &TargetNames<'_>,
+        resource: impl FnOnce(Uuid) -> Resource,
+    ) -> Result<Target, ApiError> {
+        let Some(id) = names.in_body::<ProjectId>("project_id") else {
+            return Ok(Target::public(resource(Uuid::nil())));
+        };
+        let project = self.project_target(caller, id).await?;
+        Ok(Target {
+            visible: project.visible,
+            project_id: Some(id),
+            ..Target::public(resource(*id.as_uuid()))
+        })
     }
 
     pub(crate) async fn project_target(

@@ -46,6 +46,23 @@ pub(crate) const TOPICS: &[HelpTopic] = &[
                Artifacts (artifact.put, artifact.get, artifact.list) outlive sandboxes.",
     },
     HelpTopic {
+        name: "git",
+        about: "From a repository to a pull request",
+        text: "Start from a repository of the task's project with workspace_ref: \
+               \"git:<repository>@<ref>\". Inside, git status, diff, add and commit work; clone, \
+               fetch and push do not: no credential is in a sandbox.\n\
+               sandbox.workspace.export_patch stores your changes against that commit as an \
+               artifact: the changeset. git.repo.validate {task_id, repository, changeset} shows \
+               what the rules say about it; git.promote {task_id, repository, changeset, title, \
+               message, body} builds the commit, runs the repository's checks, pushes the branch \
+               cynode/<task>/… and opens the pull request. Repeat it to wait on: nothing happens \
+               twice.\n\
+               git.changeset.apply, git.commit.create, git.push and git.pr.create do the same up to \
+               their stage. In the answer, state awaiting_approval means that a person must decide; \
+               error has the code, and in conflict the hunks or rules that refuse, and the newer base. \
+               Then start a session from that, apply your changes there, and export again.",
+    },
+    HelpTopic {
         name: "errors",
         about: "How to read a refusal",
         text: "A failure has isError: true and structuredContent {code, stage, message, remedy, \

@@ -10,6 +10,7 @@ mod execs;
 mod jobs;
 mod lanes;
 mod nodes;
+mod promotions;
 mod retention;
 mod sessions;
 
@@ -26,6 +27,7 @@ pub(crate) use execs::ExecReconciler;
 pub(crate) use jobs::JobReconciler;
 pub(crate) use lanes::Lanes;
 pub(crate) use nodes::NodeReconciler;
+pub(crate) use promotions::PromotionReconciler;
 pub(crate) use retention::Retention;
 pub(crate) use sessions::SessionReconciler;
 

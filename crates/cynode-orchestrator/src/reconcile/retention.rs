@@ -13,6 +13,8 @@ use crate::{Config, audit::Signer, blobs::Blobs, db::Db};
 const MIN_BLOB_AGE: Duration = Duration::from_hours(1);
 /// Incomplete uploads that are older are abandoned.
 const MAX_UPLOAD_AGE: Duration = Duration::from_hours(24);
+/// A seed that nothing was started from for this long is built anew the next time.
+const UNUSED_SEED_DAYS: i32 = 7;
 /// Blobs per transaction.
 const BATCH: usize = 50;
 
@@ -35,6 +37,7 @@ impl Reconciler for Retention {
             while db.expire_artifacts(days).await? > 0 {}
         }
         while db.expire_outputs(config.output_days).await? > 0 {}
+        db.expire_seeds(UNUSED_SEED_DAYS).await?;
         db.backfill_output_sizes(&self.blobs).await?;
         if let Some(days) = config.audit_days {
             self.truncate_audit(days).await?;

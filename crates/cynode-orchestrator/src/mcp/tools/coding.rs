@@ -96,7 +96,7 @@ arguments! {
         /// `new` or a UUID for another session than your own.
         session_id: Option<String>,
         image_ref: Option<String>,
-        /// `workspace:<uuid>` or `artifact:<uuid>` to start from.
+        /// `workspace:<uuid>`, `artifact:<uuid>` or `git:<repository>[@<ref>]` to start from.
         workspace_ref: Option<String>,
         /// `limits {memory_bytes, cpus, pids, disk_bytes}`, `max_lifetime_seconds`,
         /// `idle_timeout_seconds`.

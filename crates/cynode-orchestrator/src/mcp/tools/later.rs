@@ -59,25 +59,6 @@ pub(super) fn tools() -> Vec<Tool> {
             "Skills: guidance that agents share.",
         ));
     }
-    for (name, description) in [
-        (
-            "git.repo.validate",
-            "Check that a repository is reachable and writable.",
-        ),
-        ("git.changeset.apply", "Apply a patch artifact to a branch."),
-        ("git.branch.create", "Create a branch."),
-        ("git.commit.create", "Make a commit."),
-        ("git.push", "Push a branch."),
-        ("git.pr.create", "Open a pull request."),
-        ("git.promote", "Turn a patch artifact into a pull request."),
-    ] {
-        tools.push(Tool::new::<Git, Empty>(
-            name,
-            MANAGERS,
-            ToolEffect::Destructive,
-            description,
-        ));
-    }
     tools
 }
 
@@ -130,15 +111,6 @@ arguments! {
     }
 }
 
-// The arguments of git tools are not designed yet, except that they name a task.
-#[derive(Debug, Deserialize, ToSchema)]
-pub(crate) struct Git {
-    task_id: TaskId,
-    #[serde(flatten)]
-    #[schema(additional_properties)]
-    rest: Map<String, Value>,
-}
-
 // The arguments of skill tools are not designed yet, except that they name a task.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct Skills {
@@ -146,16 +118,6 @@ pub(crate) struct Skills {
     #[serde(flatten)]
     #[schema(additional_properties)]
     rest: Map<String, Value>,
-}
-
-impl Arguments for Git {
-    fn into_plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Unavailable(
-            self.task_id,
-            "Export the change with sandbox.workspace.export_patch; a person can fetch the \
-             artifact and push it.",
-        ))
-    }
 }
 
 impl Arguments for Skills {

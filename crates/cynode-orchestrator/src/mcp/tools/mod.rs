@@ -7,6 +7,7 @@
 mod argument_errors;
 mod artifacts;
 mod coding;
+mod git;
 mod later;
 mod sandbox;
 mod sessions;
@@ -187,6 +188,7 @@ static TOOLS: LazyLock<Vec<Tool>> = LazyLock::new(|| {
     tools.extend(sandbox::tools());
     tools.extend(artifacts::tools());
     tools.extend(work::tools());
+    tools.extend(git::tools());
     tools.extend(later::tools());
     tools
 });

@@ -103,7 +103,7 @@ arguments! {
         /// The reference of an allowed image, or `default`.
         image_ref: String,
         /// `new`, `workspace:<uuid>` for a workspace that an earlier session of the task kept, or
-        /// `artifact:<uuid>`.
+        /// `artifact:<uuid>`, or `git:<repository>[@<ref>]` for a repository of the project.
         workspace_ref: String,
         constraints: Constraints,
     }

@@ -176,7 +176,7 @@ arguments! {
         #[schema(value_type = Option<Object>)]
         job: Option<Map<String, Value>>,
         image_ref: Option<String>,
-        /// `new`, `workspace:<uuid>` or `artifact:<uuid>`.
+        /// `new`, `workspace:<uuid>`, `artifact:<uuid>` or `git:<repository>[@<ref>]`.
         workspace_ref: Option<String>,
         env: Option<BTreeMap<String, String>>,
         /// 3,600 by default, 10,800 at most.
