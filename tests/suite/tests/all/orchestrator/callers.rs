@@ -112,6 +112,26 @@ fn rows() -> Vec<Row> {
             403,
             200,
         ),
+        row("POST /v1/credentials", Some(credential), 404, 404),
+        row("GET /v1/credentials", None, 403, 200),
+        row("GET /v1/credentials/{id}", None, 404, 404),
+        row(
+            "POST /v1/credentials/{id}/rotate",
+            Some(|| json!({"secret": "long enough to be one"})),
+            404,
+            404,
+        ),
+        row("POST /v1/credentials/{id}/disable", empty, 404, 404),
+        row("POST /v1/repositories", Some(repository), 404, 404),
+        row("GET /v1/repositories", None, 200, 200),
+        row("GET /v1/repositories/{id}", None, 404, 404),
+        row("DELETE /v1/repositories/{id}", None, 404, 404),
+        row("POST /v1/promotions", Some(promotion), 404, 404),
+        row("GET /v1/promotions", None, 200, 200),
+        row("GET /v1/promotions/{id}", None, 404, 404),
+        row("POST /v1/promotions/{id}/approve", Some(decision), 404, 404),
+        row("POST /v1/promotions/{id}/reject", Some(decision), 404, 404),
+        row("POST /v1/promotions/{id}/cancel", empty, 404, 404),
         row("GET /v1/audit", None, 403, 200),
         row("GET /v1/audit/checkpoints", None, 403, 200),
         row("GET /v1/audit/verify", None, 403, 200),
@@ -187,6 +207,28 @@ fn rows() -> Vec<Row> {
         rows.push(row(route, None, 404, 404));
     }
     rows
+}
+
+fn credential() -> Value {
+    json!({
+        "project_id": SOME_ID, "name": "forge", "url": "https://forge.example",
+        "secret": "long enough to be one",
+    })
+}
+
+fn repository() -> Value {
+    json!({
+        "project_id": SOME_ID, "name": "site", "provider": "git",
+        "url": "https://forge.example/site",
+    })
+}
+
+fn promotion() -> Value {
+    json!({"task_id": SOME_ID, "repository": "site", "changeset": SOME_ID, "title": "a"})
+}
+
+fn decision() -> Value {
+    json!({"commit": "a".repeat(40)})
 }
 
 fn uuid_name() -> String {

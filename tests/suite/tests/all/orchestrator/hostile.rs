@@ -41,6 +41,22 @@ fn good(route: &str) -> Option<Value> {
         }
         "POST /v1/images" => json!({"image_ref": "localhost/hostile:1"}),
         "PATCH /v1/images/{id}" => json!({"is_allowed": true}),
+        "POST /v1/credentials" => json!({
+            "project_id": SOME_ID, "name": "hostile", "url": "https://forge.example",
+            "secret": "long enough to be one",
+        }),
+        "POST /v1/credentials/{id}/rotate" => json!({"secret": "long enough to be one"}),
+        "POST /v1/repositories" => json!({
+            "project_id": SOME_ID, "name": "hostile", "provider": "git",
+            "url": "https://forge.example/hostile",
+        }),
+        "POST /v1/promotions" => json!({
+            "task_id": SOME_ID, "repository": "hostile", "changeset": SOME_ID, "title": "hostile",
+        }),
+        "POST /v1/promotions/{id}/approve" | "POST /v1/promotions/{id}/reject" => {
+            json!({"commit": "a".repeat(40)})
+        }
+        "POST /v1/credentials/{id}/disable" | "POST /v1/promotions/{id}/cancel" => json!({}),
         "POST /v1/nodes/{id}/drain" => json!({"drain": true}),
         "POST /v1/nodes/keys" => json!({"reusable": true}),
         "POST /v1/jobs" => json!({"command": ["true"]}),
@@ -313,6 +329,8 @@ pub(super) struct ExistingIds {
     node: String,
     job: String,
     token: String,
+    /// Of a credential, a repository and a promotion.
+    of_git: String,
 }
 
 impl ExistingIds {
@@ -352,6 +370,7 @@ impl ExistingIds {
         let token = cluster
             .make(&admin, "/v1/tokens", &json!({"kind": "user"}))
             .await?;
+        insert_git_objects(cluster, &text(&project["id"])?, &text(&task["id"])?)?;
         Ok(Self {
             session: id,
             exec: text(&exec["exec_id"])?,
@@ -361,7 +380,18 @@ impl ExistingIds {
             node: list("/v1/nodes").await?,
             job: text(&job["job_id"])?,
             token: text(&token["id"])?,
+            of_git: SOME_ID.to_owned(),
         })
+    }
+
+    /// A body about the existing project and task.
+    fn within(&self, mut body: Value) -> Value {
+        for (name, id) in [("project_id", &self.project), ("task_id", &self.task)] {
+            if body.get(name).is_some() {
+                body[name] = json!(id);
+            }
+        }
+        body
     }
 
     pub(super) fn path(&self, path: &str) -> Result<String> {
@@ -379,6 +409,7 @@ impl ExistingIds {
             "nodes" => &self.node,
             "jobs" => &self.job,
             "tokens" => &self.token,
+            "credentials" | "repositories" | "promotions" => &self.of_git,
             _ => SOME_ID,
         };
         let path = path
@@ -397,6 +428,44 @@ impl ExistingIds {
         );
         Ok(path)
     }
+}
+
+/// A credential, a repository and an ended promotion, which no git role has seen.
+fn insert_git_objects(cluster: &Cluster, project: &str, task: &str) -> Result<()> {
+    let at = "2026-01-01T00:00:00Z";
+    let repository = json!({
+        "id": SOME_ID, "project_id": project, "name": "kept", "provider": "git",
+        "url": "https://forge.example/kept", "revision": 1, "created_by": "admin", "created_at": at,
+    });
+    let promotion = json!({
+        "id": SOME_ID, "task_id": task, "project_id": project, "repository_id": SOME_ID,
+        "repository": "kept", "state": "done", "until": "applied", "changeset": SOME_ID,
+        "changeset_sha256": "", "format": "patch", "target": "main", "branch": "b", "title": "t",
+        "message": "m", "created_by": "admin", "created_at": at, "updated_at": at,
+    });
+    let progress = json!({
+        "principal": {"kind": "user", "id": SOME_ID, "name": "admin", "admin": true, "groups": []},
+        "at": 0, "author": "admin",
+    });
+    let statements = [
+        format!(
+            "insert into credentials (id, project_id, name, role, url, username, key_id, encapsulated, ciphertext, held, created_by)
+             values ('{SOME_ID}', '{project}', 'kept', 'git', 'https://forge.example', 'x', '', '', '', '', 'admin')"
+        ),
+        format!(
+            "insert into repositories (id, project_id, name, object, revision, created_by)
+             values ('{SOME_ID}', '{project}', 'kept', '{repository}', 1, 'admin')"
+        ),
+        format!(
+            "insert into promotions (id, task_id, repository_id, changeset, branch, state, until, object, progress, owner_id, created_by)
+             select '{SOME_ID}', '{task}', '{SOME_ID}', '{SOME_ID}', 'b', 'done', 'applied', '{promotion}', '{progress}', owner_id, 'admin'
+             from tasks where id = '{task}'"
+        ),
+    ];
+    for statement in statements {
+        cluster.control_plane.postgres.query(&statement)?;
+    }
+    Ok(())
 }
 
 /// The part of the database that callers determine.
@@ -429,6 +498,9 @@ fn database_state(cluster: &Cluster) -> Result<String> {
         "preferences",
         "sandbox_images",
         "policies",
+        "credentials",
+        "repositories",
+        "promotions",
     ];
     let tables =
         tables
@@ -494,6 +566,7 @@ async fn malformed_bodies_are_refused_on_every_route_and_change_nothing() -> Res
             };
             let route = format!("{} {path}", method.to_uppercase());
             let good = good(&route).with_context(|| format!("{route} has no row"))?;
+            let good = ids.within(good);
             let schema = &schemas[name.rsplit('/').next().unwrap_or_default()];
             ensure!(
                 schema["additionalProperties"] == false,
@@ -512,6 +585,14 @@ async fn malformed_bodies_are_refused_on_every_route_and_change_nothing() -> Res
                     &[413],
                     "16777216",
                 ));
+            }
+            if good.get("secret").is_some() {
+                // Credentials are never spooled to a file, so their bodies are short.
+                for case in &mut cases {
+                    if case.named == "10485760" {
+                        case.named = "65536".to_owned();
+                    }
+                }
             }
             cases.extend(cases_for_members(&good, schemas, schema));
             for case in cases {

@@ -7,7 +7,7 @@ use cynode_tests::Answer;
 use http::Method;
 use serde_json::{Value, json};
 
-use super::{database_state, good};
+use super::{SOME_ID, database_state, good, insert_git_objects};
 use crate::{
     api::code_of,
     orchestrator::cluster::{Cluster, session, text},
@@ -79,7 +79,11 @@ async fn resources(
             &json!({"name": "hers", "members": ["ann"]}),
         )
         .await?;
+    insert_git_objects(cluster, &text(&project["id"])?, &task)?;
     Ok(BTreeMap::from([
+        ("CredentialId", SOME_ID.to_owned()),
+        ("RepositoryId", SOME_ID.to_owned()),
+        ("PromotionId", SOME_ID.to_owned()),
         ("ProjectId", text(&project["id"])?),
         ("TaskId", task),
         ("SessionId", session),
