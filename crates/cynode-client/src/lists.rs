@@ -1,6 +1,9 @@
 //! Lists of the user API, the newest items first.
 
-use cynode_api::{Artifact, Group, Image, Job, Node, Page, Project, Session, Task, Token, User};
+use cynode_api::{
+    Artifact, Credential, Group, Image, Job, Node, Page, Project, Promotion, Repository, Session,
+    Task, Token, User,
+};
 use serde::de::DeserializeOwned;
 
 use crate::{Error, Result, SessionClient, UserClient, client::MAX_PAGES};
@@ -19,11 +22,14 @@ macro_rules! listed {
 
 listed! {
     Artifact => "/v1/artifacts",
+    Credential => "/v1/credentials",
     Group => "/v1/groups",
     Image => "/v1/images",
     Job => "/v1/jobs",
     Node => "/v1/nodes",
     Project => "/v1/projects",
+    Promotion => "/v1/promotions",
+    Repository => "/v1/repositories",
     Session => "/v1/sessions",
     Task => "/v1/tasks",
     Token => "/v1/tokens",
