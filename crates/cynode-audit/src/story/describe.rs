@@ -251,9 +251,7 @@ fn role_facts(call: &Call<'_>) -> String {
     let named = ["reference", "branch", "url"]
         .into_iter()
         .filter_map(|name| call.text(name).map(shown));
-    let facts: Vec<String> = named
-        .chain(commit.as_deref().map(shown))
-        .collect();
+    let facts: Vec<String> = named.chain(commit.as_deref().map(shown)).collect();
     if facts.is_empty() {
         String::new()
     } else {

@@ -4,13 +4,16 @@ use axum::{Json, extract::State};
 use cynode_api::{
     ErrorCode, NodeAuditAnswer, NodeAuditBatch, NodeAuditRefusal, Problem, node_audit_limits,
 };
-use cynode_audit::Link;
 use cynode_service::ApiError;
 use serde_json::json;
 use time::OffsetDateTime;
 
 use super::{Body, check_version, control::CallingNode};
-use crate::{Orchestrator, audit::node_refusals, db::MergeOutcome};
+use crate::{
+    Orchestrator,
+    audit::{node_refusals, received_links},
+    db::{MergeOutcome, StreamWriter},
+};
 
 /// Merges a batch into the trail. Records that are stored already are accepted again; of a batch
 /// that is refused nothing is stored.
@@ -21,7 +24,8 @@ pub(super) async fn merge(
 ) -> Result<Json<NodeAuditAnswer>, ApiError> {
     check_version(batch.version)?;
     let stream = batch.stream;
-    let links = links(batch)?;
+    let links = received_links(stream, batch.records)
+        .map_err(|error| ApiError::invalid(error.to_string()))?;
     let now = OffsetDateTime::now_utc();
     let refused = node_refusals(&orchestrator.db, node.id, &links, now).await?;
     if !refused.is_empty() {
@@ -30,7 +34,7 @@ pub(super) async fn merge(
     }
     let outcome = orchestrator
         .db
-        .merge_node_records(node.id, stream, &links)
+        .merge_records(StreamWriter::Node(node.id), stream, &links)
         .await?;
     let stored = |last: u64| {
         Ok(Json(NodeAuditAnswer {
@@ -65,33 +69,6 @@ pub(super) async fn merge(
             ),
         )),
     }
-}
-
-/// The records in their stream. Their hashes are verified against the stored head.
-fn links(batch: NodeAuditBatch) -> Result<Vec<Link>, ApiError> {
-    if batch.records.is_empty() || batch.records.len() > node_audit_limits::MAX_RECORDS {
-        return Err(ApiError::invalid(format!(
-            "records: must have 1 to {} records",
-            node_audit_limits::MAX_RECORDS
-        )));
-    }
-    let mut links: Vec<Link> = Vec::with_capacity(batch.records.len());
-    for (index, record) in batch.records.into_iter().enumerate() {
-        let link = Link::from_node_record(batch.stream, record)
-            .map_err(|error| ApiError::invalid(format!("records[{index}]: {error}")))?;
-        let expected = links
-            .last()
-            .map_or(Some(link.seq), |last| last.seq.checked_add(1));
-        // The database counts in signed numbers.
-        let is_countable = (1..i64::MAX.unsigned_abs()).contains(&link.seq);
-        if expected != Some(link.seq) || !is_countable {
-            return Err(ApiError::invalid(format!(
-                "records[{index}].seq: the numbers must be consecutive and begin at 1 or later"
-            )));
-        }
-        links.push(link);
-    }
-    Ok(links)
 }
 
 fn refuse(refused: &[NodeAuditRefusal]) -> Problem {

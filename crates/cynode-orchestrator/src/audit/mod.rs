@@ -13,6 +13,9 @@ mod events;
 mod failures;
 mod heads;
 mod node_records;
+mod received;
+mod role_records;
+mod roles;
 mod verify;
 mod writer;
 
@@ -24,6 +27,8 @@ pub(crate) use events::{EventCopier, EventPump};
 pub(crate) use failures::{EntryPoint, Failure, Failures, keep as keep_failures};
 pub(crate) use heads::OwnHeads;
 pub(crate) use node_records::refusals as node_refusals;
+pub(crate) use received::links as received_links;
+pub(crate) use roles::RoleAudit;
 pub(crate) use writer::{Audit, not_started};
 
 #[derive(Debug, thiserror::Error)]

@@ -3,13 +3,11 @@
 //! Invariant: a node's record names the node as its subject's, a session or job only if it is that
 //! node's, and no call: so a node can neither act in somebody's name nor close a call.
 
-use cynode_api::{
-    AUDIT_VERSION, AuditBody, AuditKind, AuditSubject, JobId, NODE_ACTIONS, NODE_REFUSED_ACTION,
-    NODE_STREAM_ACTION, NodeAuditRefusal, NodeId, SessionId, TaskId, node_audit_limits,
-};
+use cynode_api::{AuditSubject, JobId, NODE_ACTIONS, NodeAuditRefusal, NodeId, SessionId, TaskId};
 use cynode_audit::Link;
-use time::{Duration, OffsetDateTime};
+use time::OffsetDateTime;
 
+use super::received::{self, Topic};
 use crate::db::{Db, Error, NodeSandboxes};
 
 /// The sandbox that a record names.
@@ -60,15 +58,12 @@ pub(crate) async fn refusals(
     let refusal = |(seq, named): (u64, Result<Option<NamedSandbox>, &'static str>)| {
         let reason = match named {
             Ok(Some(named)) if !named.is_in(&sandboxes) => {
-                "its session or job is not this node's, or not of that task"
+                Some("its session or job is not this node's, or not of that task")
             }
-            Ok(_) => return None,
-            Err(reason) => reason,
+            Ok(_) => None,
+            Err(reason) => Some(reason),
         };
-        Some(NodeAuditRefusal {
-            seq,
-            reason: reason.to_owned(),
-        })
+        received::refusal(seq, reason)
     };
     Ok(checked.into_iter().filter_map(refusal).collect())
 }
@@ -78,73 +73,24 @@ fn check(
     link: &Link,
     now: OffsetDateTime,
 ) -> Result<Option<NamedSandbox>, &'static str> {
-    if link.at > now + Duration::seconds(node_audit_limits::MAX_AHEAD_SECONDS) {
-        return Err("its time is in the future");
-    }
-    if link.at < now - Duration::days(node_audit_limits::MAX_AGE_DAYS) {
-        return Err("it is too old");
-    }
-    let canonical = cynode_audit::canonical(&link.body).map_err(|_| "its body is malformed")?;
-    if canonical.len() > node_audit_limits::MAX_BODY_BYTES {
-        return Err("its body is too large");
-    }
-    let body: AuditBody =
-        serde_json::from_value(link.body.clone()).map_err(|_| "its body is malformed")?;
-    // Parsing drops what it does not know.
-    if serde_json::to_value(&body).ok().as_ref() != Some(&link.body) {
-        return Err("its body has unknown members");
-    }
-    let AuditBody {
-        version,
-        kind,
-        action,
-        call_id: None,
-        request_id: None,
-        subject: Some(subject),
-        project_id: None,
-        task_id,
-        session_id,
-        job_id,
-        exec_id: None,
-        stage: None,
-        ..
-    } = body
-    else {
-        return Err("its body has members that a node does not write");
-    };
-    if version != AUDIT_VERSION {
-        return Err("its version is unknown");
-    }
+    let body = received::body(link, now)?;
     let is_of = |kind: &str| {
         let expected = AuditSubject {
             kind: kind.to_owned(),
             node_id: Some(node),
             ..AuditSubject::default()
         };
-        subject == expected
+        body.subject.as_ref() == Some(&expected)
     };
-    let is_first = link.seq == 1;
-    match (kind, action.as_str()) {
-        (AuditKind::Stream, NODE_STREAM_ACTION) if is_first => {}
-        (AuditKind::Event, NODE_REFUSED_ACTION) if !is_first => {}
-        (AuditKind::Event, action) if !is_first && NODE_ACTIONS.contains(&action) => {
-            if !is_of("sandbox") {
-                return Err("its subject is not a sandbox of this node");
-            }
-            return match (task_id, session_id, job_id) {
-                (Some(task), Some(id), None) => Ok(Some(NamedSandbox::Session(id, task))),
-                (Some(task), None, Some(id)) => Ok(Some(NamedSandbox::Job(id, task))),
-                _ => Err("it does not name one session or job, and its task"),
-            };
-        }
-        _ => return Err("its kind or action is not one that a node writes there"),
-    }
-    if !is_of("node") {
-        return Err("its subject is not this node");
-    }
-    match (task_id, session_id, job_id) {
-        (None, None, None) => Ok(None),
-        _ => Err("it names a session, job or task, but concerns the node"),
+    match received::topic(link, &body, &NODE_ACTIONS)? {
+        Topic::Action if !is_of("sandbox") => Err("its subject is not a sandbox of this node"),
+        Topic::Action => match (body.task_id, body.session_id, body.job_id) {
+            (Some(task), Some(id), None) => Ok(Some(NamedSandbox::Session(id, task))),
+            (Some(task), None, Some(id)) => Ok(Some(NamedSandbox::Job(id, task))),
+            _ => Err("it does not name one session or job, and its task"),
+        },
+        Topic::Writer if !is_of("node") => Err("its subject is not this node"),
+        Topic::Writer => received::names_nothing(&body).map(|()| None),
     }
 }
 
@@ -152,6 +98,7 @@ fn check(
 mod tests {
     use cynode_audit::Chain;
     use serde_json::{Value, json};
+    use time::Duration;
     use uuid::Uuid;
 
     use super::*;
@@ -212,6 +159,10 @@ mod tests {
             (
                 "subject",
                 json!({"kind": "sandbox", "node_id": node, "name": "ada"}),
+            ),
+            (
+                "subject",
+                json!({"kind": "sandbox", "node_id": node, "instance": Uuid::now_v7()}),
             ),
             ("detail", json!({"text": "x".repeat(9_000)})),
         ] {

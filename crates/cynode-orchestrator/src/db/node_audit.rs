@@ -1,6 +1,9 @@
-//! Streams that nodes write: their batches are merged into the trail.
+//! Streams that nodes and egress roles write: their batches are merged into the trail.
 
-use std::collections::HashMap;
+use std::{
+    collections::{HashMap, HashSet},
+    fmt,
+};
 
 use cynode_api::{JobId, NodeId, SessionId, TaskId, node_audit_limits};
 use cynode_audit::{Chain, Head, Link, genesis};
@@ -22,10 +25,43 @@ pub(crate) enum MergeOutcome {
     Repeated(u64),
     /// The stream continues with another record; `None` if it takes no more.
     OutOfOrder { expected: Option<u64> },
-    /// Another node, or an orchestrator, writes this stream.
+    /// Another node or role, or an orchestrator, writes this stream.
     Foreign,
-    /// The node opens streams too fast.
+    /// The writer opens streams too fast.
     TooManyStreams,
+}
+
+/// Who writes a stream and sends it in batches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StreamWriter {
+    Node(NodeId),
+    /// An instance of an egress role.
+    Role(&'static str, Uuid),
+}
+
+impl StreamWriter {
+    fn id(self) -> Uuid {
+        match self {
+            Self::Node(id) => *id.as_uuid(),
+            Self::Role(_, instance) => instance,
+        }
+    }
+
+    const fn role(self) -> Option<&'static str> {
+        match self {
+            Self::Node(_) => None,
+            Self::Role(role, _) => Some(role),
+        }
+    }
+}
+
+impl fmt::Display for StreamWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Node(id) => write!(f, "node {id}"),
+            Self::Role(role, instance) => write!(f, "{role} egress {instance}"),
+        }
+    }
 }
 
 /// The tasks of the sessions and jobs of a node.
@@ -35,10 +71,25 @@ pub(crate) struct NodeSandboxes {
     pub(crate) jobs: HashMap<JobId, TaskId>,
 }
 
+/// The tasks and sessions that exist, of those that a role names.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ExistingTasks {
+    pub(crate) tasks: HashSet<TaskId>,
+    /// With their tasks.
+    pub(crate) sessions: HashMap<SessionId, TaskId>,
+}
+
 struct StreamState {
     head: Head,
     is_closed: bool,
     node_id: Option<Uuid>,
+    role: Option<String>,
+}
+
+impl StreamState {
+    fn is_of(&self, writer: StreamWriter) -> bool {
+        self.node_id == Some(writer.id()) && self.role.as_deref() == writer.role()
+    }
 }
 
 impl Db {
@@ -82,11 +133,77 @@ impl Db {
         Ok(found)
     }
 
-    /// Stores records of a node's stream that are not stored yet. The records have consecutive
-    /// numbers. Either all of them are stored afterwards, or none more than before.
-    pub(crate) async fn merge_node_records(
+    /// Those of the tasks and sessions that exist.
+    pub(crate) async fn existing_tasks(
         &self,
-        node: NodeId,
+        tasks: &[TaskId],
+        sessions: &[SessionId],
+    ) -> Result<ExistingTasks, Error> {
+        let tasks: Vec<Uuid> = tasks.iter().map(|id| *id.as_uuid()).collect();
+        let sessions: Vec<Uuid> = sessions.iter().map(|id| *id.as_uuid()).collect();
+        let mut found = ExistingTasks::default();
+        if !tasks.is_empty() {
+            let ids: Vec<Uuid> = sqlx::query_scalar("select id from tasks where id = any($1)")
+                .bind(tasks)
+                .fetch_all(&self.pool)
+                .await?;
+            found.tasks = ids.into_iter().map(TaskId::from_uuid).collect();
+        }
+        if !sessions.is_empty() {
+            let rows: Vec<(Uuid, Uuid)> = sqlx::query_as(
+                "select session_id, task_id from sessions where session_id = any($1)",
+            )
+            .bind(sessions)
+            .fetch_all(&self.pool)
+            .await?;
+            found.sessions = rows
+                .into_iter()
+                .map(|(id, task)| (SessionId::from_uuid(id), TaskId::from_uuid(task)))
+                .collect();
+        }
+        Ok(found)
+    }
+
+    /// The instance of a role whose records were accepted last.
+    pub(crate) async fn role_instance(&self, role: &str) -> Result<Option<Uuid>, Error> {
+        sqlx::query_scalar("select instance from egress_roles where role = $1")
+            .bind(role)
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(Error::from)
+    }
+
+    /// Accepts records of this instance of a role from now on, and closes the streams of others.
+    pub(crate) async fn set_role_instance(
+        &self,
+        role: &'static str,
+        instance: Uuid,
+    ) -> Result<(), Error> {
+        let mut transaction = self.begin().await?;
+        sqlx::query(
+            "insert into egress_roles (role, instance) values ($1, $2)
+             on conflict (role) do update set instance = excluded.instance, since = now()",
+        )
+        .bind(role)
+        .bind(instance)
+        .execute(&mut *transaction)
+        .await?;
+        sqlx::query(
+            "update audit_streams set closed_at = coalesce(closed_at, now()), settled_at = now()
+             where role = $1 and node_id <> $2 and settled_at is null",
+        )
+        .bind(role)
+        .bind(instance)
+        .execute(&mut *transaction)
+        .await?;
+        commit(transaction).await
+    }
+
+    /// Stores records of a writer's stream that are not stored yet. The records have consecutive
+    /// numbers. Either all of them are stored afterwards, or none more than before.
+    pub(crate) async fn merge_records(
+        &self,
+        writer: StreamWriter,
         stream: Uuid,
         links: &[Link],
     ) -> Result<MergeOutcome, Error> {
@@ -100,7 +217,7 @@ impl Db {
                 return Ok(MergeOutcome::OutOfOrder { expected: Some(1) });
             }
             None => {
-                if !open_stream(&mut transaction, node, stream).await? {
+                if !open_stream(&mut transaction, writer, stream).await? {
                     return Ok(MergeOutcome::TooManyStreams);
                 }
                 lock_stream(&mut transaction, stream)
@@ -108,7 +225,7 @@ impl Db {
                     .ok_or(Error::Unavailable)?
             }
         };
-        if state.node_id != Some(*node.as_uuid()) {
+        if !state.is_of(writer) {
             return Ok(MergeOutcome::Foreign);
         }
         let head = state.head;
@@ -143,7 +260,7 @@ async fn lock_stream(
     stream: Uuid,
 ) -> Result<Option<StreamState>, Error> {
     let row = sqlx::query(
-        "select seq, hash, node_id, closed_at is not null as is_closed from audit_streams where stream = $1 for update",
+        "select seq, hash, node_id, role, closed_at is not null as is_closed from audit_streams where stream = $1 for update",
     )
     .bind(stream)
     .fetch_optional(connection)
@@ -156,40 +273,43 @@ async fn lock_stream(
         },
         is_closed: row.try_get("is_closed")?,
         node_id: row.try_get("node_id")?,
+        role: row.try_get("role")?,
     }))
 }
 
-/// Opens a node's stream, and closes its earlier ones: a node sends its streams one after the
-/// other. Returns false if the node has opened too many within an hour.
+/// Opens a writer's stream, and closes its earlier ones: a writer sends its streams one after the
+/// other. Returns false if it has opened too many within an hour.
 async fn open_stream(
     connection: &mut PgConnection,
-    node: NodeId,
+    writer: StreamWriter,
     stream: Uuid,
 ) -> Result<bool, Error> {
     let opened: i64 = sqlx::query_scalar(
         "select count(*) from audit_streams where node_id = $1 and opened_at > now() - interval '1 hour'",
     )
-    .bind(node.as_uuid())
+    .bind(writer.id())
     .fetch_one(&mut *connection)
     .await?;
     if opened >= node_audit_limits::MAX_STREAMS_PER_HOUR {
         return Ok(false);
     }
     sqlx::query(
-        "insert into audit_streams (stream, writer, hash, node_id, lease_until) values ($1, $2, $3, $4, 'infinity') on conflict do nothing",
+        "insert into audit_streams (stream, writer, hash, node_id, role, lease_until) values ($1, $2, $3, $4, $5, 'infinity') on conflict do nothing",
     )
     .bind(stream)
-    .bind(format!("node {node}"))
+    .bind(writer.to_string())
     .bind(genesis(stream).as_slice())
-    .bind(node.as_uuid())
+    .bind(writer.id())
+    .bind(writer.role())
     .execute(&mut *connection)
     .await?;
     sqlx::query(
         "update audit_streams set closed_at = coalesce(closed_at, now()), settled_at = now()
-         where node_id = $1 and stream <> $2 and settled_at is null",
+         where node_id = $1 and role is not distinct from $3 and stream <> $2 and settled_at is null",
     )
-    .bind(node.as_uuid())
+    .bind(writer.id())
     .bind(stream)
+    .bind(writer.role())
     .execute(connection)
     .await?;
     Ok(true)

@@ -102,6 +102,7 @@ impl<O: Copy> Store<O> {
         details: Vec<(&str, Value)>,
         refused: &BTreeMap<u64, String>,
     ) -> io::Result<()> {
+        let writer = serde_json::to_value(&self.writer)?;
         draft.add(self, OffsetDateTime::now_utc(), self.first_record(details))?;
         for (index, stream) in self.streams.iter().enumerate() {
             let acknowledged = if index == 0 {
@@ -118,7 +119,10 @@ impl<O: Copy> Store<O> {
                     let reason = refused.get(&record.seq).filter(|_| index == 0);
                     let action = record.body.get("action").and_then(Value::as_str);
                     match (reason, action) {
-                        (Some(reason), Some(NODE_REFUSED_ACTION | NODE_STREAM_ACTION)) => {
+                        // Refused again and again, these would fill the trail.
+                        (Some(reason), Some(NODE_REFUSED_ACTION | NODE_STREAM_ACTION))
+                            if record.body.get("subject") == Some(&writer) =>
+                        {
                             return Err(io::Error::other(format!(
                                 "the orchestrator refuses the writer's own records: {reason}"
                             )));

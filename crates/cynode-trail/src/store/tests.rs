@@ -267,6 +267,40 @@ fn a_refused_record_stays_as_one_of_the_writer_alone() {
 }
 
 #[test]
+fn records_of_a_writer_under_an_earlier_name_can_be_refused_as_a_whole() {
+    let directory = Directory::new();
+    let mut store = directory.open();
+    append(&mut store, 0..2);
+    drop(store);
+    let renamed = AuditSubject {
+        node_id: Some(NodeId::generate()),
+        ..node()
+    };
+    let mut store = Store::open(directory.path(), renamed.clone(), owner_of).expect("opens");
+    let refused = (1..=3).map(|seq| (seq, "it is foreign".to_owned()));
+    store
+        .rebase("refused", &refused.collect())
+        .expect("rebased");
+    let mut received = Received::default();
+    received.drain(&mut store);
+    let actions: Vec<_> = received.bodies.iter().map(|body| &body["action"]).collect();
+    assert_eq!(actions[0], NODE_STREAM_ACTION);
+    assert!(
+        actions[1..]
+            .iter()
+            .all(|action| **action == NODE_REFUSED_ACTION)
+    );
+    assert_eq!(actions.len(), 4, "a record was dropped");
+    let renamed = serde_json::to_value(renamed).expect("serializes");
+    assert!(
+        received
+            .bodies
+            .iter()
+            .all(|body| body["subject"] == renamed)
+    );
+}
+
+#[test]
 fn a_rebase_that_a_crash_interrupted_never_counts() {
     let directory = Directory::new();
     let mut store = directory.open();
