@@ -168,7 +168,10 @@ async fn an_agents_token_reaches_only_its_task_and_what_belongs_to_it() -> Resul
         ("db.task.get", json!({"task_id": other})),
         ("db.job.list", json!({"task_id": other})),
         ("db.preference.effective", json!({"task_id": other})),
-        ("git.push", json!({"task_id": other})),
+        (
+            "git.push",
+            json!({"task_id": other, "repository": "site", "changeset": other}),
+        ),
         (
             "db.task.get",
             json!({"task_id": "01a00000-0000-7000-8000-000000000009"}),

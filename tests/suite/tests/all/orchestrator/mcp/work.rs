@@ -434,7 +434,10 @@ async fn tools_manage_work_like_the_api() -> Result<()> {
         .await?;
     assert_eq!(
         agent
-            .call_refused("git.push", json!({"task_id": id}))
+            .call_refused(
+                "git.push",
+                json!({"task_id": id, "repository": "site", "changeset": id}),
+            )
             .await?
             .0,
         "unavailable"
