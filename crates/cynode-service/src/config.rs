@@ -86,7 +86,7 @@ fn read_section(path: &Path, section: &str) -> Result<Table, ConfigError> {
 }
 
 /// The sections that a configuration file may have.
-const SECTIONS: &[&str] = &["orchestrator", "worker"];
+const SECTIONS: &[&str] = &["egress", "orchestrator", "worker"];
 
 /// Sets a possibly nested key. The value is parsed as TOML, or else taken as a string.
 fn insert(table: &mut Table, key: &str, value: &str) {

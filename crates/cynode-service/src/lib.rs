@@ -24,6 +24,7 @@ pub mod output;
 mod pace;
 pub mod pages;
 pub mod private;
+pub mod seal;
 mod serve;
 pub mod shutdown;
 pub mod telemetry;
