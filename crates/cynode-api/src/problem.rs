@@ -68,6 +68,16 @@ codes! {
         "This session has no terminal",
         "Create the session with --pty (in the API pty_allowed: true); it can't be changed \
          later.";
+    NotAdvertised = "not_advertised", 403,
+        "No branch or tag of the repository contains the commit",
+        "Name a branch or tag, or push a branch that contains the commit.";
+    AddressRefused = "address_refused", 403,
+        "The address of the repository's host is not dialled",
+        "Register the repository with 'addresses' if the host is meant to be private.";
+    CredentialUnusable = "credential_unusable", 403,
+        "The credential can't be used for this repository",
+        "Add a credential for the repository's URL and project, or rotate it ('cynode \
+         credential rotate').";
     NotFound = "not_found", 404,
         "Not found",
         "Check the path.";
@@ -87,6 +97,12 @@ codes! {
         "Workspace not found for this task",
         "Use 'new', or the workspace_id of a session of the same task that ended with \
          workspace: \"keep\".";
+    RepositoryNotFound = "repository_not_found", 404,
+        "Repository not found in this project",
+        "Check the id: 'cynode repository list' shows the repositories of a project.";
+    RefNotFound = "ref_not_found", 404,
+        "The repository has no such branch, tag or commit",
+        "Check the reference; without one the default branch is used.";
     MethodNotAllowed = "method_not_allowed", 405,
         "Method not allowed for this path",
         "See /openapi.json.";
@@ -179,6 +195,15 @@ codes! {
     AuditOutOfOrder = "audit_out_of_order", 409,
         "The audit records do not continue the node's stream",
         "Send the records from the number that 'expected' names.";
+    BaseStale = "base_stale", 409,
+        "The target has changed what the change touches, or dropped its base",
+        "Bring the new base into the workspace ('cynode session rebase'), then promote again.";
+    BranchExists = "branch_exists", 409,
+        "The branch exists, and this promotion did not push it",
+        "Choose another branch.";
+    StateOutdated = "state_outdated", 409,
+        "The role has newer rules",
+        "Send the current rules; restart the role if the database was restored.";
     SessionEnded = "session_ended", 410,
         "The session has ended",
         "Create a new session; a kept workspace can be mounted again.";
@@ -230,6 +255,12 @@ codes! {
     AuditRefused = "audit_refused", 422,
         "The batch has audit records that this node may not write",
         "See 'refused': each record with the reason. Nothing of the batch was stored.";
+    ForgeRefused = "forge_refused", 422,
+        "The repository's host refuses the request",
+        "Check the credential's rights, and the host's own rules for branches and pull requests.";
+    SeedUnusable = "seed_unusable", 422,
+        "The repository's files can't be unpacked",
+        "Remove from the repository what the detail names.";
     QuotaExceeded = "quota_exceeded", 429,
         "Quota exceeded",
         "End sessions that are no longer needed.";
@@ -269,6 +300,12 @@ codes! {
     StoreUnavailable = "store_unavailable", 503,
         "The database is unavailable",
         "Try again; nothing was lost. See 'cynode status'.";
+    EgressStale = "egress_stale", 503,
+        "The role's copy of the rules is too old",
+        "Try again; see 'cynode status': an orchestrator renews the copy every few seconds.";
+    RepositoryUnreachable = "repository_unreachable", 503,
+        "The repository's host can't be used",
+        "Try again; check the URL, the credential and the certificate that the detail names.";
     PidsExhausted = "pids_exhausted", 503,
         "The sandbox's process table is full",
         "Signal its processes (session signal KILL), then try again.";
