@@ -2,6 +2,7 @@
 
 mod agents;
 mod audit;
+mod git;
 mod identity;
 mod orchestrator;
 mod results;
@@ -19,6 +20,7 @@ pub use audit::{
     Audit, AuditExport, AuditFilterArgs, AuditSubject, AuditTail, ExportFormat, Policy,
     PolicyTestArgs,
 };
+pub use git::{Credential, Decision, Promote, Promotion, Repository, RepositoryAdd};
 pub use identity::{Group, Project, Token, User};
 pub use orchestrator::{
     Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageCheck, ImageName,
@@ -64,6 +66,8 @@ pub enum RoleCommand {
     Worker(RoleArgs),
     /// Run the orchestrator; `up` does this
     Orchestrator(RoleArgs),
+    /// Run an egress role; `up` does this
+    Egress(EgressArgs),
     /// Run the private PostgreSQL; `up` does this
     Postgres {
         #[arg(long, value_name = "PID")]
@@ -245,6 +249,23 @@ pub enum Command {
         #[command(subcommand)]
         command: Artifact,
     },
+    /// Manage git repositories that sessions begin with and changes are promoted to
+    Repository {
+        #[command(subcommand)]
+        command: Repository,
+    },
+    /// Manage the credentials of repositories
+    Credential {
+        #[command(subcommand)]
+        command: Credential,
+    },
+    /// Turn the changes of a session into a commit on a branch, and open a pull request
+    Promote(Box<Promote>),
+    /// List, show and decide promotions
+    Promotion {
+        #[command(subcommand)]
+        command: Promotion,
+    },
     /// List and follow events of jobs and sessions
     Event {
         #[command(subcommand)]
@@ -267,6 +288,7 @@ pub enum Command {
 /// A section of the configuration; each belongs to one role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Section {
+    Egress,
     Orchestrator,
     Worker,
 }
@@ -274,6 +296,7 @@ pub enum Section {
 impl Section {
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Egress => "egress",
             Self::Orchestrator => "orchestrator",
             Self::Worker => "worker",
         }
@@ -292,10 +315,14 @@ pub struct Settings {
     /// Address of the Worker API [default: 127.0.0.1:12090]
     #[arg(long, value_name = "ADDR")]
     pub worker_listen: Option<String>,
+    /// Address of the git egress role [default: 127.0.0.1:12086]
+    #[arg(long, value_name = "ADDR")]
+    pub git_listen: Option<String>,
     /// Listen beyond loopback without TLS
     #[arg(long)]
     pub insecure_listen: bool,
-    /// Any other configuration setting: worker.KEY (or KEY) or orchestrator.KEY; may be repeated
+    /// Any other configuration setting: worker.KEY (or KEY), orchestrator.KEY or egress.git.KEY;
+    /// may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub set: Vec<(String, String)>,
 }
@@ -306,13 +333,14 @@ impl Settings {
     pub fn overrides(&self, section: Section) -> Vec<(String, String)> {
         let in_section = |(key, value): &(String, String)| {
             let (name, key) = match key.split_once('.') {
-                Some((name @ ("worker" | "orchestrator"), key)) => (name, key),
+                Some((name @ ("egress" | "worker" | "orchestrator"), key)) => (name, key),
                 _ => ("worker", key.as_str()),
             };
             (name == section.name()).then(|| (key.to_owned(), value.clone()))
         };
         let mut overrides: Vec<_> = self.set.iter().filter_map(in_section).collect();
         let addresses: &[(&str, &Option<String>)] = match section {
+            Section::Egress => &[("git.listen", &self.git_listen)],
             Section::Worker => &[("listen", &self.worker_listen)],
             Section::Orchestrator => &[
                 ("listen", &self.api_listen),
@@ -324,9 +352,13 @@ impl Settings {
                 .iter()
                 .filter_map(|(key, address)| Some(((*key).to_owned(), address.as_ref()?.clone()))),
         );
+        let insecure_listen = match section {
+            Section::Egress => "git.insecure_listen",
+            Section::Orchestrator | Section::Worker => "insecure_listen",
+        };
         overrides.extend(
             self.insecure_listen
-                .then(|| ("insecure_listen".to_owned(), "true".to_owned())),
+                .then(|| (insecure_listen.to_owned(), "true".to_owned())),
         );
         overrides
     }
@@ -384,6 +416,20 @@ pub struct ListArgs {
     /// Print at most N items, the newest
     #[arg(long, value_name = "N", default_value_t = 1_000, value_parser = parse::count)]
     pub limit: usize,
+}
+
+/// Arguments of an egress role.
+#[derive(Clone, Debug, Args)]
+pub struct EgressArgs {
+    #[arg(long, value_enum)]
+    pub role: EgressKind,
+    #[command(flatten)]
+    pub common: RoleArgs,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum EgressKind {
+    Git,
 }
 
 #[derive(Debug, Subcommand)]
@@ -524,6 +570,13 @@ pub struct Create {
     /// directory
     #[arg(value_name = "DIR", conflicts_with = "workspace")]
     pub directory: Option<PathBuf>,
+    /// Repository to begin with, by name, id or part of the id: at a branch, a tag or one of their
+    /// commits [default: the default branch]
+    #[arg(long, value_name = "REPOSITORY[@REF]", conflicts_with_all = ["directory", "workspace"])]
+    pub repo: Option<String>,
+    /// Commits of the repository's history to bring [default: all]
+    #[arg(long, value_name = "N", requires = "repo")]
+    pub depth: Option<u32>,
     /// Leave out what git ignores
     #[arg(long, requires = "directory")]
     pub gitignore: bool,
@@ -721,8 +774,9 @@ mod tests {
     #[test]
     // invariant: supervisor
     fn roles_are_neither_suggested_nor_listed_nor_completed() {
-        let roles = ["postgres", "orchestrator", "worker"];
+        let roles = ["postgres", "orchestrator", "worker", "egress"];
         for mistyped in [
+            "egres",
             "ps",
             "pos",
             "postgre",
@@ -926,11 +980,13 @@ mod tests {
             ("worker.pool_size", "2"),
             ("tls.cert", "/c"),
             ("orchestrator.event_days", "3"),
+            ("egress.git.git", "/usr/bin/git"),
         ]
         .map(|(key, value)| (key.to_owned(), value.to_owned()));
         let settings = Settings {
             api_listen: Some("127.0.0.1:3".into()),
             worker_listen: Some("127.0.0.1:1".into()),
+            git_listen: Some("127.0.0.1:6".into()),
             insecure_listen: true,
             set: set.to_vec(),
             ..Settings::default()
@@ -956,6 +1012,14 @@ mod tests {
                 ("event_days", "3"),
                 ("listen", "127.0.0.1:3"),
                 ("insecure_listen", "true")
+            ])
+        );
+        assert_eq!(
+            settings.overrides(Section::Egress),
+            owned(&[
+                ("git.git", "/usr/bin/git"),
+                ("git.listen", "127.0.0.1:6"),
+                ("git.insecure_listen", "true")
             ])
         );
     }

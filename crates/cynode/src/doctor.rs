@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use crate::{
     cli::{Doctor, Globals, OutputFormat},
     failure::Failure,
+    git_program::{self, Unusable},
     output::{self, Colour},
     postgres, roles, sanitize,
     state::StateDir,
@@ -40,6 +41,7 @@ pub async fn run(globals: &Globals, args: &Doctor) -> Result<ExitCode, Failure> 
         && let Some(checks) = value.get_mut("checks").and_then(Value::as_array_mut)
     {
         checks.push(database(globals, args)?);
+        checks.push(git(globals, args)?);
     }
     let report = DoctorReport::deserialize(&value)
         .map_err(|error| Failure::internal(format!("the report can't be read: {error}")))?;
@@ -51,6 +53,25 @@ pub async fn run(globals: &Globals, args: &Doctor) -> Result<ExitCode, Failure> 
         ExitCode::from(1)
     } else {
         ExitCode::SUCCESS
+    })
+}
+
+/// Checks for the program of the git role, without which `up` starts the other roles.
+fn git(globals: &Globals, args: &Doctor) -> Result<Value, Failure> {
+    let config = roles::git_config(globals, &args.settings)?;
+    Ok(match git_program::version(&config.git) {
+        Ok(version) => json!({
+            "name": "git",
+            "status": "ok",
+            "detail": format!("version {version}, for the git role"),
+            "fix": null,
+        }),
+        Err(unusable) => json!({
+            "name": "git",
+            "status": "adapted",
+            "detail": format!("'up' starts without the git role: {}", unusable.message()),
+            "fix": Unusable::remedy(),
+        }),
     })
 }
 

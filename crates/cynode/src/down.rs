@@ -150,16 +150,22 @@ async fn end_orphaned_roles(state: &StateDir) -> Result<bool, Failure> {
             "cynode: an orchestrator that 'cynode up' did not start runs on this state directory",
         );
     }
+    let git = Lock::git_runs(state)?;
+    if git && !wait_until(DRAIN_TIMEOUT, || Ok(!Lock::git_runs(state)?)).await? {
+        output::message(
+            "cynode: a git role that 'cynode up' did not start runs on this state directory",
+        );
+    }
     let server = postgres::Server::new(state);
     if !server.has_directory() {
-        return Ok(orchestrator);
+        return Ok(orchestrator || git);
     }
     // The lock keeps others from starting the server.
     match up::acquire(state).await? {
         LockState::Acquired(lock) => {
             let ended = server.end_leftovers()?;
             drop(lock);
-            Ok(ended || orchestrator)
+            Ok(ended || orchestrator || git)
         }
         LockState::HeldBy(_) => Err(Failure::new(
             INTERNAL,

@@ -74,6 +74,14 @@ impl Failure {
         Self::new(INTERNAL, "internal", message)
     }
 
+    /// The failure of something that ran on the server and ended with a code of the API.
+    pub fn of_code(code: &str, message: impl Into<String>) -> Self {
+        match ErrorCode::ALL.iter().find(|known| known.as_str() == code) {
+            Some(known) => Self::new(exit_of(known.status()), code, message).remedy(known.remedy()),
+            None => Self::new(INTERNAL, code, message),
+        }
+    }
+
     /// A failure that was printed already, or needs no message.
     pub fn reported(exit: u8) -> Self {
         Self {
@@ -359,10 +367,7 @@ fn from_problem(problem: Problem) -> Failure {
         // A command that can't start has the exit code that a shell would give it.
         _ if problem.is(ErrorCode::ExecFailed) && errno == "ENOENT" => 127,
         _ if problem.is(ErrorCode::ExecFailed) => 126,
-        401 | 403 => DENIED,
-        400..=499 => USAGE,
-        502..=504 => UNREACHABLE,
-        _ => INTERNAL,
+        status => exit_of(status),
     };
     let message = if problem.detail.is_empty() {
         &problem.title
@@ -383,6 +388,16 @@ fn from_problem(problem: Problem) -> Failure {
     };
     failure.problem = Some(Box::new(problem));
     failure
+}
+
+/// The exit code for the status of a refusal.
+const fn exit_of(status: u16) -> u8 {
+    match status {
+        401 | 403 => DENIED,
+        400..=499 => USAGE,
+        502..=504 => UNREACHABLE,
+        _ => INTERNAL,
+    }
 }
 
 impl From<io::Error> for Failure {

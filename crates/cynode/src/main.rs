@@ -15,6 +15,7 @@ mod directories;
 mod doctor;
 mod down;
 mod failure;
+mod git_program;
 mod mcp;
 mod output;
 mod parse;
@@ -25,10 +26,12 @@ mod resolve;
 mod retry;
 mod roles;
 mod sanitize;
+mod secret_input;
 mod session;
 mod staged;
 mod state;
 mod status;
+mod terminal;
 mod umask;
 mod up;
 
@@ -40,6 +43,9 @@ use crate::{
 };
 
 fn main() -> ExitCode {
+    if let Some(exit) = run_internal() {
+        return exit;
+    }
     // Fails only if a provider is installed already; that one is used then.
     drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
     let invocation = match Invocation::parse(std::env::args_os()) {
@@ -55,7 +61,25 @@ fn main() -> ExitCode {
     }
 }
 
+/// The programs that the git role starts, and git for it. They are in no help and need no runtime.
+fn run_internal() -> Option<ExitCode> {
+    let mut arguments = std::env::args_os().skip(1);
+    let run = match arguments.next()?.to_str()? {
+        "egress-runner" => cynode_egress::run_runner,
+        "git-credential" => cynode_egress::run_credential_helper,
+        _ => return None,
+    };
+    Some(run(&arguments.collect::<Vec<_>>()))
+}
+
 fn run(invocation: Invocation) -> Result<ExitCode, Failure> {
+    if let Invocation::Role(RoleCli {
+        globals,
+        role: RoleCommand::Egress(args),
+    }) = &invocation
+    {
+        return roles::run_egress(globals, args);
+    }
     let mut builder = match invocation {
         Invocation::Role(RoleCli {
             role: RoleCommand::Worker(_) | RoleCommand::Orchestrator(_),
@@ -130,6 +154,10 @@ async fn run_command(globals: &Globals, command: Command) -> Result<ExitCode, Fa
         Command::Setting { command } => commands::setting::setting(globals, command).await,
         Command::Preference { command } => commands::setting::preference(globals, command).await,
         Command::Artifact { command } => commands::artifact::run(globals, command).await,
+        Command::Repository { command } => commands::repository::run(globals, command).await,
+        Command::Credential { command } => commands::credential::run(globals, command).await,
+        Command::Promote(args) => commands::promote::run(globals, *args).await,
+        Command::Promotion { command } => commands::promotion::run(globals, command).await,
         Command::Event { command } => commands::event::run(globals, command).await,
         Command::Audit { command } => audit::run(globals, command).await,
         Command::Policy { command } => policy::run(globals, command).await,
@@ -150,6 +178,7 @@ async fn run_role(cli: RoleCli) -> Result<ExitCode, Failure> {
     match cli.role {
         RoleCommand::Worker(args) => roles::run_worker(&cli.globals, args).await,
         RoleCommand::Orchestrator(args) => roles::run_orchestrator(&cli.globals, args).await,
+        RoleCommand::Egress(args) => roles::run_egress(&cli.globals, &args),
         RoleCommand::Postgres { parent } => roles::run_postgres(&cli.globals, parent),
     }
 }

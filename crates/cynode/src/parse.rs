@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use cynode_api::{AllowedAddress, RepositoryCheck};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 /// Items that a list prints.
@@ -85,9 +86,82 @@ pub fn key_value(text: &str) -> Result<(String, String), String> {
     }
 }
 
+/// `10.1.0.0/16:443`, `[fd00::/8]:443` or `fd00::/8:443`: the server reads the addresses.
+pub fn address(text: &str) -> Result<AllowedAddress, String> {
+    let bad = || format!("'{text}' is not CIDR:PORT; write it like 10.1.0.0/16:443");
+    let (cidr, port) = text.rsplit_once(':').ok_or_else(bad)?;
+    let cidr = cidr
+        .strip_prefix('[')
+        .and_then(|cidr| cidr.strip_suffix(']'))
+        .unwrap_or(cidr);
+    let port = port.parse().ok().filter(|port| *port > 0).ok_or_else(bad)?;
+    // An IPv6 address without a port ends in a group that looks like one.
+    if cidr.is_empty() || cidr.ends_with(':') || (cidr.contains(':') && !text.contains(['/', '[']))
+    {
+        return Err(bad());
+    }
+    Ok(AllowedAddress {
+        cidr: cidr.to_owned(),
+        port,
+    })
+}
+
+/// `test='pytest -q'`: a name, and a command whose words are split and quoted as in a shell.
+pub fn check(text: &str) -> Result<RepositoryCheck, String> {
+    let (name, command) = key_value(text)?;
+    let argv = shlex::split(&command)
+        .filter(|argv| !argv.is_empty())
+        .ok_or_else(|| format!("'{command}' is not a command: a quote is open, or it is empty"))?;
+    Ok(RepositoryCheck {
+        name,
+        argv,
+        image_ref: None,
+        timeout_seconds: None,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_address_is_a_range_with_a_port() {
+        for (text, cidr) in [
+            ("10.1.0.0/16:443", "10.1.0.0/16"),
+            ("127.0.0.1:443", "127.0.0.1"),
+            ("fd00::/8:443", "fd00::/8"),
+            ("[fd00::1]:443", "fd00::1"),
+        ] {
+            let parsed = address(text).expect(text);
+            assert_eq!((parsed.cidr.as_str(), parsed.port), (cidr, 443), "{text}");
+        }
+        for text in [
+            "",
+            ":443",
+            "10.0.0.1",
+            "10.0.0.1:0",
+            "10.0.0.1:x",
+            "fd00::443",
+            "::1:1",
+        ] {
+            assert!(address(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_check_is_a_name_and_words() {
+        let parsed = check("test=sh -c 'pytest -q'").expect("a check");
+        assert_eq!(
+            (parsed.name.as_str(), parsed.argv),
+            (
+                "test",
+                ["sh", "-c", "pytest -q"].map(str::to_owned).to_vec()
+            )
+        );
+        for text in ["test", "test=", "=x", "test='open"] {
+            assert!(check(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn sizes_are_in_units_of_1024() {

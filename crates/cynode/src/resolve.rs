@@ -7,8 +7,9 @@
 use std::str::FromStr;
 
 use cynode_api::{
-    Artifact, ArtifactId, Group, GroupId, Image, Job, JobId, Node, Project, ProjectId, Session,
-    SessionId, Task, TaskId, Token, TokenId, User, UserId, is_session_name,
+    Artifact, ArtifactId, Credential, CredentialId, Group, GroupId, Image, Job, JobId, Node,
+    Project, ProjectId, Promotion, PromotionId, Repository, Session, SessionId, Task, TaskId,
+    Token, TokenId, User, UserId, is_session_name,
 };
 use cynode_client::{ListItem, Listing, SessionClient, SessionFilter, Surface, UserClient};
 
@@ -67,6 +68,9 @@ nameable! {
     Node: "node", id, |it| it.name.clone();
     Image: "image", id, |it| it.name.clone();
     Artifact: "artifact", id, |it| it.path.clone(), HAS_NAMES = false;
+    Credential: "credential", id, |it| it.name.clone();
+    Repository: "repository", id, |it| it.name.clone();
+    Promotion: "promotion", id, |it| it.state.as_str().to_owned(), HAS_NAMES = false;
 }
 
 /// The text as a part of an id, if it can be one.
@@ -168,6 +172,41 @@ pub async fn image(client: &UserClient, text: &str) -> Result<Image, Failure> {
     }
 }
 
+/// A credential, by name or part of the id. Names are unique within a project.
+pub async fn credential(
+    client: &UserClient,
+    project: Option<ProjectId>,
+    text: &str,
+) -> Result<CredentialId, Failure> {
+    match text.parse() {
+        Ok(id) => Ok(id),
+        Err(_) => find_within::<Credential>(client.sessions(), text, &of_project(project))
+            .await
+            .map(|credential| credential.id),
+    }
+}
+
+/// A repository, by name or part of the id. Names are unique within a project.
+pub async fn repository(
+    client: &UserClient,
+    project: Option<ProjectId>,
+    text: &str,
+) -> Result<Repository, Failure> {
+    match text.parse() {
+        Ok(id) => Ok(client.repository(id).await?),
+        Err(_) => find_within(client.sessions(), text, &of_project(project)).await,
+    }
+}
+
+pub async fn promotion(client: &UserClient, text: &str) -> Result<PromotionId, Failure> {
+    id_of::<Promotion, _>(client, text).await
+}
+
+/// A query for the objects of a project.
+pub fn of_project(project: Option<ProjectId>) -> Vec<(&'static str, String)> {
+    Vec::from_iter(project.map(|id| ("project_id", id.to_string())))
+}
+
 /// An artifact of a task, by part of the id.
 pub async fn artifact(
     client: &UserClient,
@@ -207,15 +246,23 @@ async fn id_of<T: Nameable, I: FromStr>(client: &UserClient, text: &str) -> Resu
 
 /// By name, or by part of the id.
 async fn find<T: Nameable>(client: &SessionClient, text: &str) -> Result<T, Failure> {
+    find_within(client, text, &[]).await
+}
+
+/// The same among what a query selects.
+async fn find_within<T: Nameable>(
+    client: &SessionClient,
+    text: &str,
+    query: &[(&'static str, String)],
+) -> Result<T, Failure> {
     if T::HAS_NAMES {
-        let named = client
-            .newest::<T>(vec![("name", text.to_owned())], CANDIDATES, |_| true)
-            .await?;
+        let named = [query, &[("name", text.to_owned())]].concat();
+        let named = client.newest::<T>(named, CANDIDATES, |_| true).await?;
         if !named.items.is_empty() {
             return only(text, named);
         }
     }
-    by_part(client, text, Vec::new()).await
+    by_part(client, text, query.to_vec()).await
 }
 
 async fn by_part<T: Nameable>(
@@ -249,18 +296,25 @@ fn only<T: Nameable>(text: &str, mut found: Listing<T>) -> Result<T, Failure> {
         USAGE,
         "ambiguous",
         format!(
-            "'{text}' fits {count} {}s: {}{rest}",
-            T::KIND,
+            "'{text}' fits {count} {}: {}{rest}",
+            plural(T::KIND),
             candidates.join(", ")
         ),
     )
     .remedy("Write more digits of the id."))
 }
 
+fn plural(kind: &str) -> String {
+    match kind.strip_suffix('y') {
+        Some(stem) => format!("{stem}ies"),
+        None => format!("{kind}s"),
+    }
+}
+
 fn not_found<T: Nameable>(text: &str) -> Failure {
     let kind = T::KIND;
     let list = match kind {
-        "session" | "job" | "task" | "token" => format!("{kind} list --all"),
+        "session" | "job" | "task" | "token" | "promotion" => format!("{kind} list --all"),
         "artifact" => "artifact list --task TASK".to_owned(),
         _ => format!("{kind} list"),
     };

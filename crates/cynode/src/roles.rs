@@ -2,17 +2,19 @@
 
 use std::{
     net::{Ipv4Addr, Ipv6Addr, SocketAddr},
+    os::unix::fs::{DirBuilderExt as _, PermissionsExt},
+    path::Path,
     process::ExitCode,
 };
 
 use cynode_service::listen::ListenError;
 use rustix::{
     fs::Mode,
-    process::{Pid, Signal, getppid, set_parent_process_death_signal},
+    process::{Pid, Signal, geteuid, getppid, set_parent_process_death_signal},
 };
 
 use crate::{
-    cli::{Globals, RoleArgs, Section, Settings},
+    cli::{EgressArgs, EgressKind, Globals, RoleArgs, Section, Settings},
     failure::{Failure, USAGE},
     postgres,
     state::{Lock, LockState, StateDir},
@@ -47,6 +49,20 @@ pub fn orchestrator_config(
     .map_err(|error| bad_config(&error, Section::Orchestrator))
 }
 
+/// Reads the git egress role's configuration.
+pub fn git_config(
+    globals: &Globals,
+    settings: &Settings,
+) -> Result<cynode_egress::Config, Failure> {
+    let state = StateDir::new(globals)?;
+    cynode_egress::Config::load(
+        globals.config.as_deref(),
+        Some(state.path().to_owned()),
+        &settings.overrides(Section::Egress),
+    )
+    .map_err(|error| bad_config(&error, Section::Egress))
+}
+
 fn bad_config(error: &dyn std::error::Error, section: Section) -> Failure {
     let remedy = format!(
         "Correct the configuration file, the CYNODE_{}_* variables or the flags.",
@@ -77,6 +93,15 @@ pub fn api_url(config: &cynode_orchestrator::Config) -> String {
 pub fn control_url(config: &cynode_orchestrator::Config) -> String {
     local_url(
         config.control_listen,
+        config.tls.cert.is_some(),
+        config.tls.name.as_deref(),
+    )
+}
+
+/// The git egress role's URL on this machine.
+pub fn git_url(config: &cynode_egress::Config) -> String {
+    local_url(
+        config.listen,
         config.tls.cert.is_some(),
         config.tls.name.as_deref(),
     )
@@ -141,6 +166,49 @@ pub async fn run_orchestrator(globals: &Globals, args: RoleArgs) -> Result<ExitC
         }
         Err(error) => Err(Failure::internal(chain(&error))),
     }
+}
+
+/// Runs an egress role until it is stopped. Not within a runtime: under root the role becomes
+/// another user, which it can only on the single thread of its process.
+pub fn run_egress(globals: &Globals, args: &EgressArgs) -> Result<ExitCode, Failure> {
+    let EgressKind::Git = args.role;
+    let state = StateDir::new(globals)?;
+    check_holder(&state, "git role")?;
+    if let Some(parent) = args.common.parent {
+        end_with(parent, Signal::TERM)?;
+    }
+    let config = git_config(globals, &args.common.settings)?;
+    cynode_service::telemetry::init();
+    if geteuid().is_root() {
+        make_traversable(state.path(), &config.directory())?;
+    }
+    match cynode_egress::run_git(config) {
+        Ok(()) => Ok(ExitCode::SUCCESS),
+        Err(cynode_egress::Error::Listen(error)) if !matches!(error, ListenError::Bind { .. }) => {
+            Err(Failure::new(USAGE, "config", chain(&error)))
+        }
+        Err(error) => Err(Failure::internal(chain(&error)).remedy(DOCTOR_REMEDY)),
+    }
+}
+
+/// Lets other users through to a directory below the state directory: under root the role is one of
+/// them. They can't list what is above it.
+fn make_traversable(state: &Path, directory: &Path) -> std::io::Result<()> {
+    let Some(parent) = directory.parent().filter(|_| directory.starts_with(state)) else {
+        return Ok(());
+    };
+    std::fs::DirBuilder::new()
+        .mode(0o700)
+        .recursive(true)
+        .create(parent)?;
+    for above in parent
+        .ancestors()
+        .take_while(|above| above.starts_with(state))
+    {
+        let mode = fs_err::metadata(above)?.permissions().mode();
+        fs_err::set_permissions(above, PermissionsExt::from_mode(mode | 0o011))?;
+    }
+    Ok(())
 }
 
 /// Runs the private PostgreSQL: this process becomes the server.
@@ -254,6 +322,27 @@ fn chain(error: &dyn std::error::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_way_is_traversable_and_can_t_be_listed() {
+        let root = tempfile::tempdir().expect("temporary directory");
+        let (state, elsewhere) = (root.path().join("state"), root.path().join("elsewhere"));
+        let mode = |path: &Path| {
+            let metadata = fs_err::metadata(path).expect("there");
+            metadata.permissions().mode() & 0o777
+        };
+        for directory in [&state, &elsewhere] {
+            std::fs::DirBuilder::new()
+                .mode(0o700)
+                .create(directory)
+                .expect("created");
+        }
+        make_traversable(&state, &state.join("egress/git")).expect("made");
+        make_traversable(&state, &elsewhere.join("git")).expect("not ours");
+        assert_eq!((mode(&state), mode(&state.join("egress"))), (0o711, 0o711));
+        assert_eq!(mode(&elsewhere), 0o700);
+        assert_eq!(mode(root.path()), 0o700);
+    }
 
     #[test]
     fn a_role_starts_alone_or_as_a_child_of_the_holder() {

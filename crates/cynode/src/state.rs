@@ -29,6 +29,9 @@ pub struct Endpoints {
     pub control: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker: Option<String>,
+    /// The git egress role.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub git: Option<String>,
     /// The CA of their certificates, if the configuration names one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ca: Option<PathBuf>,
@@ -169,6 +172,14 @@ impl Lock {
     pub fn worker_runs(state: &StateDir) -> io::Result<bool> {
         is_held(
             &state.0.join("worker").join("lock"),
+            FlockOperation::NonBlockingLockShared,
+        )
+    }
+
+    /// Whether a git role runs in its default directory. It holds its own lock until it exits.
+    pub fn git_runs(state: &StateDir) -> io::Result<bool> {
+        is_held(
+            &state.0.join("egress/git/lock"),
             FlockOperation::NonBlockingLockShared,
         )
     }

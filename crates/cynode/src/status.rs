@@ -153,6 +153,11 @@ async fn roles(
                 .await,
         ));
     }
+    if let Some(git) = &endpoints.git {
+        // Readiness needs no token.
+        let client = SessionClient::trusting(git, "", Surface::Worker, trust)?;
+        roles.push(role_status("git", git, client.readyz().await));
+    }
     let server = postgres::Server::new(state);
     if endpoints.api.is_some() && server.was_started() {
         let reason = server

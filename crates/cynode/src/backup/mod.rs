@@ -31,6 +31,7 @@ const FORMAT: u32 = 1;
 const MANIFEST: &str = "manifest.json";
 const DATABASE: &str = "database.dump";
 const ARTIFACTS: &str = "artifacts";
+const GIT_KEY: &str = "keys/egress-git.key";
 
 /// The last file of a backup.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -55,10 +56,15 @@ struct FileEntry {
 pub async fn run(globals: &Globals, args: &Backup) -> Result<ExitCode, Failure> {
     let config = roles::orchestrator_config(globals, &args.settings)?;
     let state = StateDir::new(globals)?;
+    let keys = keys(
+        &state,
+        &config,
+        &roles::git_config(globals, &args.settings)?,
+    );
     let manifest = if args.restore {
-        restore::run(&args.file, &state, &config).await?
+        restore::run(&args.file, &state, &config, keys).await?
     } else {
-        save::run(&args.file, args.force, &state, &config).await?
+        save::run(&args.file, args.force, &state, &config, keys).await?
     };
     let verb = if args.restore {
         "restored from"
@@ -90,8 +96,15 @@ pub async fn run(globals: &Globals, args: &Backup) -> Result<ExitCode, Failure> 
     Ok(ExitCode::SUCCESS)
 }
 
-/// Keys and tokens: their names in the backup and their paths in the state directory.
-fn keys(state: &StateDir, config: &cynode_orchestrator::Config) -> Vec<(&'static str, PathBuf)> {
+/// The name of a key or token in the backup, and its path.
+type KeyPath = (&'static str, PathBuf);
+
+/// Keys and tokens. Without the git role's key no stored credential can be opened.
+fn keys(
+    state: &StateDir,
+    config: &cynode_orchestrator::Config,
+    git: &cynode_egress::Config,
+) -> Vec<KeyPath> {
     let registration = config
         .registration_key_file
         .clone()
@@ -101,6 +114,7 @@ fn keys(state: &StateDir, config: &cynode_orchestrator::Config) -> Vec<(&'static
         ("keys/worker.token", state.path().join("worker.token")),
         ("keys/orchestrator.key", config.key_file()),
         ("keys/registration.key", registration),
+        (GIT_KEY, git.directory().join("key")),
     ]
 }
 
@@ -184,6 +198,7 @@ fn is_backup_path(path: &str) -> bool {
         path,
         DATABASE
             | MANIFEST
+            | GIT_KEY
             | "keys/admin.token"
             | "keys/worker.token"
             | "keys/orchestrator.key"
@@ -202,6 +217,7 @@ mod tests {
             is_backup_path(&format!("artifacts/sha256/ab/{hash}"))
                 && is_backup_path(DATABASE)
                 && is_backup_path("keys/admin.token")
+                && is_backup_path("keys/egress-git.key")
         );
         for path in [
             "keys/../../etc/passwd".to_owned(),

@@ -16,8 +16,8 @@ use cynode_archive::{Archive, Kind, ReadError, Reader};
 use fs_err::os::unix::fs::OpenOptionsExt as _;
 
 use super::{
-    ARTIFACTS, ContentDigest, DATABASE, FORMAT, FileEntry, MANIFEST, Manifest, artifacts,
-    database::Database, is_backup_path, keys,
+    ARTIFACTS, ContentDigest, DATABASE, FORMAT, FileEntry, GIT_KEY, KeyPath, MANIFEST, Manifest,
+    artifacts, database::Database, is_backup_path,
 };
 use crate::{
     failure::{Failure, USAGE},
@@ -34,6 +34,7 @@ pub async fn run(
     file: &Path,
     state: &StateDir,
     config: &cynode_orchestrator::Config,
+    keys: Vec<KeyPath>,
 ) -> Result<Manifest, Failure> {
     let archive = fs_err::File::open(file)
         .map_err(|error| Failure::new(USAGE, "usage", error.to_string()))?;
@@ -53,7 +54,7 @@ pub async fn run(
     let blobs = staged.join(ARTIFACTS);
     let store = artifacts(state, config);
     let prepared = unpack(archive, &staged).and_then(|manifest| {
-        let missing = missing_keys(&staged, keys(state, config))?;
+        let missing = missing_keys(&staged, keys)?;
         let store = store.filter(|_| blobs.exists());
         if let Some(store) = &store {
             refuse_unless_vacant(store)?;
@@ -69,7 +70,9 @@ pub async fn run(
             drop(fs_err::remove_file(state.unfinished_restore()));
             drop(lock);
             drop(fs_err::remove_file(state.path().join("up.lock")));
-            drop(fs_err::remove_dir(state.path().join("log")));
+            for directory in ["log", "egress/git", "egress"] {
+                drop(fs_err::remove_dir(state.path().join(directory)));
+            }
             return Err(failure);
         }
     };
@@ -115,15 +118,16 @@ fn refuse_unless_empty(state: &StateDir) -> Result<(), Failure> {
 
 /// The keys to install: their paths in the backup and their places. A key that is in its place
 /// already is not among them; refuses a place with anything else, or that can't be written to.
-fn missing_keys(
-    staged: &Path,
-    keys: Vec<(&'static str, PathBuf)>,
-) -> Result<Vec<(PathBuf, PathBuf)>, Failure> {
+fn missing_keys(staged: &Path, keys: Vec<KeyPath>) -> Result<Vec<(PathBuf, PathBuf)>, Failure> {
     let mut missing = Vec::new();
     for (name, to) in keys {
         let from = staged.join(name);
         if !from.exists() {
             continue;
+        }
+        if name == GIT_KEY {
+            // The role's directory; under root the role takes it over when it starts.
+            create_parent(&to)?;
         }
         match fs_err::symlink_metadata(&to) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {

@@ -8,8 +8,8 @@ use std::{
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 use super::{
-    ARTIFACTS, DATABASE, FORMAT, FileEntry, HashingReader, MANIFEST, Manifest, artifacts,
-    database::Database, is_backup_path, keys,
+    ARTIFACTS, DATABASE, FORMAT, FileEntry, HashingReader, KeyPath, MANIFEST, Manifest, artifacts,
+    database::Database, is_backup_path,
 };
 use crate::{
     failure::{Failure, USAGE},
@@ -25,6 +25,7 @@ pub async fn run(
     force: bool,
     state: &StateDir,
     config: &cynode_orchestrator::Config,
+    keys: Vec<KeyPath>,
 ) -> Result<Manifest, Failure> {
     state.check_restored()?;
     if config.database_url.is_none() && !Server::new(state).exists() {
@@ -44,7 +45,7 @@ pub async fn run(
         save_database(dump.path(), state, config).await?;
         progress.set_message("saving artifacts");
         let (from, state, config) = (dump.path().to_owned(), state.clone(), config.clone());
-        let manifest = blocking(move || write(archive, &from, &state, &config)).await?;
+        let manifest = blocking(move || write(archive, &from, &state, &config, keys)).await?;
         publish(staged.path(), file, force)?;
         Ok(manifest)
     })
@@ -126,10 +127,11 @@ fn write(
     dump: &Path,
     state: &StateDir,
     config: &cynode_orchestrator::Config,
+    keys: Vec<KeyPath>,
 ) -> Result<Manifest, Failure> {
     let mut archive = tar::Builder::new(io::BufWriter::with_capacity(1 << 20, file));
     let mut files = vec![append(&mut archive, DATABASE, dump)?];
-    for (name, path) in keys(state, config) {
+    for (name, path) in keys {
         if path.exists() {
             files.push(append(&mut archive, name, &path)?);
         }

@@ -41,6 +41,13 @@ pub struct Run {
     /// Leave out what git ignores
     #[arg(long, requires = "workspace")]
     pub gitignore: bool,
+    /// Repository to begin with, by name, id or part of the id: at a branch, a tag or one of their
+    /// commits [default: the default branch]
+    #[arg(long, value_name = "REPOSITORY[@REF]", conflicts_with = "workspace")]
+    pub repo: Option<String>,
+    /// Commits of the repository's history to bring [default: all]
+    #[arg(long, value_name = "N", requires = "repo")]
+    pub depth: Option<u32>,
     /// File or directory of the workspace to fetch when the command has ended, whatever its exit
     /// code; may be repeated. It goes to the same path below the directory that was brought in, or
     /// else the current one
@@ -134,6 +141,13 @@ pub struct JobRun {
     /// Leave out what git ignores
     #[arg(long, requires = "workspace")]
     pub gitignore: bool,
+    /// Repository to begin with, by name, id or part of the id: at a branch, a tag or one of their
+    /// commits [default: the default branch]
+    #[arg(long, value_name = "REPOSITORY[@REF]", conflicts_with = "workspace")]
+    pub repo: Option<String>,
+    /// Commits of the repository's history to bring [default: all]
+    #[arg(long, value_name = "N", requires = "repo")]
+    pub depth: Option<u32>,
     /// Print the job's id and don't wait for it
     #[arg(long, short)]
     pub detach: bool,

@@ -1,12 +1,16 @@
 //! The commands that call the orchestrator, one file for each kind of object.
 
 pub mod artifact;
+pub mod credential;
 pub mod event;
 pub mod group;
 pub mod image;
 pub mod job;
 pub mod node;
 pub mod project;
+pub mod promote;
+pub mod promotion;
+pub mod repository;
 pub mod run;
 pub mod setting;
 pub mod task;
@@ -17,6 +21,7 @@ mod follow;
 mod image_check;
 mod job_file;
 mod progress;
+mod promotion_view;
 mod run_and_get;
 mod timeline;
 

@@ -19,7 +19,7 @@ use super::{
     CommandResult,
     follow::{FinishedJob, Follower},
     job_file::{self, JobFile},
-    print_created, progress, run_and_get, timeline,
+    print_created, progress, repository, run_and_get, timeline,
 };
 use crate::{
     bring::{self, BringOptions},
@@ -60,6 +60,9 @@ pub async fn run(globals: &Globals, args: Run) -> CommandResult {
         };
         bring_workspace(&client, &mut request, directory, &options, id).await?;
     }
+    if let Some(repository) = &args.repo {
+        begin_with_repository(&client, &mut request, repository, None, id).await?;
+    }
     run_job(&client, globals, &request, id, args.detach, args.raw).await
 }
 
@@ -82,7 +85,10 @@ pub async fn from_file(client: &UserClient, globals: &Globals, args: &JobRun) ->
         new_task,
     } = job_file::parse(&text, &args.file.display().to_string(), task)?;
     request.image_ref = args.image.clone().or(request.image_ref);
-    if let Some(id) = new_task {
+    request.workspace_depth = args.depth.or(request.workspace_depth);
+    if let Some(repository) = &args.repo {
+        begin_with_repository(client, &mut request, repository, new_task, id).await?;
+    } else if let Some(id) = new_task {
         let new = TaskCreate {
             id: Some(id),
             name: format!("job {}", request.job_id.unwrap_or_else(JobId::generate)),
@@ -156,6 +162,7 @@ fn request(args: &Run, id: JobId) -> JobCreate {
         limits: (limits != LimitsRequest::default()).then_some(limits),
         retry: args.retry.then_some(Retry::OnNodeLoss),
         node_labels: args.node_label.iter().cloned().collect(),
+        workspace_depth: args.depth,
         ..JobCreate::default()
     }
 }
@@ -173,6 +180,24 @@ async fn bring_workspace(
     let uploaded = bring::upload(client, task, directory, options).await?;
     request.task_id = Some(task);
     request.workspace_ref = Some(WorkspaceRef::Artifact(uploaded.artifact));
+    Ok(())
+}
+
+/// Makes a repository the job's workspace. A task that does not exist yet is created in the
+/// repository's project.
+async fn begin_with_repository(
+    client: &UserClient,
+    request: &mut JobCreate,
+    repository: &str,
+    new_task: Option<TaskId>,
+    id: JobId,
+) -> Result<(), Failure> {
+    let existing = request.task_id.filter(|_| new_task.is_none());
+    let name = || format!("job {id}");
+    let (task, workspace) =
+        repository::workspace(client, repository, existing, new_task, name).await?;
+    request.task_id = Some(task);
+    request.workspace_ref = Some(workspace);
     Ok(())
 }
 

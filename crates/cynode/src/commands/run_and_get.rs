@@ -17,7 +17,7 @@ use cynode_api::{
 use cynode_client::{SessionClient, UserClient};
 use serde_json::{Value, json};
 
-use super::{CommandResult, run::task_or_new};
+use super::{CommandResult, repository, run::task_or_new};
 use crate::{
     apply::Received,
     bring::{self, BringOptions},
@@ -98,6 +98,7 @@ async fn prepare(
         max_lifetime_seconds: Some((timeout + MARGIN).as_secs()),
         idle_timeout_seconds: Some(IDLE_TIMEOUT.as_secs()),
         node_labels: args.node_label.iter().cloned().collect(),
+        workspace_depth: args.depth,
         ..UserSessionCreate::default()
     };
     if let Some(directory) = &args.workspace {
@@ -108,6 +109,12 @@ async fn prepare(
         let uploaded = bring::upload(client, task, directory, &options).await?;
         request.task_id = Some(task);
         request.workspace_ref = Some(WorkspaceRef::Artifact(uploaded.artifact));
+    }
+    if let Some(repository) = &args.repo {
+        let name = || format!("session {session}");
+        let (task, workspace) = repository::workspace(client, repository, task, None, name).await?;
+        request.task_id = Some(task);
+        request.workspace_ref = Some(workspace);
     }
     Ok(request)
 }

@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep};
 use crate::{
     bring::{self, BringOptions, UploadedDirectory},
     cli::{Create, Globals, OutputFormat},
-    commands::run::task_or_new,
+    commands::{repository, run::task_or_new},
     connect,
     directories::Directories,
     failure::{Failure, INTERNAL},
@@ -24,6 +24,8 @@ use crate::{
 /// Pulling a large image takes minutes.
 const CREATE_TIMEOUT: Duration = Duration::from_mins(15);
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
+/// Submodules and files in Git LFS that are named.
+const MAX_SHOWN: usize = 10;
 
 pub async fn create(
     client: &SessionClient,
@@ -39,7 +41,7 @@ pub async fn create(
         Some(task) => Some(resolve::task(&connect::user_client(globals)?, task).await?),
         None => None,
     };
-    let directory = args.directory.clone();
+    let (directory, repository) = (args.directory.clone(), args.repo.clone());
     let options = BringOptions {
         gitignore: args.gitignore,
     };
@@ -48,7 +50,16 @@ pub async fn create(
         ..request(args)
     };
     if client.surface() == Surface::Worker {
-        check_for_worker(&request, directory.is_some())?;
+        check_for_worker(&request, directory.is_some(), repository.is_some())?;
+    }
+    if let Some(repository) = &repository {
+        let client = connect::user_client(globals)?;
+        let id = *request.session_id.get_or_insert_with(SessionId::generate);
+        let name = || format!("session {id}");
+        let (task, workspace) =
+            repository::workspace(&client, repository, request.task_id, None, name).await?;
+        request.task_id = Some(task);
+        request.workspace_ref = Some(workspace);
     }
     let uploaded = match &directory {
         Some(directory) => Some(bring_in(globals, &mut request, directory, &options).await?),
@@ -83,7 +94,11 @@ async fn warn_of_missing_snapshot(client: &SessionClient, id: SessionId) {
 }
 
 /// Refuses what only an orchestrator can do.
-fn check_for_worker(request: &UserSessionCreate, has_directory: bool) -> Result<(), Failure> {
+fn check_for_worker(
+    request: &UserSessionCreate,
+    has_directory: bool,
+    has_repository: bool,
+) -> Result<(), Failure> {
     let needs = |what: &str, remedy: &str| {
         Err(Failure::usage(format!(
             "{what} needs an orchestrator; this server is a worker"
@@ -96,6 +111,9 @@ fn check_for_worker(request: &UserSessionCreate, has_directory: bool) -> Result<
             "Use an orchestrator, or copy the directory into the session with \
              'cynode session cp -r DIR :.'.",
         );
+    }
+    if has_repository {
+        return needs("--repo", "Use an orchestrator, or omit --repo.");
     }
     if request.name.is_some() {
         return needs("--name", "Use an orchestrator, or omit --name.");
@@ -157,6 +175,7 @@ fn request(args: Create) -> UserSessionCreate {
         pty_allowed: args.pty.then_some(true),
         labels: args.label.into_iter().collect(),
         node_labels: args.node_label.into_iter().collect(),
+        workspace_depth: args.depth,
     }
 }
 
@@ -214,6 +233,36 @@ pub async fn wait_until_running(
     ))
 }
 
+/// What the repository names and the workspace lacks.
+fn missing_from_seed(session: &Session) -> Vec<String> {
+    let Some(notes) = &session.seed_notes else {
+        return Vec::new();
+    };
+    [
+        ("submodules", &notes.submodules, notes.submodules_total),
+        ("files in Git LFS", &notes.lfs_files, notes.lfs_files_total),
+    ]
+    .into_iter()
+    .filter(|(_, _, total)| *total > 0)
+    .map(|(kind, names, total)| {
+        let shown: Vec<String> = names
+            .iter()
+            .take(MAX_SHOWN)
+            .map(|name| sanitize::line(name))
+            .collect();
+        let more = if total > shown.len() as u64 {
+            ", …"
+        } else {
+            ""
+        };
+        format!(
+            "cynode: not fetched: {total} {kind}: {}{more}",
+            shown.join(", ")
+        )
+    })
+    .collect()
+}
+
 fn print(
     globals: &Globals,
     session: &Session,
@@ -259,6 +308,12 @@ fn print(
                 session.workspace_id,
                 session.task_id
             ));
+            if let Some(commit) = &session.base_commit {
+                output::message(&format!("begins with commit {}", sanitize::line(commit)));
+            }
+            for note in missing_from_seed(session) {
+                output::message(&note);
+            }
             if !session.unenforced.is_empty() {
                 output::message(&format!(
                     "not enforced on this machine: {}",

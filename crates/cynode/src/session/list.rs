@@ -170,6 +170,7 @@ pub async fn show(
         ("image", session.image_ref.clone()),
         ("digest", session.image_digest.clone().unwrap_or_default()),
         ("workspace", session.workspace_id.to_string()),
+        ("commit", session.base_commit.clone().unwrap_or_default()),
         ("node", session.node_id.to_string()),
         (
             "limits",

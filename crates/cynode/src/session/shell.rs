@@ -1,14 +1,14 @@
 //! `session shell`: connects the local terminal to a terminal in the sandbox.
 
 use std::{
-    io::{self, IsTerminal, stdin, stdout},
+    io::{stdin, stdout},
     process::ExitCode,
     time::Duration,
 };
 
 use cynode_api::{ErrorCode, SessionId};
 use cynode_client::{Pty, PtyMessage, PtyOpen, SessionClient};
-use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
+use rustix::termios::{Termios, tcgetwinsize};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     signal::unix::{SignalKind, signal},
@@ -20,32 +20,8 @@ use crate::{
     cli::Shell,
     failure::{Failure, INTERNAL, UNREACHABLE},
     output,
+    terminal::TerminalMode,
 };
-
-/// Raw mode of the terminal. Restored when dropped, also by a panic.
-#[derive(Debug)]
-struct RawMode(Termios);
-
-impl RawMode {
-    /// `None` if stdin is not a terminal.
-    fn enter() -> io::Result<Option<Self>> {
-        if !stdin().is_terminal() {
-            return Ok(None);
-        }
-        let before = tcgetattr(stdin())?;
-        let mut raw = before.clone();
-        raw.make_raw();
-        tcsetattr(stdin(), OptionalActions::Drain, &raw)?;
-        Ok(Some(Self(before)))
-    }
-}
-
-impl Drop for RawMode {
-    fn drop(&mut self) {
-        // The terminal may be gone.
-        tcsetattr(stdin(), OptionalActions::Flush, &self.0).ok();
-    }
-}
 
 pub async fn run(client: &SessionClient, id: SessionId, args: Shell) -> Result<ExitCode, Failure> {
     let (cols, rows) = size();
@@ -59,7 +35,7 @@ pub async fn run(client: &SessionClient, id: SessionId, args: Shell) -> Result<E
             },
         )
         .await?;
-    let raw = RawMode::enter()?;
+    let raw = TerminalMode::change(Termios::make_raw)?;
     let end = relay(&mut pty).await;
     drop(raw);
     // The server may have closed the connection first.

@@ -77,7 +77,7 @@ pub async fn acquire(state: &StateDir) -> Result<LockState, Failure> {
 /// addresses.
 async fn wait_for_predecessors(state: &StateDir) -> Result<(), Failure> {
     let deadline = Instant::now() + PREDECESSOR_TIMEOUT;
-    while (Lock::worker_runs(state)? || Lock::orchestrator_runs(state)?)
+    while (Lock::worker_runs(state)? || Lock::orchestrator_runs(state)? || Lock::git_runs(state)?)
         && Instant::now() < deadline
     {
         sleep(Duration::from_millis(50)).await;

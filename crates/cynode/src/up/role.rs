@@ -1,15 +1,21 @@
 //! A role as the supervisor sees it: how to start and stop it, and how to probe its readiness.
 
-use std::{ffi::OsString, path::PathBuf};
+use std::{
+    ffi::OsString,
+    path::{Path, PathBuf},
+};
 
 use cynode_api::NodeState;
-use cynode_client::{Error, Readiness, SessionClient, SessionFilter, Surface, Trust, UserClient};
+use cynode_client::{
+    Error, GitRole, Readiness, SessionClient, SessionFilter, Surface, Trust, UserClient,
+};
 use rustix::process::Signal;
 
 use crate::{postgres, state::StateDir};
 
 #[derive(Debug)]
 pub struct Role {
+    /// Names its log file, too.
     pub name: &'static str,
     pub program: PathBuf,
     pub arguments: Vec<OsString>,
@@ -38,6 +44,11 @@ pub enum Probe {
         url: String,
         authority: Option<PathBuf>,
         registration: Option<NodeRegistration>,
+    },
+    Git {
+        url: String,
+        authority: Option<PathBuf>,
+        token_file: PathBuf,
     },
 }
 
@@ -72,6 +83,11 @@ impl Probe {
                     None => Ok(()),
                 }
             }
+            Self::Git {
+                url,
+                authority,
+                token_file,
+            } => check_git(url, trust(authority.as_ref()), token_file).await,
         }
     }
 }
@@ -134,6 +150,18 @@ async fn check_worker(url: &str, trust: Trust<'_>, state: &StateDir) -> Result<(
         .await
         .map(drop)
         .map_err(|error| call_failure(&error, url, "--worker-listen"))
+}
+
+async fn check_git(url: &str, trust: Trust<'_>, token_file: &Path) -> Result<(), String> {
+    let token = fs_err::read_to_string(token_file).map_err(|error| error.to_string())?;
+    let client = SessionClient::trusting(url, &token, Surface::Worker, trust)
+        .map_err(|error| error.chain())?;
+    check_readiness(client.readyz().await)?;
+    let role = GitRole::new(url, &token, trust).map_err(|error| error.chain())?;
+    role.info()
+        .await
+        .map(drop)
+        .map_err(|error| call_failure(&error, url, "--git-listen"))
 }
 
 /// Checks that the worker is a ready node of the orchestrator.

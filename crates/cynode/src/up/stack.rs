@@ -3,6 +3,7 @@
 use std::{
     ffi::OsString,
     net::{SocketAddr, TcpListener},
+    os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
 };
 
@@ -12,7 +13,8 @@ use super::role::{NodeRegistration, Probe, Role};
 use crate::{
     cli::{Globals, Section, Settings},
     failure::Failure,
-    postgres, roles,
+    git_program::{self, Unusable},
+    output, postgres, roles,
     state::{Endpoints, StateDir},
 };
 
@@ -27,6 +29,8 @@ pub struct Stack {
     worker: cynode_worker::Config,
     /// `None` with `--worker-only`.
     orchestrator: Option<cynode_orchestrator::Config>,
+    /// `None` if it runs elsewhere, or this machine has no git.
+    git: Option<cynode_egress::Config>,
 }
 
 impl Stack {
@@ -45,6 +49,7 @@ impl Stack {
                 settings,
                 worker,
                 orchestrator: None,
+                git: None,
             });
         }
         let config = roles::orchestrator_config(globals, &settings)?;
@@ -59,10 +64,12 @@ impl Stack {
         if orchestrator.database_url.is_none() {
             postgres::Programs::find(&postgres::Server::new(&state))?;
         }
+        let git = plan_git(globals, &mut settings, &orchestrator, &mut reserved)?;
         Ok(Self {
             settings,
             worker,
             orchestrator: Some(orchestrator),
+            git,
         })
     }
 
@@ -74,6 +81,7 @@ impl Stack {
             api,
             control: self.orchestrator.as_ref().map(roles::control_url),
             worker: Some(roles::worker_url(&self.worker)),
+            git: self.git.as_ref().map(roles::git_url),
             ca: self.authority(),
             pid: std::process::id(),
         }
@@ -104,11 +112,8 @@ impl Stack {
             name,
             program: program.clone(),
             arguments: [
-                vec![
-                    name.into(),
-                    "--parent".into(),
-                    std::process::id().to_string().into(),
-                ],
+                command(name),
+                vec!["--parent".into(), std::process::id().to_string().into()],
                 arguments,
             ]
             .concat(),
@@ -152,6 +157,9 @@ impl Stack {
                 "orchestrator.registration_key_file".to_owned(),
                 key.display().to_string(),
             ));
+            if let Some(git) = &self.git {
+                settings.set.extend(git_settings(git));
+            }
             let url = roles::api_url(config);
             let probe = Probe::Orchestrator {
                 url: url.clone(),
@@ -192,6 +200,20 @@ impl Stack {
             ends_stack: true,
             ..worker
         });
+        if let Some(config) = &self.git {
+            let token_file = config.token_file();
+            // Both the orchestrator and the role read the token: create it before they start.
+            create_private(token_file.parent())?;
+            cynode_service::files::read_or_create_token(&token_file)?;
+            let url = roles::git_url(config);
+            let probe = Probe::Git {
+                url: url.clone(),
+                authority: config.tls.ca.clone().or_else(|| self.authority()),
+                token_file,
+            };
+            let arguments = arguments(globals, state, &settings, Section::Egress)?;
+            roles.push(role("git", arguments, url, probe));
+        }
         Ok(roles)
     }
 
@@ -209,6 +231,62 @@ impl Stack {
         .map(|(key, value)| (key.to_owned(), value))
         .to_vec()
     }
+}
+
+/// The git role's configuration, if it runs here. Without git everything else works.
+fn plan_git(
+    globals: &Globals,
+    settings: &mut Settings,
+    orchestrator: &cynode_orchestrator::Config,
+    reserved: &mut Vec<TcpListener>,
+) -> Result<Option<cynode_egress::Config>, Failure> {
+    let config = roles::git_config(globals, settings)?;
+    if orchestrator.egress_git_url.is_some() {
+        return Ok(None);
+    }
+    if let Err(unusable) = git_program::version(&config.git) {
+        output::message(&format!(
+            "cynode: starting without the git role: {}. {}",
+            unusable.message(),
+            Unusable::remedy()
+        ));
+        return Ok(None);
+    }
+    fix_port(&mut settings.git_listen, config.listen, reserved)?;
+    roles::git_config(globals, settings).map(Some)
+}
+
+/// Settings by which the orchestrator reaches the git role of this machine.
+fn git_settings(config: &cynode_egress::Config) -> Vec<(String, String)> {
+    let token_file = config.token_file();
+    let files = [
+        ("orchestrator.egress_git_token_file", Some(&token_file)),
+        ("orchestrator.egress_git_ca", config.tls.ca.as_ref()),
+    ];
+    let files = files
+        .into_iter()
+        .filter_map(|(key, path)| Some((key.to_owned(), path?.display().to_string())));
+    let url = "orchestrator.egress_git_url".to_owned();
+    files.chain([(url, roles::git_url(config))]).collect()
+}
+
+/// The command that runs a role.
+fn command(role: &str) -> Vec<OsString> {
+    match role {
+        "git" => ["egress", "--role", role].map(OsString::from).to_vec(),
+        _ => vec![role.into()],
+    }
+}
+
+/// Creates a directory for its owner only.
+fn create_private(directory: Option<&Path>) -> Result<(), Failure> {
+    let Some(directory) = directory else {
+        return Ok(());
+    };
+    Ok(std::fs::DirBuilder::new()
+        .mode(0o700)
+        .recursive(true)
+        .create(directory)?)
 }
 
 /// Replaces port 0 by a free port. Keeps its socket open in `reserved`, so that no two addresses
