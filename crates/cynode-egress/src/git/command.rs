@@ -75,8 +75,6 @@ impl std::fmt::Debug for Credential {
 #[derive(Clone, Debug)]
 pub(crate) struct GitOutput {
     pub(crate) stdout: Vec<u8>,
-    /// Bounded by [`MAX_STDERR_BYTES`]; hostile text.
-    pub(crate) stderr: String,
 }
 
 /// A command whose output is read while it runs.
@@ -88,7 +86,8 @@ pub(crate) struct GitStream {
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum GitError {
-    /// git ended with a code other than 0.
+    /// git ended with a code other than 0. What it printed is bounded by [`MAX_STDERR_BYTES`], and
+    /// hostile text.
     #[error("git {command} ended with code {code}: {stderr}")]
     Exit {
         command: String,
