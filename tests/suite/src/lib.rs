@@ -10,12 +10,16 @@
 )]
 
 mod audit;
+mod certificates;
 mod dockerd;
+mod forges;
+mod git_server;
 pub mod models;
 mod orchestrator;
 mod random;
 mod relay;
 mod requests;
+mod scripted_role;
 mod simulated;
 mod specifications;
 mod user;
@@ -24,11 +28,15 @@ mod world;
 pub use audit::{
     AuditTrail, CallRecords, RecordedAnswer, RecordingCaller, wait_until_settled, whole_trail,
 };
+pub use certificates::Certificates;
 pub use dockerd::{OTHER_RUNTIME, TEST_USER};
+pub use forges::PullRequest;
+pub use git_server::{GitBehaviour, GitRequest, GitServer, Hold, ServedRepository};
 pub use orchestrator::{ControlPlane, HoldGuard, Postgres, RunningOrchestrator, postgres_programs};
 pub use random::Random;
 pub use relay::Relay;
 pub use requests::{Answer, Http};
+pub use scripted_role::{RoleFault, ScriptedRole};
 pub use simulated::{Fault, LARGEST_LIMITS, PROMISED_MEMORY_BYTES, ReceivedPatch, SimulatedWorker};
 pub use specifications::{run_step, sba_job, specification, step, with};
 pub use world::{

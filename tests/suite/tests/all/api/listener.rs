@@ -6,9 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::Result;
 use cynode_client::SessionFilter;
-use cynode_tests::{Answer, Http, Options, World, eventually};
+use cynode_tests::{Answer, Certificates, Http, Options, World, eventually};
 use http::Method;
 
 /// Runs `cynode worker` until it exits.
@@ -35,73 +35,8 @@ fn quoted(path: &Path) -> String {
 
 /// A certificate for 127.0.0.1 and the authority that signed it: (authority, certificate, key).
 pub(crate) fn certificates(directory: &Path) -> Result<(PathBuf, PathBuf, PathBuf)> {
-    let [
-        authority,
-        authority_key,
-        certificate,
-        request,
-        key,
-        extensions,
-    ] = [
-        "ca.pem", "ca.key", "cert.pem", "cert.csr", "cert.key", "cert.ext",
-    ]
-    .map(|name| directory.join(name));
-    fs_err::write(
-        &extensions,
-        "subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n",
-    )?;
-    let openssl = |arguments: &[&str], paths: &[(&str, &Path)]| {
-        let mut command = Command::new("openssl");
-        command.args(arguments);
-        for (option, path) in paths {
-            command.arg(option).arg(path);
-        }
-        let output = command
-            .output()
-            .context("openssl is needed for this test")?;
-        ensure!(
-            output.status.success(),
-            "openssl: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-        Ok(())
-    };
-    openssl(
-        &[
-            "req",
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=test authority",
-        ],
-        &[("-keyout", &authority_key), ("-out", &authority)],
-    )?;
-    openssl(
-        &[
-            "req",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-subj",
-            "/CN=worker",
-        ],
-        &[("-keyout", &key), ("-out", &request)],
-    )?;
-    openssl(
-        &["x509", "-req", "-days", "2", "-CAcreateserial"],
-        &[
-            ("-in", &request),
-            ("-CA", &authority),
-            ("-CAkey", &authority_key),
-            ("-extfile", &extensions),
-            ("-out", &certificate),
-        ],
-    )?;
-    Ok((authority, certificate, key))
+    let created = Certificates::create(directory, "IP:127.0.0.1")?;
+    Ok((created.authority, created.certificate, created.key))
 }
 
 #[tokio::test]

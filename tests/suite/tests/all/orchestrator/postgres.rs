@@ -56,7 +56,11 @@ async fn ready(world: &World, state: &Path, child: &Child) -> Result<()> {
 }
 
 /// Runs a statement as a user of this machine.
-fn psql(user: Option<&str>, socket: &Path, statement: &str) -> Result<crate::cli::CommandResult> {
+pub(super) fn psql(
+    user: Option<&str>,
+    socket: &Path,
+    statement: &str,
+) -> Result<crate::cli::CommandResult> {
     let program = postgres_programs()?.join("psql");
     let mut command = match user {
         None => Command::new(program),

@@ -34,7 +34,8 @@ impl Stack {
         fs_err::write(
             config,
             format!(
-                "{text}[orchestrator]\nlisten = \"127.0.0.1:0\"\ncontrol_listen = \"127.0.0.1:0\"\n"
+                "{text}[orchestrator]\nlisten = \"127.0.0.1:0\"\ncontrol_listen = \"127.0.0.1:0\"\n\
+                 [egress.git]\nlisten = \"127.0.0.1:0\"\n"
             ),
         )?;
         Ok(Self { world })
@@ -164,7 +165,7 @@ async fn up_runs_every_role_and_down_leaves_nothing() -> Result<()> {
             .is_some_and(|tools| tools.len() > 50),
         "{listed}"
     );
-    for name in ["control", "worker"] {
+    for name in ["control", "worker", "git"] {
         assert!(
             endpoints[name]
                 .as_str()
@@ -191,6 +192,7 @@ async fn up_runs_every_role_and_down_leaves_nothing() -> Result<()> {
         ("postgres", "ready to accept connections"),
         ("orchestrator", "The orchestrator is listening"),
         ("worker", "The worker is ready to serve"),
+        ("git", "The git role is ready to serve"),
     ] {
         let log = fs_err::read_to_string(stack.world.state_dir().join(format!("log/{role}.log")))?;
         assert!(log.contains(message), "{role}: {log}");
@@ -204,7 +206,12 @@ async fn up_runs_every_role_and_down_leaves_nothing() -> Result<()> {
         .collect();
     assert_eq!(
         roles,
-        [("orchestrator", true), ("worker", true), ("postgres", true)]
+        [
+            ("orchestrator", true),
+            ("worker", true),
+            ("git", true),
+            ("postgres", true)
+        ]
     );
 
     let task = stack
@@ -282,6 +289,7 @@ async fn no_role_outlives_an_up_that_was_killed_and_the_next_takes_over_at_once(
             stack.postgres()?,
             stack.child("orchestrator --parent")?,
             stack.child("worker --parent")?,
+            stack.child("egress --role git")?,
         ],
     );
     kill(up, Signal::KILL)?;
@@ -354,13 +362,14 @@ async fn a_role_does_not_start_by_hand_while_up_holds_the_state_directory() -> R
             .collect::<Result<Vec<_>>>()
     };
     let before = state()?;
-    for role in ["postgres", "orchestrator", "worker"] {
+    for role in ["postgres", "orchestrator", "worker", "egress --role git"] {
+        let role: Vec<&str> = role.split(' ').collect();
         for parent in [&[][..], &["--parent", &up]] {
-            let refused = stack.run(&[&[role], parent].concat())?;
+            let refused = stack.run(&[&role[..], parent].concat())?;
             assert_eq!(
                 refused.failure(),
                 (64, "already_running".to_owned()),
-                "{role} {parent:?}: {refused:?}"
+                "{role:?} {parent:?}: {refused:?}"
             );
             assert!(
                 refused.stderr.contains(&format!("pid {up}"))
