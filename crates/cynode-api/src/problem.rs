@@ -197,7 +197,7 @@ codes! {
         "Send the records from the number that 'expected' names.";
     BaseStale = "base_stale", 409,
         "The target has changed what the change touches, or dropped its base",
-        "Bring the new base into the workspace ('cynode session rebase'), then promote again.";
+        "Start a session from the new base, apply the change there, export it, and promote that.";
     BranchExists = "branch_exists", 409,
         "The branch exists, and this promotion did not push it",
         "Choose another branch.";
