@@ -11,10 +11,12 @@
 mod branch;
 mod bundle;
 mod commit;
-mod difference;
 pub(crate) mod defuse;
+mod difference;
 mod edits;
 mod files;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
 mod inspect;
 mod lines;
 mod names;
@@ -31,13 +33,16 @@ use cynode_api::{ChangesetFormat, PatchReject, PromotionId, PromotionVerdict, Ta
 use serde::Serialize;
 use uuid::Uuid;
 
+// Branches of targets; those that are pushed are stricter.
+pub(crate) use cynode_api::is_git_reference as is_branch_name;
+
 pub(crate) use self::{
-    branch::{BranchNames, is_branch_name},
+    branch::BranchNames,
     commit::CommitText,
-    difference::{ChangedEntry, FileVersion, TreeChange},
+    difference::TreeChange,
     inspect::{Inspection, Inspector},
     output::{ObjectId, RemoteRef, UnexpectedOutput, remote_refs, tree_entries},
-    rules::{RuleError, RuleSet, SENSITIVE_FILES},
+    rules::{RuleError, RuleSet},
 };
 use self::{
     edits::{BaseFiles, Edits},

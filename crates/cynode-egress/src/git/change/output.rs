@@ -131,7 +131,8 @@ fn mode(text: &[u8]) -> Parsed<u32> {
 }
 
 fn number(text: &[u8]) -> Parsed<u64> {
-    if text.is_empty() || !text.iter().all(u8::is_ascii_digit) {
+    let has_zeros = text.len() > 1 && text.starts_with(b"0");
+    if text.is_empty() || has_zeros || !text.iter().all(u8::is_ascii_digit) {
         return Err(UnexpectedOutput("an invalid number"));
     }
     std::str::from_utf8(text)

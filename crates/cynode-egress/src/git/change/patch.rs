@@ -106,13 +106,13 @@ struct PatchedTree<'a> {
     contents: HashMap<ObjectId, Bytes>,
 }
 
-type Answer<T> = Result<T, Problem<Infallible>>;
+type TreeResult<T> = Result<T, Problem<Infallible>>;
 
 impl Tree for PatchedTree<'_> {
     type Stamp = ();
     type Failure = Infallible;
 
-    fn locate(&self, path: &Location) -> Answer<Location> {
+    fn locate(&self, path: &Location) -> TreeResult<Location> {
         let Some((above, mode)) = self.base.above(path.as_bytes()) else {
             return Ok(path.clone());
         };
@@ -127,7 +127,7 @@ impl Tree for PatchedTree<'_> {
         )))
     }
 
-    fn load(&self, location: &Location) -> Answer<TreeNode<()>> {
+    fn load(&self, location: &Location) -> TreeResult<TreeNode<()>> {
         let Some((mode, id)) = self.base.get(location.as_bytes()) else {
             let mut below = self.base.below(location.as_bytes());
             return Ok(below
@@ -154,7 +154,7 @@ impl Tree for PatchedTree<'_> {
         ))
     }
 
-    fn files_below(&self, directory: &Location, limit: usize) -> Answer<Vec<Location>> {
+    fn files_below(&self, directory: &Location, limit: usize) -> TreeResult<Vec<Location>> {
         self.base
             .below(directory.as_bytes())
             .take(limit.saturating_add(1))
