@@ -222,7 +222,8 @@ async fn drop_reachable(
         if read.map_err(|error| GitError::Unavailable(error.to_string()))? == 0 {
             break;
         }
-        let id = ObjectId::parse(line.trim_end()).ok_or(UnexpectedOutput("an invalid object id"))?;
+        let id =
+            ObjectId::parse(line.trim_end()).ok_or(UnexpectedOutput("an invalid object id"))?;
         if wanted.remove(&id) && wanted.is_empty() {
             return Ok(());
         }

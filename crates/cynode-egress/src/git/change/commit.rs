@@ -121,13 +121,16 @@ mod tests {
         assert_eq!(tree_of(&written, base, task, promotion), Some(tree));
         assert_eq!(tree_of(&written, tree, task, promotion), None);
         assert_eq!(tree_of(&written, base, TaskId::generate(), promotion), None);
-        assert_eq!(
-            tree_of(&written, base, task, PromotionId::generate()),
-            None
-        );
+        assert_eq!(tree_of(&written, base, task, PromotionId::generate()), None);
         let merge = written.replacen("author ", &format!("parent {tree}\nauthor "), 1);
         assert_eq!(tree_of(&merge, base, task, promotion), None);
-        assert_eq!(written.lines().filter(|line| line.starts_with("parent")).count(), 1);
+        assert_eq!(
+            written
+                .lines()
+                .filter(|line| line.starts_with("parent"))
+                .count(),
+            1
+        );
         assert!(written.contains("<mallory-parent-33-m-evil@cynode.invalid>"));
         assert!(!written.contains("Signed-off-by:"));
     }

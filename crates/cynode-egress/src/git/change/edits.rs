@@ -21,7 +21,10 @@ pub(crate) struct BaseFiles {
 }
 
 impl BaseFiles {
-    pub(crate) async fn read(store: &ObjectStore<'_>, commit: ObjectId) -> Result<Self, ChangeError> {
+    pub(crate) async fn read(
+        store: &ObjectStore<'_>,
+        commit: ObjectId,
+    ) -> Result<Self, ChangeError> {
         Ok(Self::new(commit, store.list(commit, false).await?))
     }
 
@@ -230,7 +233,8 @@ mod tests {
                 mode: FileMode::Regular,
                 content: Bytes::new(),
             });
-            all.add(path.as_bytes().to_vec(), file).expect("within bounds");
+            all.add(path.as_bytes().to_vec(), file)
+                .expect("within bounds");
         }
         all.check_placement(base).is_ok()
     }
@@ -240,10 +244,16 @@ mod tests {
         let base = base(&["a/b", "a/c", "d", "e-f", "e/g"]);
         assert!(!placed(&base, &[("a", true)]));
         assert!(!placed(&base, &[("a", true), ("a/b", false)]));
-        assert!(placed(&base, &[("a", true), ("a/b", false), ("a/c", false)]));
+        assert!(placed(
+            &base,
+            &[("a", true), ("a/b", false), ("a/c", false)]
+        ));
         assert!(!placed(&base, &[("d/x", true)]));
         assert!(placed(&base, &[("d/x", true), ("d", false)]));
         assert!(!placed(&base, &[("n", true), ("n/m", true)]));
-        assert!(placed(&base, &[("a/b", true), ("e-g", true), ("e/h", true)]));
+        assert!(placed(
+            &base,
+            &[("a/b", true), ("e-g", true), ("e/h", true)]
+        ));
     }
 }

@@ -12,8 +12,8 @@
 use super::{
     bundle, defuse,
     output::{
-        MODE_GITLINK, MODE_TREE, ObjectHeader, ObjectId, ObjectKind, object_contents, object_headers,
-        object_ids, packed_objects, remote_refs, tree_differences, tree_entries,
+        MODE_GITLINK, MODE_TREE, ObjectHeader, ObjectId, ObjectKind, object_contents,
+        object_headers, object_ids, packed_objects, remote_refs, tree_differences, tree_entries,
     },
 };
 
@@ -26,12 +26,7 @@ pub const TARGETS: &[(&str, Target)] = &[("directives", directives), ("objects",
 /// Any text as a title, body, message and name.
 pub fn directives(input: &[u8]) {
     let text = String::from_utf8_lossy(input);
-    for defuse in [
-        defuse::title,
-        defuse::body,
-        defuse::message,
-        defuse::author,
-    ] {
+    for defuse in [defuse::title, defuse::body, defuse::message, defuse::author] {
         let once = defuse(&text);
         defuse::assert_harmless(&once);
         assert_eq!(defuse(&once), once, "repeating it changes {text:?}");
@@ -54,8 +49,7 @@ pub fn objects(input: &[u8]) {
                         MODE_GITLINK => "commit",
                         _ => "blob",
                     };
-                    rendered
-                        .extend(format!("{:06o} {kind} {}\t", entry.mode, entry.id).bytes());
+                    rendered.extend(format!("{:06o} {kind} {}\t", entry.mode, entry.id).bytes());
                     rendered.extend_from_slice(&entry.path);
                     rendered.push(0);
                 }
@@ -107,7 +101,11 @@ pub fn objects(input: &[u8]) {
             if let Ok(header) = bundle::header(output) {
                 assert!(output[..header.length].ends_with(b"\n\n"));
                 let head = header.head.to_string();
-                assert!(output.windows(head.len()).any(|part| part == head.as_bytes()));
+                assert!(
+                    output
+                        .windows(head.len())
+                        .any(|part| part == head.as_bytes())
+                );
             }
         }
     }
@@ -131,18 +129,15 @@ fn check_differences(output: &[u8]) {
     for difference in differences {
         let any = difference.old.or(difference.new);
         let null = any.map(|(_, id)| id.to_null());
-        let side = |side: Option<(u32, ObjectId)>| {
-            side.or(null.map(|null| (0, null))).expect("a side")
-        };
+        let side =
+            |side: Option<(u32, ObjectId)>| side.or(null.map(|null| (0, null))).expect("a side");
         let ((old_mode, old), (new_mode, new)) = (side(difference.old), side(difference.new));
         let status = match (difference.old, difference.new) {
             (None, _) => 'A',
             (_, None) => 'D',
             _ => 'M',
         };
-        rendered.extend(
-            format!(":{old_mode:06o} {new_mode:06o} {old} {new} {status}\0").bytes(),
-        );
+        rendered.extend(format!(":{old_mode:06o} {new_mode:06o} {old} {new} {status}\0").bytes());
         rendered.extend_from_slice(&difference.path);
         rendered.push(0);
     }

@@ -97,7 +97,10 @@ impl Inspector<'_> {
             return None;
         }
         Some(if self.rules.allows_sensitive(&entry.path) {
-            (true, "the file is sensitive; allow_sensitive names it".to_owned())
+            (
+                true,
+                "the file is sensitive; allow_sensitive names it".to_owned(),
+            )
         } else {
             let reason = "the file decides what runs in CI, in clones or at the forge; \
                           allow_sensitive does not name it";

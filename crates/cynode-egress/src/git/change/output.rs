@@ -342,7 +342,14 @@ mod tests {
             Some(ONE.to_owned())
         );
         assert!(ObjectId::parse(&"a".repeat(64)).is_some());
-        for text in ["", "HEAD", "111", &ONE[1..], &"A".repeat(40), &"g".repeat(40)] {
+        for text in [
+            "",
+            "HEAD",
+            "111",
+            &ONE[1..],
+            &"A".repeat(40),
+            &"g".repeat(40),
+        ] {
             assert!(ObjectId::parse(text).is_none(), "{text}");
         }
     }
@@ -368,8 +375,7 @@ mod tests {
 
     #[test]
     fn a_difference_has_the_sides_that_its_status_says() {
-        let difference =
-            |head: &str| tree_differences(format!(":{head}\0path\0").as_bytes());
+        let difference = |head: &str| tree_differences(format!(":{head}\0path\0").as_bytes());
         let added = difference(&format!("000000 100644 {NULL} {ONE} A")).expect("added");
         assert_eq!(added[0].old, None);
         assert_eq!(

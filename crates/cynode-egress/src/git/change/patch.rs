@@ -25,19 +25,16 @@ pub(super) async fn edits(
     base: &BaseFiles,
     diff: &[u8],
 ) -> Result<Edits, ChangeError> {
-    let patch = cynode_service::compute::run(diff.len(), || {
-        Patch::parse(diff, STRIPPED_COMPONENTS)
-    })
-    .await
-    .map_err(|error| ChangeError::Invalid(format!("the patch is invalid: {error}")))?;
+    let patch =
+        cynode_service::compute::run(diff.len(), || Patch::parse(diff, STRIPPED_COMPONENTS))
+            .await
+            .map_err(|error| ChangeError::Invalid(format!("the patch is invalid: {error}")))?;
     refuse_names(patch.paths())?;
     let contents = touched_contents(store, base, &patch).await?;
     let size: usize = contents.values().map(Bytes::len).sum();
     let tree = PatchedTree { base, contents };
-    let planned = cynode_service::compute::run(diff.len() + size, || {
-        cynode_patch::plan(&tree, &patch)
-    })
-    .await;
+    let planned =
+        cynode_service::compute::run(diff.len() + size, || cynode_patch::plan(&tree, &patch)).await;
     let plan = match planned {
         Ok(plan) => plan,
         Err(PlanError::TooLarge(message)) => return Err(ChangeError::TooLarge(message)),
@@ -158,9 +155,7 @@ impl Tree for PatchedTree<'_> {
         self.base
             .below(directory.as_bytes())
             .take(limit.saturating_add(1))
-            .map(|path| {
-                Location::parse(path).map_err(|reason| Problem::Reject(reason.to_owned()))
-            })
+            .map(|path| Location::parse(path).map_err(|reason| Problem::Reject(reason.to_owned())))
             .collect()
     }
 

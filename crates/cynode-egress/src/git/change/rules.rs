@@ -98,7 +98,10 @@ pub(crate) const SENSITIVE_FILES: &[&str] = &[
 pub(crate) enum RuleError {
     #[error("{list} has more than {} globs", repository_limits::MAX_GLOBS)]
     TooMany { list: &'static str },
-    #[error("a glob in {list} has more than {} bytes", repository_limits::MAX_GLOB_BYTES)]
+    #[error(
+        "a glob in {list} has more than {} bytes",
+        repository_limits::MAX_GLOB_BYTES
+    )]
     TooLong { list: &'static str },
     #[error("a glob in {list} has more than {MAX_GLOB_BRACES} braces")]
     TooDeep { list: &'static str },
@@ -269,7 +272,13 @@ mod tests {
             rules.allow_paths = globs(&["**"]);
             rules.deny_paths = globs(&["Deploy/**", "**/*.pem"]);
         });
-        for path in ["Deploy/a", "deploy/a", "DEPLOY/b/c", "deploy./a", "x/KEY.PEM"] {
+        for path in [
+            "Deploy/a",
+            "deploy/a",
+            "DEPLOY/b/c",
+            "deploy./a",
+            "x/KEY.PEM",
+        ] {
             assert!(rules.refuse_path(path.as_bytes()).is_some(), "{path}");
         }
         assert!(rules.refuse_path(b"src/deploy.rs").is_none());
@@ -304,7 +313,13 @@ mod tests {
         ] {
             assert!(rules.is_sensitive(path.as_bytes()), "{path}");
         }
-        for path in ["src/github.rs", "README.md", ".gitignore", "docs/Jenkins.md", "drone.rs"] {
+        for path in [
+            "src/github.rs",
+            "README.md",
+            ".gitignore",
+            "docs/Jenkins.md",
+            "drone.rs",
+        ] {
             assert!(!rules.is_sensitive(path.as_bytes()), "{path}");
         }
         assert!(!rules.allows_sensitive(b".gitlab-ci.yml"));
@@ -320,10 +335,19 @@ mod tests {
             RuleSet::new(&rules).expect_err("refused")
         };
         let list = "deny_paths";
-        assert_eq!(refused(vec!["a".to_owned(); 257]), RuleError::TooMany { list });
-        assert_eq!(refused(vec!["a".repeat(1_025)]), RuleError::TooLong { list });
+        assert_eq!(
+            refused(vec!["a".to_owned(); 257]),
+            RuleError::TooMany { list }
+        );
+        assert_eq!(
+            refused(vec!["a".repeat(1_025)]),
+            RuleError::TooLong { list }
+        );
         assert_eq!(refused(vec!["{".repeat(300)]), RuleError::TooDeep { list });
-        assert!(matches!(refused(vec!["[".to_owned()]), RuleError::Invalid { .. }));
+        assert!(matches!(
+            refused(vec!["[".to_owned()]),
+            RuleError::Invalid { .. }
+        ));
     }
 
     #[test]

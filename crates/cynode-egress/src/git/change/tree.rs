@@ -53,7 +53,9 @@ pub(super) async fn write(
             index,
         )
         .await?;
-    let printed = store.run_small(&["write-tree"], Bytes::new(), index).await?;
+    let printed = store
+        .run_small(&["write-tree"], Bytes::new(), index)
+        .await?;
     Ok(output::single_id(&printed)?)
 }
 
@@ -67,9 +69,7 @@ async fn blobs<'a>(
     let mut count = 0;
     for content in contents {
         count += 1;
-        batch.put_slice(
-            format!("blob\nmark :{count}\ndata {}\n", content.len()).as_bytes(),
-        );
+        batch.put_slice(format!("blob\nmark :{count}\ndata {}\n", content.len()).as_bytes());
         batch.put_slice(content);
         batch.put_slice(format!("\nget-mark :{count}\n").as_bytes());
         if batch.len() >= MAX_BATCH_BYTES {

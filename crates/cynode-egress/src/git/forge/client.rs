@@ -92,7 +92,8 @@ impl ForgeClient {
 
     /// `path` is made of validated names only.
     fn request(&self, method: Method, path: &str) -> reqwest::RequestBuilder {
-        self.http.request(method, format!("{}{path}", self.api.base))
+        self.http
+            .request(method, format!("{}{path}", self.api.base))
     }
 
     async fn answer<T: DeserializeOwned>(

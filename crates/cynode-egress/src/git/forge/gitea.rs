@@ -66,9 +66,6 @@ impl Forge for GiteaForge {
             "base": draft.target,
         });
         let created: Created = self.0.post(&self.path(), &body).await?;
-        Ok(self
-            .0
-            .api
-            .pull(created.number, created.html_url.as_deref()))
+        Ok(self.0.api.pull(created.number, created.html_url.as_deref()))
     }
 }

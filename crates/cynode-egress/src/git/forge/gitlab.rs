@@ -55,9 +55,8 @@ impl Forge for GitlabForge {
                 && request.target_branch == target
                 && request.source_project_id == request.target_project_id
         };
-        let pull = |request: &MergeRequest| {
-            self.0.api.pull(request.iid, request.web_url.as_deref())
-        };
+        let pull =
+            |request: &MergeRequest| self.0.api.pull(request.iid, request.web_url.as_deref());
         Ok(found.iter().find(is_ours).map(pull))
     }
 
@@ -74,9 +73,6 @@ impl Forge for GitlabForge {
             "target_branch": draft.target,
         });
         let created: MergeRequest = self.0.post(&self.path(), &body).await?;
-        Ok(self
-            .0
-            .api
-            .pull(created.iid, created.web_url.as_deref()))
+        Ok(self.0.api.pull(created.iid, created.web_url.as_deref()))
     }
 }

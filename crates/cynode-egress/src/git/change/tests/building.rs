@@ -4,7 +4,10 @@ use super::{super::read_built, *};
 
 /// Edits of every kind in the worktree.
 fn edit(repository: &MirroredRepository) {
-    repository.write("numbers", NUMBERS.replace("five", "5").replace("ten\n", "ten"));
+    repository.write(
+        "numbers",
+        NUMBERS.replace("five", "5").replace("ten\n", "ten"),
+    );
     repository.write("new/file.txt", "new\n");
     repository.write("image", b"\0\x03other\xff");
     repository.write("src/run.sh", "#!/bin/sh\n");
@@ -71,8 +74,14 @@ async fn every_format_becomes_the_tree_that_git_makes() {
     let text = repository
         .in_mirror(&["cat-file", "commit", &commit], None)
         .await;
-    assert!(text.contains(&format!("\nparent {base}\nauthor Ada's agent <")), "{text}");
-    assert!(text.contains(&format!("\nCyNode-Task: {}\n", repository.task)), "{text}");
+    assert!(
+        text.contains(&format!("\nparent {base}\nauthor Ada's agent <")),
+        "{text}"
+    );
+    assert!(
+        text.contains(&format!("\nCyNode-Task: {}\n", repository.task)),
+        "{text}"
+    );
     assert!(!text.contains("#12"), "{text}");
     let agents = repository.id("HEAD").to_string();
     let refs = repository.in_mirror(&["for-each-ref"], None).await;
@@ -139,10 +148,7 @@ async fn a_rejected_hunk_is_a_conflict_that_can_be_repaired() {
 async fn a_change_without_effect_is_refused() {
     let repository = MirroredRepository::new().await;
     let base = repository.id("HEAD");
-    for files in [
-        tar(&[]),
-        tar(&[("numbers", 0o644, NUMBERS)]),
-    ] {
+    for files in [tar(&[]), tar(&[("numbers", 0o644, NUMBERS)])] {
         let result = repository.build(ChangesetFormat::Files, files, base).await;
         assert!(matches!(result, Err(ChangeError::Empty)), "{result:?}");
     }
@@ -158,17 +164,29 @@ async fn a_change_without_effect_is_refused() {
 async fn names_that_no_rule_admits_are_refused_before_git_sees_them() {
     let repository = MirroredRepository::new().await;
     let base = repository.id("HEAD");
-    for path in [".git/config", "a/.GIT/hooks/x", ".gi\u{200c}t/x", "a\\..\\b", "git~1"] {
+    for path in [
+        ".git/config",
+        "a/.GIT/hooks/x",
+        ".gi\u{200c}t/x",
+        "a\\..\\b",
+        "git~1",
+    ] {
         let files = tar(&[(path, 0o644, "x")]);
         let result = repository.build(ChangesetFormat::Files, files, base).await;
-        assert!(matches!(result, Err(ChangeError::Refused(_))), "{path}: {result:?}");
+        assert!(
+            matches!(result, Err(ChangeError::Refused(_))),
+            "{path}: {result:?}"
+        );
         let diff = format!(
             "diff --git \"a/{0}\" \"b/{0}\"\nnew file mode 100644\n--- /dev/null\n+++ \
              \"b/{0}\"\n@@ -0,0 +1 @@\n+x\n",
             path.replace('\\', "\\\\")
         );
         let result = repository.patch(&diff, base).await;
-        assert!(matches!(result, Err(ChangeError::Refused(_))), "{path}: {result:?}");
+        assert!(
+            matches!(result, Err(ChangeError::Refused(_))),
+            "{path}: {result:?}"
+        );
     }
     let diff = "--- /dev/null\n+++ b/../../evil\n@@ -0,0 +1 @@\n+x\n";
     let result = repository.patch(diff, base).await;
@@ -196,13 +214,23 @@ async fn a_file_set_is_read_strictly() {
         tar(&[("src", 0o644, "x")]),
     ] {
         let result = build(files).await;
-        assert!(matches!(result, Err(ChangeError::Conflict(_))), "{result:?}");
+        assert!(
+            matches!(result, Err(ChangeError::Conflict(_))),
+            "{result:?}"
+        );
     }
-    let replaced = tar(&[("src", 0o644, "x"), (".cynode/deleted", 0o644, "src/main.rs\n")]);
-    let built = build(replaced).await.expect("a file in the place of a directory");
+    let replaced = tar(&[
+        ("src", 0o644, "x"),
+        (".cynode/deleted", 0o644, "src/main.rs\n"),
+    ]);
+    let built = build(replaced)
+        .await
+        .expect("a file in the place of a directory");
     assert_eq!(built.change.entries.len(), 2);
     let replaced = tar(&[("gone/x", 0o644, "x"), (".cynode/deleted", 0o644, "gone\n")]);
-    build(replaced).await.expect("a directory in the place of a file");
+    build(replaced)
+        .await
+        .expect("a directory in the place of a file");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -219,7 +247,9 @@ async fn only_the_commit_of_this_promotion_is_read_back() {
         async move { read_built(runner, &mirror(), commit, base, task, promotion).await }
     };
     let (task, promotion) = (repository.task, repository.promotion);
-    let again = read(built.commit, base, task, promotion).await.expect("ours");
+    let again = read(built.commit, base, task, promotion)
+        .await
+        .expect("ours");
     assert_eq!(again.tree, built.tree);
     assert_eq!(again.change.entries.len(), 1);
     for result in [
@@ -228,6 +258,9 @@ async fn only_the_commit_of_this_promotion_is_read_back() {
         read(built.commit, base, TaskId::generate(), promotion).await,
         read(built.commit, base, task, PromotionId::generate()).await,
     ] {
-        assert!(matches!(result, Err(ChangeError::ForeignCommit(_))), "{result:?}");
+        assert!(
+            matches!(result, Err(ChangeError::ForeignCommit(_))),
+            "{result:?}"
+        );
     }
 }

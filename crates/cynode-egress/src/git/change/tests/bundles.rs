@@ -45,7 +45,11 @@ fn bundle(prerequisite: ObjectId, head: ObjectId, pack: &[u8]) -> Vec<u8> {
 }
 
 /// A commit of the files, without those of the worktree.
-fn commit_of(repository: &MirroredRepository, base: ObjectId, files: &[(&str, ObjectId)]) -> ObjectId {
+fn commit_of(
+    repository: &MirroredRepository,
+    base: ObjectId,
+    files: &[(&str, ObjectId)],
+) -> ObjectId {
     repository.git(&["read-tree", &base.to_string()]);
     for (path, id) in files {
         let info = format!("100644,{id},{path}");
@@ -92,14 +96,21 @@ async fn a_delta_must_not_build_on_another_branch() {
         &["--revs", "--thin", "--delta-base-offset"],
         &format!("{commit}\n^{secret}\n^{base}\n"),
     );
-    assert!(thin.len() < 2_000, "the pack has the whole file: {}", thin.len());
+    assert!(
+        thin.len() < 2_000,
+        "the pack has the whole file: {}",
+        thin.len()
+    );
     for garbage in [0, 100, 100_000] {
         let mut bytes = bundle(secret, commit, &thin);
         bytes.extend(vec![0; garbage]);
         let refused = repository.build(ChangesetFormat::Bundle, bytes, base).await;
         let reason = refused.expect_err("refused").to_string();
         let plans = repository.id("secret:plans").to_string();
-        assert!(reason.contains(&plans), "with {garbage} bytes more: {reason}");
+        assert!(
+            reason.contains(&plans),
+            "with {garbage} bytes more: {reason}"
+        );
     }
 }
 

@@ -123,7 +123,11 @@ async fn sizes_and_numbers_are_bounded() {
     let repository = MirroredRepository::new().await;
     let built = files(
         &repository,
-        &[("a", 0o644, &"x".repeat(2_000)), ("b", 0o644, "x"), ("c", 0o644, "x")],
+        &[
+            ("a", 0o644, &"x".repeat(2_000)),
+            ("b", 0o644, "x"),
+            ("c", 0o644, "x"),
+        ],
     )
     .await;
     let rules = RepositoryRules {
@@ -172,7 +176,12 @@ async fn only_what_a_change_adds_is_scanned_and_all_that_it_completes() {
 async fn a_submodule_is_refused_also_when_it_is_only_removed() {
     let repository = MirroredRepository::new().await;
     let id = repository.id("HEAD").to_string();
-    repository.git(&["update-index", "--add", "--cacheinfo", &format!("160000,{id},sub")]);
+    repository.git(&[
+        "update-index",
+        "--add",
+        "--cacheinfo",
+        &format!("160000,{id},sub"),
+    ]);
     let diff = format!("{}\n", repository.git(&["diff", "--cached"]));
     let base = repository.id("HEAD");
     let added = repository.patch(&diff, base).await;

@@ -93,7 +93,9 @@ impl MirroredRepository {
             remote,
         };
         let output = self.runner.run(&mirror(), command).await.expect("run");
-        String::from_utf8_lossy(&output.stdout).trim_end().to_owned()
+        String::from_utf8_lossy(&output.stdout)
+            .trim_end()
+            .to_owned()
     }
 
     async fn build(
@@ -125,7 +127,10 @@ impl MirroredRepository {
     /// The uncommitted changes as git's own diff. Its lines must all end.
     fn diff(&self) -> String {
         self.git(&["add", "-A"]);
-        format!("{}\n\n", self.git(&["diff", "--cached", "--binary", "-M", "-C"]))
+        format!(
+            "{}\n\n",
+            self.git(&["diff", "--cached", "--binary", "-M", "-C"])
+        )
     }
 }
 

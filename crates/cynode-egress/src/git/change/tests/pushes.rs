@@ -59,7 +59,10 @@ async fn a_branch_is_pushed_once_and_never_over_anybody() {
     let refs = remote.bare(&["for-each-ref", "--format=%(refname) %(objectname)"]);
     assert_eq!(
         refs,
-        format!("refs/heads/{} {}\nrefs/heads/main {main}", remote.branch, remote.first)
+        format!(
+            "refs/heads/{} {}\nrefs/heads/main {main}",
+            remote.branch, remote.first
+        )
     );
     let again = remote.push(remote.first, None).await.expect("there");
     assert!(!again.pushed, "pushed twice");
@@ -70,7 +73,10 @@ async fn a_branch_is_pushed_once_and_never_over_anybody() {
         "{refused:?}"
     );
     let other = remote.push(remote.second, Some(remote.second)).await;
-    assert!(matches!(other, Err(PushError::BranchExists { .. })), "{other:?}");
+    assert!(
+        matches!(other, Err(PushError::BranchExists { .. })),
+        "{other:?}"
+    );
     let replaced = remote.push(remote.second, Some(remote.first)).await;
     assert!(replaced.expect("replaced").pushed);
     let tip = remote.bare(&["rev-parse", &remote.branch]);
@@ -89,13 +95,26 @@ async fn a_branch_whose_name_only_ends_alike_is_another_one() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_remote_that_refuses_is_reported() {
     let remote = RemoteRepository::new().await;
-    let hook = remote.repository.root.path().join("remote.git/hooks/pre-receive");
+    let hook = remote
+        .repository
+        .root
+        .path()
+        .join("remote.git/hooks/pre-receive");
     fs_err::create_dir_all(hook.parent().expect("a parent")).expect("a directory");
     fs_err::write(&hook, "#!/bin/sh\necho no >&2\nexit 1\n").expect("written");
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     fs_err::set_permissions(&hook, mode).expect("a mode");
     let refused = remote.push(remote.first, None).await;
-    assert!(matches!(refused, Err(PushError::Rejected(_))), "{refused:?}");
+    assert!(
+        matches!(refused, Err(PushError::Rejected(_))),
+        "{refused:?}"
+    );
     fs_err::remove_file(hook).expect("removed");
-    assert!(remote.push(remote.first, None).await.expect("pushed").pushed);
+    assert!(
+        remote
+            .push(remote.first, None)
+            .await
+            .expect("pushed")
+            .pushed
+    );
 }

@@ -36,10 +36,34 @@ fn derive(
 fn the_api_is_derived_from_the_url() {
     use ForgeKind::{Gitea, Github, Gitlab};
     for (kind, url, api_url, base, project) in [
-        (Github, "https://github.com/org/app.git", None, "https://api.github.com", "org/app"),
-        (Github, "https://ghe.example/org/app", None, "https://ghe.example/api/v3", "org/app"),
-        (Gitlab, "https://gitlab.com/a/b/c.git", None, "https://gitlab.com/api/v4", "a/b/c"),
-        (Gitea, "https://git.example:8443/o/r/", None, "https://git.example:8443/api/v1", "o/r"),
+        (
+            Github,
+            "https://github.com/org/app.git",
+            None,
+            "https://api.github.com",
+            "org/app",
+        ),
+        (
+            Github,
+            "https://ghe.example/org/app",
+            None,
+            "https://ghe.example/api/v3",
+            "org/app",
+        ),
+        (
+            Gitlab,
+            "https://gitlab.com/a/b/c.git",
+            None,
+            "https://gitlab.com/api/v4",
+            "a/b/c",
+        ),
+        (
+            Gitea,
+            "https://git.example:8443/o/r/",
+            None,
+            "https://git.example:8443/api/v1",
+            "o/r",
+        ),
         (
             Gitlab,
             "https://example.org/gitlab/a/b",
@@ -59,20 +83,74 @@ fn the_api_is_derived_from_the_url() {
 fn an_api_elsewhere_and_odd_urls_are_refused() {
     use ForgeKind::{Git, Gitea, Github, Gitlab};
     for (kind, url, api_url, expected) in [
-        (Git, "https://git.example/o/r", None, ForgeUrlError::Unsupported),
+        (
+            Git,
+            "https://git.example/o/r",
+            None,
+            ForgeUrlError::Unsupported,
+        ),
         (Github, "http://github.com/o/r", None, ForgeUrlError::Url),
-        (Github, "https://me:x@github.com/o/r", None, ForgeUrlError::Url),
-        (Github, "https://github.com/o/r?x=1", None, ForgeUrlError::Url),
+        (
+            Github,
+            "https://me:x@github.com/o/r",
+            None,
+            ForgeUrlError::Url,
+        ),
+        (
+            Github,
+            "https://github.com/o/r?x=1",
+            None,
+            ForgeUrlError::Url,
+        ),
         (Github, "https://github.com/o", None, ForgeUrlError::Path),
-        (Github, "https://github.com/o/r/x", None, ForgeUrlError::Path),
-        (Gitea, "https://git.example/o/%2e%2e", None, ForgeUrlError::Path),
-        (Gitlab, "https://git.example/o/a%2Fb", None, ForgeUrlError::Path),
-        (Github, "https://github.com/o/r", Some("https://evil.example/"), ForgeUrlError::ForeignApi),
-        (Gitea, "https://git.example/o/r", Some("https://git.example:8443/api/v1"), ForgeUrlError::ForeignApi),
-        (Gitea, "https://git.example/o/r", Some("http://git.example/api/v1"), ForgeUrlError::Url),
-        (Github, "https://ghe.example/o/r", Some("https://api.github.com"), ForgeUrlError::ForeignApi),
+        (
+            Github,
+            "https://github.com/o/r/x",
+            None,
+            ForgeUrlError::Path,
+        ),
+        (
+            Gitea,
+            "https://git.example/o/%2e%2e",
+            None,
+            ForgeUrlError::Path,
+        ),
+        (
+            Gitlab,
+            "https://git.example/o/a%2Fb",
+            None,
+            ForgeUrlError::Path,
+        ),
+        (
+            Github,
+            "https://github.com/o/r",
+            Some("https://evil.example/"),
+            ForgeUrlError::ForeignApi,
+        ),
+        (
+            Gitea,
+            "https://git.example/o/r",
+            Some("https://git.example:8443/api/v1"),
+            ForgeUrlError::ForeignApi,
+        ),
+        (
+            Gitea,
+            "https://git.example/o/r",
+            Some("http://git.example/api/v1"),
+            ForgeUrlError::Url,
+        ),
+        (
+            Github,
+            "https://ghe.example/o/r",
+            Some("https://api.github.com"),
+            ForgeUrlError::ForeignApi,
+        ),
     ] {
-        assert_eq!(derive(kind, url, api_url).err(), Some(expected), "{url} {api_url:?}");
+        assert_eq!(
+            derive(kind, url, api_url).err(),
+            Some(expected),
+            "{url} {api_url:?}"
+        );
     }
 }
 
@@ -90,7 +168,10 @@ fn a_credential_is_presented_only_where_it_is_for() {
         secret: SECRET.to_owned(),
     };
     for prefix in ["/", "/org", "/org/", "/org/app", "/org/app.git"] {
-        assert!(api.accepts(&credential("github.com", 443, prefix)), "{prefix}");
+        assert!(
+            api.accepts(&credential("github.com", 443, prefix)),
+            "{prefix}"
+        );
     }
     for (host, port, prefix) in [
         ("api.github.com", 443, "/"),
@@ -100,7 +181,10 @@ fn a_credential_is_presented_only_where_it_is_for() {
         ("github.com", 443, "/org/app2"),
         ("github.com", 443, "/other"),
     ] {
-        assert!(!api.accepts(&credential(host, port, prefix)), "{host}{prefix}");
+        assert!(
+            !api.accepts(&credential(host, port, prefix)),
+            "{host}{prefix}"
+        );
     }
     let refused = connect(api, &[LOCAL], None, &credential("git.example", 443, "/"));
     assert!(matches!(refused.err(), Some(ForgeError::ForeignCredential)));

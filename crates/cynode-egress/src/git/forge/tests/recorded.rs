@@ -69,7 +69,9 @@ fn pair(name: &str, value: &str) -> (String, String) {
 async fn a_pull_request_is_opened_at_github() {
     let forge = RecordedForge::start().await;
     let client = forge.connect(ForgeKind::Github);
-    forge.says(200, "[]").says(201, &pull(7, "org/app", BRANCH, "main").to_string());
+    forge
+        .says(200, "[]")
+        .says(201, &pull(7, "org/app", BRANCH, "main").to_string());
     let done = open_pull(client.as_ref(), &DRAFT).await.expect("opened");
     assert_eq!(done, opened(&forge, 7, "/org/app/pull/7", true));
     let seen = forge.seen();
@@ -77,7 +79,11 @@ async fn a_pull_request_is_opened_at_github() {
         panic!("{} requests", seen.len())
     };
     assert_eq!(listed.uri.path(), "/api/v3/repos/org/app/pulls");
-    for expected in [pair("head", &format!("org:{BRANCH}")), pair("base", "main"), pair("state", "open")] {
+    for expected in [
+        pair("head", &format!("org:{BRANCH}")),
+        pair("base", "main"),
+        pair("state", "open"),
+    ] {
         assert!(query(listed).contains(&expected), "{expected:?}");
     }
     assert_eq!(listed.headers["authorization"], format!("Bearer {SECRET}"));
@@ -96,8 +102,11 @@ async fn a_pull_request_is_opened_at_github() {
     let mut closed = pull(5, "org/app", BRANCH, "main");
     closed["state"] = "closed".into();
     let list = serde_json::json!([
-        pull(3, "evil/app", BRANCH, "main"), pull(4, "org/app", "other", "main"), closed,
-        pull(6, "org/app", BRANCH, "next"), pull(7, "Org/App", BRANCH, "main"),
+        pull(3, "evil/app", BRANCH, "main"),
+        pull(4, "org/app", "other", "main"),
+        closed,
+        pull(6, "org/app", BRANCH, "next"),
+        pull(7, "Org/App", BRANCH, "main"),
     ]);
     forge.says(200, &list.to_string());
     let done = open_pull(client.as_ref(), &DRAFT).await.expect("found");
@@ -108,7 +117,10 @@ async fn a_pull_request_is_opened_at_github() {
 async fn a_draft_is_opened_where_there_are_drafts() {
     let forge = RecordedForge::start().await;
     let client = forge.connect(ForgeKind::Github);
-    let draft = PullDraft { draft: true, ..DRAFT };
+    let draft = PullDraft {
+        draft: true,
+        ..DRAFT
+    };
     forge.says(
         422,
         r#"{"message":"Validation Failed","errors":[{"resource":"PullRequest","code":"custom",
@@ -172,7 +184,10 @@ async fn a_pull_request_is_opened_at_gitea() {
     assert_eq!(seen[2].body["head"], BRANCH);
 
     forge.says(200, &others.to_string());
-    forge.says(200, &serde_json::json!([pull(9, "org/app", BRANCH, "main")]).to_string());
+    forge.says(
+        200,
+        &serde_json::json!([pull(9, "org/app", BRANCH, "main")]).to_string(),
+    );
     let done = open_pull(client.as_ref(), &DRAFT).await.expect("found");
     assert_eq!(done, opened(&forge, 9, "/org/app/pull/9", false));
 }
@@ -181,15 +196,21 @@ async fn a_pull_request_is_opened_at_gitea() {
 async fn a_pull_request_that_appears_meanwhile_is_found() {
     let forge = RecordedForge::start().await;
     let client = forge.connect(ForgeKind::Gitlab);
-    let exists = r#"{"message":["Another open merge request already exists for this source branch: !8"]}"#;
+    let exists =
+        r#"{"message":["Another open merge request already exists for this source branch: !8"]}"#;
     forge.says(200, "[]").says(409, exists);
     forge.says(200, &serde_json::json!([merge_request(8, 15)]).to_string());
     let done = open_pull(client.as_ref(), &DRAFT).await.expect("found");
     assert!(!done.created && done.pull.number == 8);
 
     forge.says(200, "[]").says(409, exists).says(200, "[]");
-    let refused = open_pull(client.as_ref(), &DRAFT).await.expect_err("refused");
-    assert!(refused.to_string().contains("Another open merge request"), "{refused}");
+    let refused = open_pull(client.as_ref(), &DRAFT)
+        .await
+        .expect_err("refused");
+    assert!(
+        refused.to_string().contains("Another open merge request"),
+        "{refused}"
+    );
 }
 
 #[tokio::test]
@@ -202,14 +223,23 @@ async fn refusals_of_a_forge_are_told_apart() {
     let error = find().await.expect_err("401");
     assert!(matches!(error, ForgeError::Unauthorized(_)));
     let text = format!("{error} {error:?}");
-    assert!(text.contains("Bad credentials") && !text.contains(SECRET), "{text}");
+    assert!(
+        text.contains("Bad credentials") && !text.contains(SECRET),
+        "{text}"
+    );
     assert!(!text.contains('\u{1b}'));
 
-    forge.says(403, r#"{"message":"Resource not accessible by personal access token"}"#);
+    forge.says(
+        403,
+        r#"{"message":"Resource not accessible by personal access token"}"#,
+    );
     assert!(matches!(find().await, Err(ForgeError::Unauthorized(_))));
     forge.says(404, r#"{"message":"Not Found"}"#);
     assert!(matches!(find().await, Err(ForgeError::NotFound)));
-    forge.says(422, r#"{"message":"Validation Failed","errors":[{"message":"No commits"}]}"#);
+    forge.says(
+        422,
+        r#"{"message":"Validation Failed","errors":[{"message":"No commits"}]}"#,
+    );
     let error = find().await.expect_err("422");
     assert!(error.to_string().contains("No commits"), "{error}");
 
@@ -217,7 +247,10 @@ async fn refusals_of_a_forge_are_told_apart() {
     let error = find().await.expect_err("429");
     let wait = Some(Duration::from_secs(17));
     assert!(matches!(error, ForgeError::RateLimited { retry_after } if retry_after == wait));
-    let limited = [("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "99999999999")];
+    let limited = [
+        ("x-ratelimit-remaining", "0"),
+        ("x-ratelimit-reset", "99999999999"),
+    ];
     forge.says_with(403, &limited, r#"{"message":"API rate limit exceeded"}"#);
     let error = find().await.expect_err("403");
     let wait = Some(Duration::from_secs(3_600));
@@ -241,7 +274,10 @@ async fn a_redirect_is_not_followed() {
     let client = forge.connect(ForgeKind::Github);
     let location = format!("http://127.0.0.1:{}/repos/org/app/pulls", other.port);
     forge.says_with(301, &[("location", &location)], "");
-    let error = client.find_open(BRANCH, "main").await.expect_err("redirected");
+    let error = client
+        .find_open(BRANCH, "main")
+        .await
+        .expect_err("redirected");
     assert!(matches!(error, ForgeError::Redirected));
     assert!(other.seen().is_empty(), "the other host was asked");
 }
@@ -251,7 +287,10 @@ async fn only_a_checked_address_is_dialled() {
     let forge = RecordedForge::start().await;
     let url = format!("http://127.0.0.1:{}/org/app", forge.port);
     let api = || {
-        let base = Url::parse(&url).expect("a URL").join("/api/v1").expect("a URL");
+        let base = Url::parse(&url)
+            .expect("a URL")
+            .join("/api/v1")
+            .expect("a URL");
         ForgeApi::new(ForgeKind::Gitea, Url::parse(&url).expect("a URL"), &base).expect("an API")
     };
     let credential = CredentialPlaintext {
@@ -270,6 +309,12 @@ async fn only_a_checked_address_is_dialled() {
     let mut gone = forge.clone();
     gone.port = free.local_addr().expect("an address").port();
     drop(free);
-    let error = gone.connect(ForgeKind::Gitea).find_open(BRANCH, "main").await;
-    assert!(matches!(error, Err(ForgeError::Unreachable(_))), "{error:?}");
+    let error = gone
+        .connect(ForgeKind::Gitea)
+        .find_open(BRANCH, "main")
+        .await;
+    assert!(
+        matches!(error, Err(ForgeError::Unreachable(_))),
+        "{error:?}"
+    );
 }
