@@ -33,7 +33,7 @@ pub(crate) enum Error {
 }
 
 #[derive(Debug)]
-pub(crate) enum Outcome {
+pub(crate) enum ChecksOutcome {
     Running,
     Passed,
     /// What failed, for people.
@@ -45,11 +45,11 @@ pub(crate) async fn run(
     orchestrator: &Orchestrator,
     row: &mut PromotionRow,
     repository: &Repository,
-) -> Result<Outcome, Error> {
+) -> Result<ChecksOutcome, Error> {
     let commit = row.promotion.commit.clone().unwrap_or_default();
     let mut seed = None;
     let mut checks = Vec::with_capacity(repository.checks.len());
-    let mut outcome = Outcome::Passed;
+    let mut outcome = ChecksOutcome::Passed;
     for check in &repository.checks {
         let job_id = orchestrator.keys.check_job(
             row.promotion.id,
@@ -73,7 +73,7 @@ pub(crate) async fn run(
         checks.push(check);
     }
     row.promotion.checks = checks;
-    if !matches!(outcome, Outcome::Running) {
+    if !matches!(outcome, ChecksOutcome::Running) {
         stop(orchestrator, row).await?;
     }
     Ok(outcome)
@@ -195,14 +195,14 @@ fn shown(
     }
 }
 
-fn verdict(check: &PromotionCheck, job: Option<&JobRow>) -> Outcome {
+fn verdict(check: &PromotionCheck, job: Option<&JobRow>) -> ChecksOutcome {
     let Some(job) = job.filter(|job| job.state.is_final()) else {
-        return Outcome::Running;
+        return ChecksOutcome::Running;
     };
     // What a process inside has reported proves nothing.
     let was_seen = job.object.reported_by == Reporter::Worker;
     if job.state == JobState::Completed && job.object.exit_code == Some(0) && was_seen {
-        return Outcome::Passed;
+        return ChecksOutcome::Passed;
     }
     let error = job.object.error.as_ref();
     let reason = match (error, job.object.exit_code) {
@@ -211,15 +211,15 @@ fn verdict(check: &PromotionCheck, job: Option<&JobRow>) -> Outcome {
         (None, Some(code)) => format!("exit code {code}"),
         (None, None) => check.state.clone(),
     };
-    Outcome::Failed(format!("the check '{}' did not pass: {reason}", check.name))
+    ChecksOutcome::Failed(format!("the check '{}' did not pass: {reason}", check.name))
 }
 
 /// One failure fails all, at once; all must have passed.
-fn worse(one: Outcome, other: Outcome) -> Outcome {
+fn worse(one: ChecksOutcome, other: ChecksOutcome) -> ChecksOutcome {
     match (one, other) {
-        (failed @ Outcome::Failed(_), _) | (_, failed @ Outcome::Failed(_)) => failed,
-        (Outcome::Running, _) | (_, Outcome::Running) => Outcome::Running,
-        (Outcome::Passed, Outcome::Passed) => Outcome::Passed,
+        (failed @ ChecksOutcome::Failed(_), _) | (_, failed @ ChecksOutcome::Failed(_)) => failed,
+        (ChecksOutcome::Running, _) | (_, ChecksOutcome::Running) => ChecksOutcome::Running,
+        (ChecksOutcome::Passed, ChecksOutcome::Passed) => ChecksOutcome::Passed,
     }
 }
 
@@ -229,13 +229,13 @@ mod tests {
 
     #[test]
     fn one_failed_check_fails_all_and_a_running_one_keeps_them_waiting() {
-        let failed = || Outcome::Failed("no".to_owned());
+        let failed = || ChecksOutcome::Failed("no".to_owned());
         for (one, other, expected) in [
-            (Outcome::Passed, Outcome::Passed, "Passed"),
-            (Outcome::Passed, Outcome::Running, "Running"),
-            (Outcome::Running, Outcome::Passed, "Running"),
-            (Outcome::Running, failed(), "Failed"),
-            (failed(), Outcome::Passed, "Failed"),
+            (ChecksOutcome::Passed, ChecksOutcome::Passed, "Passed"),
+            (ChecksOutcome::Passed, ChecksOutcome::Running, "Running"),
+            (ChecksOutcome::Running, ChecksOutcome::Passed, "Running"),
+            (ChecksOutcome::Running, failed(), "Failed"),
+            (failed(), ChecksOutcome::Passed, "Failed"),
         ] {
             let found = format!("{:?}", worse(one, other));
             assert!(found.starts_with(expected), "{found}");

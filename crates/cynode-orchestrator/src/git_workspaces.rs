@@ -26,7 +26,7 @@ use crate::{
 
 const MEDIA_TYPE: &str = "application/x-tar";
 /// Builds of different commits that may run at once; two of the same commit never do.
-const BUILD_LOCKS: usize = 16;
+const BUILD_LOCKS: usize = 64;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
@@ -233,7 +233,10 @@ impl Orchestrator {
 
 /// Two requests for one commit take the same lock; so may two for different ones.
 fn build_lock(key: &SeedKey<'_>) -> &'static Mutex<()> {
-    static LOCKS: LazyLock<([Mutex<()>; BUILD_LOCKS], RandomState)> = LazyLock::new(Default::default);
+    static LOCKS: LazyLock<(Vec<Mutex<()>>, RandomState)> = LazyLock::new(|| {
+        let locks = (0..BUILD_LOCKS).map(|_| Mutex::default());
+        (locks.collect(), RandomState::new())
+    });
     let (locks, hasher) = &*LOCKS;
     let hash = hasher.hash_one((key.repository_id, key.commit, key.depth));
     let count = BUILD_LOCKS as u64;

@@ -293,7 +293,7 @@ impl Role {
     }
 }
 
-type Shared = State<Arc<Role>>;
+type RoleState = State<Arc<Role>>;
 
 async fn json_of(role: &Role, request: Request) -> Result<Value, ApiError> {
     role.authenticate(&request)?;
@@ -307,7 +307,7 @@ fn parsed<T: serde::de::DeserializeOwned>(request: &Value) -> Result<T, ApiError
     serde_json::from_value(request.clone()).map_err(|error| ApiError::invalid(error.to_string()))
 }
 
-async fn info(State(role): Shared, request: Request) -> Result<Json<EgressInfo>, ApiError> {
+async fn info(State(role): RoleState, request: Request) -> Result<Json<EgressInfo>, ApiError> {
     role.authenticate(&request)?;
     let key = lock(&role.key);
     Ok(Json(EgressInfo {
@@ -319,7 +319,7 @@ async fn info(State(role): Shared, request: Request) -> Result<Json<EgressInfo>,
     }))
 }
 
-async fn put_state(State(role): Shared, request: Request) -> Result<Response, ApiError> {
+async fn put_state(State(role): RoleState, request: Request) -> Result<Response, ApiError> {
     let request = json_of(&role, request).await?;
     let fault = role.begin("state", json!(request["revision"])).await?;
     let state: EgressState = parsed(&request)?;
@@ -339,7 +339,7 @@ async fn put_state(State(role): Shared, request: Request) -> Result<Response, Ap
     role.finish(fault, json!({})).await
 }
 
-async fn resolve(State(role): Shared, request: Request) -> Result<Response, ApiError> {
+async fn resolve(State(role): RoleState, request: Request) -> Result<Response, ApiError> {
     let request = json_of(&role, request).await?;
     let fault = role.begin("resolve", request.clone()).await?;
     role.check_rules(&request)?;
@@ -353,7 +353,7 @@ async fn resolve(State(role): Shared, request: Request) -> Result<Response, ApiE
     role.finish(fault, resolved).await
 }
 
-async fn seed(State(role): Shared, request: Request) -> Result<Response, ApiError> {
+async fn seed(State(role): RoleState, request: Request) -> Result<Response, ApiError> {
     let request = json_of(&role, request).await?;
     role.begin("seeds", request.clone()).await?;
     role.check_rules(&request)?;
@@ -386,7 +386,7 @@ async fn seed(State(role): Shared, request: Request) -> Result<Response, ApiErro
     Ok(response)
 }
 
-async fn commit(State(role): Shared, request: Request) -> Result<Response, ApiError> {
+async fn commit(State(role): RoleState, request: Request) -> Result<Response, ApiError> {
     role.authenticate(&request)?;
     let boundary = multipart::boundary(request.headers())?;
     let boundary = boundary.ok_or_else(|| ApiError::invalid("a form is expected"))?;
@@ -451,7 +451,7 @@ async fn commit(State(role): Shared, request: Request) -> Result<Response, ApiEr
     role.finish(fault, committed).await
 }
 
-async fn push(State(role): Shared, request: Request) -> Result<Response, ApiError> {
+async fn push(State(role): RoleState, request: Request) -> Result<Response, ApiError> {
     let request = json_of(&role, request).await?;
     let fault = role.begin("pushes", request.clone()).await?;
     role.check_rules(&request)?;
@@ -465,7 +465,7 @@ async fn push(State(role): Shared, request: Request) -> Result<Response, ApiErro
     role.finish(fault, pushed).await
 }
 
-async fn pull(State(role): Shared, request: Request) -> Result<Response, ApiError> {
+async fn pull(State(role): RoleState, request: Request) -> Result<Response, ApiError> {
     let request = json_of(&role, request).await?;
     let fault = role.begin("pulls", request.clone()).await?;
     role.check_rules(&request)?;

@@ -140,7 +140,7 @@ fn check_username(username: &str) -> Result<(), ApiError> {
 }
 
 /// A value that is about to be sealed.
-struct Value<'a> {
+struct SecretValue<'a> {
     id: CredentialId,
     project_id: ProjectId,
     role: EgressRole,
@@ -151,8 +151,8 @@ struct Value<'a> {
 
 impl Orchestrator {
     /// Seals a value to the public key that the role itself gives, and keeps only hashes of it.
-    async fn seal(&self, value: Value<'_>) -> Result<SealedValue, ApiError> {
-        let Value {
+    async fn seal(&self, value: SecretValue<'_>) -> Result<SealedValue, ApiError> {
+        let SecretValue {
             id,
             project_id,
             role,
@@ -233,7 +233,7 @@ pub(super) async fn create(
 ) -> Result<(StatusCode, Json<Credential>), ApiError> {
     check_version(body.version)?;
     check_called(&body.name)?;
-    let value = Value {
+    let value = SecretValue {
         id: CredentialId::generate(),
         project_id: body.project_id,
         role: body.role,
@@ -331,7 +331,7 @@ pub(super) async fn rotate(
 ) -> Result<Json<Credential>, ApiError> {
     check_version(body.version)?;
     let row = orchestrator.db.credential(id).await?;
-    let value = Value {
+    let value = SecretValue {
         id,
         project_id: row.credential.project_id,
         role: row.credential.role,

@@ -19,8 +19,8 @@ use serde_json::json;
 
 use super::{Error, Lanes, Reconciler};
 use crate::{Orchestrator, checks, db::PromotionRow, promotions::read_changeset};
-use failure::{Failure, bounded, failed, is_conflict, with_base};
-use stage::{Stage, decide, stage};
+use failure::{StageFailure, bounded, failed, is_conflict, with_base};
+use stage::{NextStage, decide, stage};
 
 /// Promotions per lease statement.
 const BATCH: usize = 8;
@@ -121,14 +121,14 @@ impl PromotionReconciler {
                 row.attempts = 0;
                 next
             }
-            Err(Failure::Unstored(error)) => return Err(error),
-            Err(Failure::Transient(error)) if row.attempts < MAX_ATTEMPTS => {
+            Err(StageFailure::Unstored(error)) => return Err(error),
+            Err(StageFailure::Transient(error)) if row.attempts < MAX_ATTEMPTS => {
                 row.attempts += 1;
                 // Shown while it is tried again.
                 row.promotion.error = Some(error);
                 Next::After(pause(row.attempts))
             }
-            Err(Failure::Transient(error) | Failure::Final(error)) => {
+            Err(StageFailure::Transient(error) | StageFailure::Final(error)) => {
                 let error = self.with_newer_base(&row, error).await;
                 end(&mut row, PromotionState::Failed);
                 row.promotion.error = Some(bounded(error));
@@ -142,7 +142,7 @@ impl PromotionReconciler {
         Ok((row, delay))
     }
 
-    async fn advance(&self, row: &mut PromotionRow) -> Result<Next, Failure> {
+    async fn advance(&self, row: &mut PromotionRow) -> Result<Next, StageFailure> {
         if let Some(by) = &row.canceled_by {
             let detail = format!("canceled by {by}");
             checks::stop(&self.orchestrator, row).await?;
@@ -160,16 +160,16 @@ impl PromotionReconciler {
             .any_repository(row.promotion.repository_id)
             .await?;
         let repository = repository.ok_or_else(|| {
-            Failure::Final(failed(ErrorCode::NotFound, "the repository was removed"))
+            StageFailure::Final(failed(ErrorCode::NotFound, "the repository was removed"))
         })?;
         let stage = stage(row, &repository);
-        if stage == Stage::Check && row.promotion.state == PromotionState::Checking {
+        if stage == NextStage::Check && row.promotion.state == PromotionState::Checking {
             return self.check(row, &repository).await;
         }
         let sha256 = &row.promotion.changeset_sha256;
         let changeset = read_changeset(&orchestrator.blobs, sha256).await?;
         let next = match stage {
-            Stage::Build => {
+            NextStage::Build => {
                 let request = row.commit_request(&repository);
                 let built = orchestrator.egress.commit(&request, &changeset).await?;
                 row.promotion.state = PromotionState::Working;
@@ -178,13 +178,13 @@ impl PromotionReconciler {
                 Next::Now
             }
             // The rules have changed: what was checked and approved no longer counts.
-            Stage::StartOver => {
+            NextStage::StartOver => {
                 row.start_over();
                 Next::Now
             }
-            Stage::Check => return self.check(row, &repository).await,
-            Stage::Approve => decide(row),
-            Stage::Push => {
+            NextStage::Check => return self.check(row, &repository).await,
+            NextStage::Approve => decide(row),
+            NextStage::Push => {
                 let request = GitPush {
                     version: API_VERSION,
                     call: row.on_behalf().call(&repository),
@@ -198,7 +198,7 @@ impl PromotionReconciler {
                 row.promotion.reached = Some(PromotionStage::Pushed);
                 Next::Now
             }
-            Stage::Open => {
+            NextStage::Open => {
                 let request = GitPull {
                     version: API_VERSION,
                     call: row.on_behalf().call(&repository),
@@ -213,12 +213,12 @@ impl PromotionReconciler {
                 row.promotion.reached = Some(PromotionStage::Opened);
                 Next::Now
             }
-            Stage::End => {
+            NextStage::End => {
                 end(row, PromotionState::Done);
                 Next::End
             }
         };
-        if matches!(stage, Stage::Push | Stage::Open) {
+        if matches!(stage, NextStage::Push | NextStage::Open) {
             row.promotion.state = PromotionState::Working;
             row.promotion.error = None;
         }
@@ -234,18 +234,18 @@ impl PromotionReconciler {
         &self,
         row: &mut PromotionRow,
         repository: &Repository,
-    ) -> Result<Next, Failure> {
+    ) -> Result<Next, StageFailure> {
         row.promotion.error = None;
         let outcome = checks::run(&self.orchestrator, row, repository).await?;
         row.promotion.state = PromotionState::Checking;
         match outcome {
-            checks::Outcome::Running => Ok(Next::After(CHECK_INTERVAL)),
-            checks::Outcome::Passed => {
+            checks::ChecksOutcome::Running => Ok(Next::After(CHECK_INTERVAL)),
+            checks::ChecksOutcome::Passed => {
                 row.progress.checked.clone_from(&row.promotion.commit);
                 row.promotion.state = PromotionState::Working;
                 Ok(Next::Now)
             }
-            checks::Outcome::Failed(detail) => Err(Failure::Final(PromotionError {
+            checks::ChecksOutcome::Failed(detail) => Err(StageFailure::Final(PromotionError {
                 code: "check_failed".to_owned(),
                 detail,
                 conflict: Some(json!({ "checks": row.promotion.checks })),

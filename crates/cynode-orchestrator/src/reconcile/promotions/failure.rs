@@ -14,7 +14,7 @@ pub(super) const MAX_CONFLICT_BYTES: usize = 256 * 1024;
 
 /// Why a stage is not done.
 #[derive(Debug)]
-pub(super) enum Failure {
+pub(super) enum StageFailure {
     /// It is tried again.
     Transient(PromotionError),
     /// The promotion fails.
@@ -23,13 +23,13 @@ pub(super) enum Failure {
     Unstored(Error),
 }
 
-impl From<crate::db::Error> for Failure {
+impl From<crate::db::Error> for StageFailure {
     fn from(error: crate::db::Error) -> Self {
         Self::Unstored(error.into())
     }
 }
 
-impl From<egress::Error> for Failure {
+impl From<egress::Error> for StageFailure {
     fn from(error: egress::Error) -> Self {
         let is_transient = error.is_transient();
         let error = match error {
@@ -45,7 +45,7 @@ impl From<egress::Error> for Failure {
     }
 }
 
-impl From<promotions::Error> for Failure {
+impl From<promotions::Error> for StageFailure {
     fn from(error: promotions::Error) -> Self {
         match error {
             promotions::Error::Db(error) => error.into(),
@@ -61,7 +61,7 @@ impl From<promotions::Error> for Failure {
     }
 }
 
-impl From<git_workspaces::Error> for Failure {
+impl From<git_workspaces::Error> for StageFailure {
     fn from(error: git_workspaces::Error) -> Self {
         match error {
             git_workspaces::Error::Db(error) => error.into(),
@@ -75,7 +75,7 @@ impl From<git_workspaces::Error> for Failure {
     }
 }
 
-impl From<checks::Error> for Failure {
+impl From<checks::Error> for StageFailure {
     fn from(error: checks::Error) -> Self {
         match error {
             checks::Error::Db(error @ crate::db::Error::Quota(_)) => {

@@ -10,7 +10,7 @@ use crate::{
 
 /// The stages that follow one another. A stage that has nothing to do is skipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(super) enum NextStage {
     Build,
     StartOver,
     Check,
@@ -21,32 +21,32 @@ pub(super) enum Stage {
 }
 
 /// The stage that a promotion is at.
-pub(super) fn stage(row: &PromotionRow, repository: &Repository) -> Stage {
+pub(super) fn stage(row: &PromotionRow, repository: &Repository) -> NextStage {
     let promotion = &row.promotion;
     let (until, reached) = (promotion.until, promotion.reached);
     if promotion.commit.is_none() {
-        return Stage::Build;
+        return NextStage::Build;
     }
     if reached >= Some(until) {
-        return Stage::End;
+        return NextStage::End;
     }
     if reached >= Some(PromotionStage::Pushed) {
         return if repository.provider == ForgeKind::Git {
-            Stage::End
+            NextStage::End
         } else {
-            Stage::Open
+            NextStage::Open
         };
     }
     if row.progress.revision != Some(repository.revision) {
-        return Stage::StartOver;
+        return NextStage::StartOver;
     }
     if !repository.checks.is_empty() && row.progress.checked != promotion.commit {
-        return Stage::Check;
+        return NextStage::Check;
     }
     if repository.rules.require_approval && !row.is_approved() {
-        return Stage::Approve;
+        return NextStage::Approve;
     }
-    Stage::Push
+    NextStage::Push
 }
 
 /// Applies a person's decision, if there is one about what would be pushed now.

@@ -8,7 +8,7 @@ use serde_json::json;
 use time::OffsetDateTime;
 
 use super::{
-    Next, Stage, bounded, decide, failure::MAX_CONFLICT_BYTES, is_conflict, pause, stage,
+    Next, NextStage, bounded, decide, failure::MAX_CONFLICT_BYTES, is_conflict, pause, stage,
     with_base,
 };
 use crate::{
@@ -119,25 +119,25 @@ fn decision(row: &PromotionRow, approves: bool) -> Decision {
 #[test]
 fn stages_follow_one_another_and_end_where_the_request_says() {
     let plain = repository(RepositoryRules::default(), 0);
-    assert_eq!(stage(&row(), &plain), Stage::Build);
+    assert_eq!(stage(&row(), &plain), NextStage::Build);
     let mut row = committed();
-    assert_eq!(stage(&row, &plain), Stage::Push);
+    assert_eq!(stage(&row, &plain), NextStage::Push);
     for until in [PromotionStage::Applied, PromotionStage::Committed] {
         row.promotion.until = until;
-        assert_eq!(stage(&row, &plain), Stage::End);
+        assert_eq!(stage(&row, &plain), NextStage::End);
     }
     row.promotion.until = PromotionStage::Pushed;
     row.promotion.reached = Some(PromotionStage::Pushed);
-    assert_eq!(stage(&row, &plain), Stage::End);
+    assert_eq!(stage(&row, &plain), NextStage::End);
     row.promotion.until = PromotionStage::Opened;
-    assert_eq!(stage(&row, &plain), Stage::Open);
+    assert_eq!(stage(&row, &plain), NextStage::Open);
     let git = Repository {
         provider: ForgeKind::Git,
         ..plain.clone()
     };
-    assert_eq!(stage(&row, &git), Stage::End);
+    assert_eq!(stage(&row, &git), NextStage::End);
     row.promotion.reached = Some(PromotionStage::Opened);
-    assert_eq!(stage(&row, &plain), Stage::End);
+    assert_eq!(stage(&row, &plain), NextStage::End);
 }
 
 #[test]
@@ -148,29 +148,29 @@ fn nothing_is_pushed_before_its_own_commit_passed_and_was_approved() {
     };
     let strict = repository(rules, 1);
     let mut row = committed();
-    assert_eq!(stage(&row, &strict), Stage::Check);
+    assert_eq!(stage(&row, &strict), NextStage::Check);
     row.progress.checked = Some("d".repeat(40));
-    assert_eq!(stage(&row, &strict), Stage::Check);
+    assert_eq!(stage(&row, &strict), NextStage::Check);
     row.progress.checked.clone_from(&row.promotion.commit);
-    assert_eq!(stage(&row, &strict), Stage::Approve);
+    assert_eq!(stage(&row, &strict), NextStage::Approve);
     assert!(matches!(decide(&mut row), Next::After(_)));
     assert_eq!(row.promotion.state, PromotionState::AwaitingApproval);
     row.decision = Some(decision(&row, true));
     assert!(matches!(decide(&mut row), Next::Now));
-    assert_eq!(stage(&row, &strict), Stage::Push);
+    assert_eq!(stage(&row, &strict), NextStage::Push);
     assert_eq!(row.promotion.approved_by.as_deref(), Some("ann"));
     // Other rules, another base, another commit: the approval lapses.
     let changed = Repository {
         revision: 8,
         ..strict.clone()
     };
-    assert_eq!(stage(&row, &changed), Stage::StartOver);
+    assert_eq!(stage(&row, &changed), NextStage::StartOver);
     let mut other = row.clone();
     other.promotion.base = Some("e".repeat(40));
-    assert_eq!(stage(&other, &strict), Stage::Approve);
+    assert_eq!(stage(&other, &strict), NextStage::Approve);
     assert!(matches!(decide(&mut other), Next::After(_)));
     row.start_over();
-    assert_eq!(stage(&row, &strict), Stage::Build);
+    assert_eq!(stage(&row, &strict), NextStage::Build);
     assert!(row.progress.approval.is_none() && row.progress.checked.is_none());
 }
 

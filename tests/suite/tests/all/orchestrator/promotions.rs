@@ -143,6 +143,21 @@ impl World {
         self.shown(promotion).await
     }
 
+    /// A node that runs jobs.
+    async fn worker(&self) -> Result<SimulatedWorker> {
+        let worker = SimulatedWorker::start("node-1", &[IMAGE]).await?;
+        let key = self.plane.world.directory().join("registration.key");
+        let key = fs_err::read_to_string(key)?;
+        let control = self.orchestrator.control_url()?;
+        worker.join(&control, key.trim()).await?;
+        let is_ready = async || {
+            let nodes = self.get("/v1/nodes").await?;
+            Ok(nodes["items"][0]["state"] == "ready")
+        };
+        eventually("the node is ready", TIMEOUT, is_ready).await?;
+        Ok(worker)
+    }
+
     /// Kills the orchestrator, and starts another on its state.
     async fn kill_and_restart(&mut self) -> Result<()> {
         self.orchestrator.kill()?;
@@ -266,7 +281,6 @@ async fn every_orchestrator_refuses_a_credential_as_input_also_after_a_restart()
     ensure!(refused(world.orchestrator.url()?).await?, "at once");
     let elsewhere = async || refused(second.url()?).await;
     eventually("the other refuses it", Duration::from_secs(5), elsewhere).await?;
-    drop(refused);
     world.kill_and_restart().await?;
     let request = world
         .request(
@@ -562,11 +576,7 @@ async fn a_canceled_promotion_goes_no_further() -> Result<()> {
 #[tokio::test]
 async fn a_commit_is_pushed_only_after_its_checks_passed_in_sandboxes() -> Result<()> {
     let world = World::start().await?;
-    let worker = SimulatedWorker::start("node-1", &[IMAGE]).await?;
-    let key = fs_err::read_to_string(world.plane.world.directory().join("registration.key"))?;
-    worker
-        .join(&world.orchestrator.control_url()?, key.trim())
-        .await?;
+    let _worker = world.worker().await?;
     let check = |argv: &[&str]| json!({"checks": [{"name": "test", "argv": argv}]});
     world.repository("good", check(&["true"])).await?;
     world.repository("bad", check(&["false"])).await?;
@@ -628,11 +638,7 @@ async fn the_same_commit_is_fetched_once_and_scanned_like_any_input() -> Result<
         }
         body
     };
-    let key = fs_err::read_to_string(world.plane.world.directory().join("registration.key"))?;
-    let worker = SimulatedWorker::start("node-1", &[IMAGE]).await?;
-    worker
-        .join(&world.orchestrator.control_url()?, key.trim())
-        .await?;
+    let _worker = world.worker().await?;
     for _ in 0..2 {
         world.post("/v1/jobs", job(json!({}))).await?;
     }
