@@ -86,18 +86,17 @@ async fn a_blob_of_another_branch_must_be_brought() {
 async fn a_delta_must_not_build_on_another_branch() {
     let (repository, base) = with_secret_branch().await;
     let secret = repository.id("secret");
+    repository.git(&["checkout", "-q", "--detach", "secret"]);
     repository.write("plans", format!("{}one more line\n", plans()));
-    repository.git(&["checkout", "-q", "--detach"]);
-    repository.git(&["add", "-A"]);
     let commit = repository.commit("similar");
-    // A thin pack that leaves out what the secret branch has.
+    // A thin pack, whose deltas build on what the secret branch has.
     let thin = pack(
         &repository,
         &["--revs", "--thin", "--delta-base-offset"],
-        &format!("{commit}\n^{secret}\n^{base}\n"),
+        &format!("{commit}\n^{secret}\n"),
     );
     assert!(
-        thin.len() < 2_000,
+        thin.len() < 1_000,
         "the pack has the whole file: {}",
         thin.len()
     );
@@ -106,9 +105,8 @@ async fn a_delta_must_not_build_on_another_branch() {
         bytes.extend(vec![0; garbage]);
         let refused = repository.build(ChangesetFormat::Bundle, bytes, base).await;
         let reason = refused.expect_err("refused").to_string();
-        let plans = repository.id("secret:plans").to_string();
         assert!(
-            reason.contains(&plans),
+            reason.contains("neither in the bundle"),
             "with {garbage} bytes more: {reason}"
         );
     }
