@@ -53,7 +53,8 @@ impl Stack {
         write!(
             text,
             "[orchestrator]\nlisten = \"127.0.0.1:0\"\ncontrol_listen = \
-             \"127.0.0.1:0\"\ndefault_image = {IMAGE:?}\nseed_images = [{IMAGE:?}]\n"
+             \"127.0.0.1:0\"\ndefault_image = {IMAGE:?}\nseed_images = [{IMAGE:?}]\n\
+             [egress.git]\nlisten = \"127.0.0.1:0\"\n"
         )?;
         fs_err::write(&config, text)?;
         let up = Ours::spawn(world, program, "up", &config)?;

@@ -69,7 +69,7 @@ nameable! {
     Image: "image", id, |it| it.name.clone();
     Artifact: "artifact", id, |it| it.path.clone(), HAS_NAMES = false;
     Credential: "credential", id, |it| it.name.clone();
-    Repository: "repository", id, |it| it.name.clone();
+    Repository: "repository", id, |it| it.name.clone(), NOT_FOUND = "repository_not_found";
     Promotion: "promotion", id, |it| it.state.as_str().to_owned(), HAS_NAMES = false;
 }
 

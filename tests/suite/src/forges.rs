@@ -122,6 +122,9 @@ impl Forges {
             // Has no such filter.
             Api::Gitea => None,
         };
+        if parameter("page").is_some_and(|page| page != "1") {
+            return Json(json!([])).into_response();
+        }
         let found: Vec<Value> = self
             .pulls
             .iter()
@@ -219,8 +222,13 @@ fn document(api: Api, pull: &PullRequest) -> Value {
             "title": pull.title,
             "body": pull.body,
             "draft": pull.draft,
-            "head": {"label": format!("team:{}", pull.head), "ref": pull.head, "sha": pull.commit},
-            "base": {"ref": pull.base},
+            "head": {
+                "label": format!("team:{}", pull.head),
+                "ref": pull.head,
+                "sha": pull.commit,
+                "repo": {"full_name": pull.repository},
+            },
+            "base": {"ref": pull.base, "repo": {"full_name": pull.repository}},
         }),
         Api::Gitlab => json!({
             "id": 1_000 + pull.number,
@@ -233,6 +241,8 @@ fn document(api: Api, pull: &PullRequest) -> Value {
             "source_branch": pull.head,
             "target_branch": pull.base,
             "sha": pull.commit,
+            "source_project_id": 1,
+            "target_project_id": 1,
         }),
         Api::Gitea => json!({
             "id": 1_000 + pull.number,
@@ -241,8 +251,17 @@ fn document(api: Api, pull: &PullRequest) -> Value {
             "state": "open",
             "title": pull.title,
             "body": pull.body,
-            "head": {"label": pull.head, "ref": pull.head, "sha": pull.commit},
-            "base": {"label": pull.base, "ref": pull.base},
+            "head": {
+                "label": pull.head,
+                "ref": pull.head,
+                "sha": pull.commit,
+                "repo": {"full_name": pull.repository},
+            },
+            "base": {
+                "label": pull.base,
+                "ref": pull.base,
+                "repo": {"full_name": pull.repository},
+            },
         }),
     }
 }

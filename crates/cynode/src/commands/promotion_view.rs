@@ -3,7 +3,7 @@
 
 use std::process::ExitCode;
 
-use cynode_api::{Promotion, PromotionState, PromotionVerdict};
+use cynode_api::{ErrorCode, Promotion, PromotionState, PromotionVerdict};
 use serde_json::{Value, json};
 
 use super::{CommandResult, api_name, format_time, print_object};
@@ -169,15 +169,20 @@ pub fn dry_run_outcome(promotion: &Promotion) -> CommandResult {
         count => format!("; and {} more", count - 1),
     };
     let message = format!("the rule '{}' refuses: {}{more}", first.rule, first.reason);
-    Err(Failure::new(DENIED, "change_refused", message)
-        .remedy("Change what the rules refuse, or ask an administrator to allow it."))
+    Err(
+        Failure::new(DENIED, ErrorCode::ChangeRefused.as_str(), message)
+            .remedy("Change what the rules refuse, or ask an administrator to allow it."),
+    )
 }
 
 fn failure(promotion: &Promotion) -> Failure {
     let Some(error) = &promotion.error else {
         return Failure::internal("the promotion failed for an unknown reason");
     };
-    let failure = Failure::of_code(&error.code, &error.detail);
+    let mut failure = Failure::of_code(&error.code, &error.detail);
+    if failure.is(ErrorCode::ChangeRefused.as_str()) {
+        failure.exit = DENIED;
+    }
     let Some(conflict) = &error.conflict else {
         return failure;
     };
@@ -211,8 +216,8 @@ fn places(conflict: &Value) -> Vec<Value> {
 #[cfg(test)]
 mod tests {
     use cynode_api::{
-        ArtifactId, ChangesetFormat, ErrorCode, ProjectId, PromotionError, PromotionId,
-        PromotionStage, RepositoryId, TaskId,
+        ArtifactId, ChangesetFormat, ProjectId, PromotionError, PromotionId, PromotionStage,
+        RepositoryId, TaskId,
     };
 
     use super::*;
@@ -266,6 +271,7 @@ mod tests {
         }
         for (code, exit) in [
             (ErrorCode::DeniedByPolicy.as_str(), DENIED),
+            (ErrorCode::ChangeRefused.as_str(), DENIED),
             (ErrorCode::PatchRejected.as_str(), USAGE),
             ("from_the_future", INTERNAL),
         ] {
