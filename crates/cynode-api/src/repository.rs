@@ -35,9 +35,8 @@ pub fn is_repository_name(text: &str) -> bool {
 /// Whether a text can name a branch, a tag or a commit, as `git check-ref-format` says.
 #[must_use]
 pub fn is_git_reference(text: &str) -> bool {
-    let is_component = |part: &str| {
-        !part.is_empty() && !part.starts_with('.') && !part.ends_with(".lock")
-    };
+    let is_component =
+        |part: &str| !part.is_empty() && !part.starts_with('.') && !part.ends_with(".lock");
     !text.is_empty()
         && text.len() <= repository_limits::MAX_REF_BYTES
         && !text.starts_with('-')
@@ -194,14 +193,25 @@ mod tests {
 
     #[test]
     fn names_of_repositories_and_references_hold_nothing_that_git_or_a_path_misreads() {
-        for name in ["site", "a.b_c-d", "0", "01890000-0000-7000-8000-000000000001"] {
+        for name in [
+            "site",
+            "a.b_c-d",
+            "0",
+            "01890000-0000-7000-8000-000000000001",
+        ] {
             assert!(is_repository_name(name), "{name}");
         }
         let long = "a".repeat(repository_limits::MAX_NAME_BYTES + 1);
         for text in ["", ".a", "-a", "A", "a/b", "a b", "a@b", "\u{e9}", &long] {
             assert!(!is_repository_name(text), "{text}");
         }
-        for name in ["main", "release/1.0", "v1.2.3", "feature/a@b", "\u{e9}t\u{e9}"] {
+        for name in [
+            "main",
+            "release/1.0",
+            "v1.2.3",
+            "feature/a@b",
+            "\u{e9}t\u{e9}",
+        ] {
             assert!(is_git_reference(name), "{name}");
         }
         let long = "a".repeat(repository_limits::MAX_REF_BYTES + 1);

@@ -526,7 +526,14 @@ mod tests {
             assert_eq!(text.parse(), Ok(expected.clone()));
             assert_eq!(expected.to_string(), text);
         }
-        for text in ["git:", "git:@main", "git:site@", "git:site@-x", "git:Site", "git:a/b"] {
+        for text in [
+            "git:",
+            "git:@main",
+            "git:site@",
+            "git:site@-x",
+            "git:Site",
+            "git:a/b",
+        ] {
             assert!(text.parse::<WorkspaceRef>().is_err(), "{text}");
         }
         assert!("workspace:nonsense".parse::<WorkspaceRef>().is_err());

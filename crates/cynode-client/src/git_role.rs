@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use cynode_api::{
-    CallId, EgressInfo, EgressState, GitCommit, GitCommitted, GitPull, GitPulled, GitPush, GitPushed,
-    GitResolve, GitResolved, GitSeed, SEED_NOTES_HEADER, SeedNotes, form_frame,
+    CallId, EgressInfo, EgressState, GitCommit, GitCommitted, GitPull, GitPulled, GitPush,
+    GitPushed, GitResolve, GitResolved, GitSeed, SEED_NOTES_HEADER, SeedNotes, form_frame,
 };
 use futures_util::{Stream, StreamExt as _, stream};
 use http::{HeaderValue, Method, header};
@@ -96,13 +96,12 @@ impl GitRole {
             .json(request);
         let response = check_status(send(request).await?).await?;
         let url = display_url(response.url());
-        let notes = response
-            .headers()
-            .get(SEED_NOTES_HEADER)
-            .map_or(Ok(SeedNotes::default()), |notes| {
-                serde_json::from_slice(notes.as_bytes())
-                    .map_err(|error| Error::answer(&url, error))
-            })?;
+        let notes = response.headers().get(SEED_NOTES_HEADER).map_or(
+            Ok(SeedNotes::default()),
+            |notes| {
+                serde_json::from_slice(notes.as_bytes()).map_err(|error| Error::answer(&url, error))
+            },
+        )?;
         Ok(SeedBody {
             notes,
             response,

@@ -134,7 +134,12 @@ async fn start(
         image_ref: Some(image.image_ref.clone()),
         workspace_ref: Some(WorkspaceRef::Artifact(seed)),
         command: check.argv.clone(),
-        timeout_seconds: Some(check.timeout_seconds.unwrap_or(DEFAULT_TIMEOUT_SECONDS).into()),
+        timeout_seconds: Some(
+            check
+                .timeout_seconds
+                .unwrap_or(DEFAULT_TIMEOUT_SECONDS)
+                .into(),
+        ),
         network_policy: Some(NetworkPolicy::None),
         retry: Some(Retry::OnNodeLoss),
         ..JobCreate::default()

@@ -142,11 +142,13 @@ impl GitEgress {
     }
 
     pub(crate) async fn resolve(&self, request: &GitResolve) -> Result<GitResolved, Error> {
-        self.call(move |role| async move { role.resolve(request).await }).await
+        self.call(move |role| async move { role.resolve(request).await })
+            .await
     }
 
     pub(crate) async fn seed(&self, request: &GitSeed) -> Result<SeedBody, Error> {
-        self.call(move |role| async move { role.seed(request).await }).await
+        self.call(move |role| async move { role.seed(request).await })
+            .await
     }
 
     pub(crate) async fn commit(
@@ -159,11 +161,13 @@ impl GitEgress {
     }
 
     pub(crate) async fn push(&self, request: &GitPush) -> Result<GitPushed, Error> {
-        self.call(move |role| async move { role.push(request).await }).await
+        self.call(move |role| async move { role.push(request).await })
+            .await
     }
 
     pub(crate) async fn pull(&self, request: &GitPull) -> Result<GitPulled, Error> {
-        self.call(move |role| async move { role.pull(request).await }).await
+        self.call(move |role| async move { role.pull(request).await })
+            .await
     }
 
     /// Calls the role with the newest rules. A role that has just started has none yet: it gets

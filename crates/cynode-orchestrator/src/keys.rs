@@ -6,7 +6,7 @@
 use std::{io, path::Path, sync::Arc};
 
 use aws_lc_rs::{
-    aead::{AES_256_GCM, Aad, Nonce, NONCE_LEN, RandomizedNonceKey},
+    aead::{AES_256_GCM, Aad, NONCE_LEN, Nonce, RandomizedNonceKey},
     hmac, rand,
 };
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
@@ -103,7 +103,10 @@ impl Keys {
         let (nonce, forms) = encrypted.split_at_checked(NONCE_LEN)?;
         let nonce = Nonce::try_assume_unique_for_key(nonce).ok()?;
         let mut forms = forms.to_vec();
-        let length = key.open_in_place(nonce, Aad::empty(), &mut forms).ok()?.len();
+        let length = key
+            .open_in_place(nonce, Aad::empty(), &mut forms)
+            .ok()?
+            .len();
         forms.truncate(length);
         Some(forms)
     }

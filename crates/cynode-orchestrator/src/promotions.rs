@@ -44,7 +44,10 @@ pub(crate) enum Error {
     NoBase,
     #[error("{0}")]
     Invalid(String),
-    #[error("changeset: it has {size} bytes; at most {}", promotion_limits::MAX_CHANGESET_BYTES)]
+    #[error(
+        "changeset: it has {size} bytes; at most {}",
+        promotion_limits::MAX_CHANGESET_BYTES
+    )]
     TooLarge { size: i64 },
     #[error("the bytes of the changeset are no longer those that it began with")]
     ChangesetChanged,
@@ -197,10 +200,8 @@ fn take_commit(promotion: &mut Promotion, built: GitCommitted) {
 
 /// The error of a change that a rule refuses.
 fn refused_change(verdicts: &[PromotionVerdict]) -> PromotionError {
-    let refused: Vec<&PromotionVerdict> = verdicts
-        .iter()
-        .filter(|verdict| !verdict.allowed)
-        .collect();
+    let refused: Vec<&PromotionVerdict> =
+        verdicts.iter().filter(|verdict| !verdict.allowed).collect();
     let detail = refused.first().map_or_else(
         || "a rule of the repository refuses the change".to_owned(),
         |verdict| match &verdict.path {

@@ -204,10 +204,11 @@ impl From<egress::Error> for ApiError {
         match error {
             Error::Db(error) => error.into(),
             // An answer to the orchestrator's own token says nothing about the caller's.
-            Error::Refused(problem) if problem.is(ErrorCode::Unauthorized) => {
-                Self::new(ErrorCode::Unavailable, "the git role does not take the token")
-                    .with_remedy("Compare orchestrator.egress_git_token_file with the role's token.")
-            }
+            Error::Refused(problem) if problem.is(ErrorCode::Unauthorized) => Self::new(
+                ErrorCode::Unavailable,
+                "the git role does not take the token",
+            )
+            .with_remedy("Compare orchestrator.egress_git_token_file with the role's token."),
             Error::Refused(problem) => (*problem).into(),
             Error::Sandbox => Self::new(ErrorCode::Forbidden, detail),
             Error::NotConfigured => Self::new(ErrorCode::Unavailable, detail).with_remedy(

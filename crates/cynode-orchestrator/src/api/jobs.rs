@@ -8,8 +8,8 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{
-    CallId, Job, JobCreate, JobId, JobProgress, JobState, OutputPage, OutputQuery, Page, Problem, TaskId,
-    exec_limits::MAX_WAIT_MS,
+    CallId, Job, JobCreate, JobId, JobProgress, JobState, OutputPage, OutputQuery, Page, Problem,
+    TaskId, exec_limits::MAX_WAIT_MS,
 };
 use cynode_service::{ApiError, QueryParams, output::OutputRequest};
 use http::{HeaderMap, StatusCode, header};

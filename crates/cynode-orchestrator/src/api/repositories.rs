@@ -147,7 +147,9 @@ fn check_url(field: &str, url: &str) -> Result<(), ApiError> {
         return Err(refused("it must not contain credentials"));
     }
     if parsed.query().is_some() || parsed.fragment().is_some() || parsed.host_str().is_none() {
-        return Err(refused("it must have a host, and neither query nor fragment"));
+        return Err(refused(
+            "it must have a host, and neither query nor fragment",
+        ));
     }
     if field == "url" && parsed.path().trim_matches('/').is_empty() {
         return Err(refused("it names no repository"));
@@ -190,10 +192,7 @@ fn check_addresses(addresses: &[AllowedAddress]) -> Result<(), ApiError> {
     if addresses.len() > repository_limits::MAX_ADDRESSES {
         return Err(ApiError::new(
             ErrorCode::TooLarge,
-            format!(
-                "addresses: more than {}",
-                repository_limits::MAX_ADDRESSES
-            ),
+            format!("addresses: more than {}", repository_limits::MAX_ADDRESSES),
         ));
     }
     for address in addresses {
@@ -314,12 +313,28 @@ mod tests {
     #[test]
     fn a_credential_serves_what_is_at_or_below_its_place() {
         for (url, place, expected) in [
-            ("https://f.example/team/site", "https://f.example/team", true),
+            (
+                "https://f.example/team/site",
+                "https://f.example/team",
+                true,
+            ),
             ("https://f.example/team", "https://f.example/team/", true),
             ("https://f.example:443/a", "https://f.example", true),
-            ("https://f.example/teams/site", "https://f.example/team", false),
-            ("https://g.example/team/site", "https://f.example/team", false),
-            ("https://f.example:444/team", "https://f.example/team", false),
+            (
+                "https://f.example/teams/site",
+                "https://f.example/team",
+                false,
+            ),
+            (
+                "https://g.example/team/site",
+                "https://f.example/team",
+                false,
+            ),
+            (
+                "https://f.example:444/team",
+                "https://f.example/team",
+                false,
+            ),
         ] {
             assert_eq!(is_below(url, place), expected, "{url} {place}");
         }
@@ -341,7 +356,14 @@ mod tests {
         for range in ["10.1.0.0/16", "fd00::/8", "127.0.0.1", "::1/128"] {
             assert!(is_range(range), "{range}");
         }
-        for range in ["", "10.1.0.0/33", "x", "10.1.0.0/", "10.1.0.0/+8", "fd00::/129"] {
+        for range in [
+            "",
+            "10.1.0.0/33",
+            "x",
+            "10.1.0.0/",
+            "10.1.0.0/+8",
+            "fd00::/129",
+        ] {
             assert!(!is_range(range), "{range}");
         }
         assert!(is_glob("src/**/*.rs") && !is_glob("") && !is_glob("[") && !is_glob("a\nb"));

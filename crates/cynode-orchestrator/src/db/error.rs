@@ -64,7 +64,10 @@ pub(crate) enum Error {
     StalePolicy { current: i64 },
     #[error("{promotions} promotions to the repository are under way")]
     RepositoryInUse { promotions: i64 },
-    #[error("there may be at most {} repositories", cynode_api::repository_limits::MAX_REPOSITORIES)]
+    #[error(
+        "there may be at most {} repositories",
+        cynode_api::repository_limits::MAX_REPOSITORIES
+    )]
     TooManyRepositories,
     #[error("events up to {expired} are no longer kept")]
     CursorExpired { expired: i64 },

@@ -1,9 +1,7 @@
 //! Events: written in the transaction of the change that they report, numbered without gaps, read
 //! in order.
 
-use cynode_api::{
-    Event, JobId, JobState, ProjectId, Promotion, SessionId, SessionState, TaskId,
-};
+use cynode_api::{Event, JobId, JobState, ProjectId, Promotion, SessionId, SessionState, TaskId};
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 

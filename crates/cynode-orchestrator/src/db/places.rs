@@ -55,7 +55,11 @@ pub(super) fn placed_session(row: &PgRow) -> Result<PlacedSession, Error> {
 }
 
 impl Db {
-    pub(super) async fn place(&self, query: &'static str, id: &Uuid) -> Result<Option<Place>, Error> {
+    pub(super) async fn place(
+        &self,
+        query: &'static str,
+        id: &Uuid,
+    ) -> Result<Option<Place>, Error> {
         let row = sqlx::query(query)
             .bind(id)
             .fetch_optional(&self.pool)

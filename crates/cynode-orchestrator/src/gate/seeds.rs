@@ -101,7 +101,9 @@ pub(crate) fn scan_stream(mut watch: Watch, body: Body, secret: SecretHit, scan:
 impl Orchestrator {
     /// How shapes of secrets are treated in the seeds of a project's workspaces.
     pub(crate) fn seed_shapes(&self, project: ProjectId) -> ShapeAction {
-        self.shapes.for_project(Some(project)).action(Channel::Seeds)
+        self.shapes
+            .for_project(Some(project))
+            .action(Channel::Seeds)
     }
 
     /// Stages an archive that the orchestrator itself brings, and scans it as one that a caller

@@ -446,11 +446,7 @@ impl Orchestrator {
         .named(format!("repository:{id}")))
     }
 
-    async fn promotion_target(
-        &self,
-        caller: &Caller,
-        id: PromotionId,
-    ) -> Result<Target, ApiError> {
+    async fn promotion_target(&self, caller: &Caller, id: PromotionId) -> Result<Target, ApiError> {
         let place = self
             .db
             .promotion_place(id)

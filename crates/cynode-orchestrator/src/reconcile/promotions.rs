@@ -281,6 +281,8 @@ fn end(row: &mut PromotionRow, state: PromotionState) {
 }
 
 fn pause(attempts: i32) -> Duration {
-    let doublings = u32::try_from(attempts.saturating_sub(1)).unwrap_or(0).min(10);
+    let doublings = u32::try_from(attempts.saturating_sub(1))
+        .unwrap_or(0)
+        .min(10);
     FIRST_PAUSE.saturating_mul(1 << doublings).min(MAX_PAUSE)
 }

@@ -1,9 +1,7 @@
 //! `git.*`: a change of a task on its way to a branch and a pull request. All of them are the same
 //! promotion, which each drives to its stage.
 
-use cynode_api::{
-    ArtifactId, ChangesetFormat, Promotion, PromotionCreate, PromotionStage, TaskId,
-};
+use cynode_api::{ArtifactId, ChangesetFormat, Promotion, PromotionCreate, PromotionStage, TaskId};
 use cynode_service::ApiError;
 use http::Method;
 
@@ -156,7 +154,10 @@ mod tests {
     fn a_title_is_the_first_line_of_the_message() {
         let task = TaskId::generate();
         assert_eq!(title_of(Some("\n Fix it \n\nwhy"), task), "Fix it");
-        assert_eq!(title_of(Some(" \n"), task), format!("Changes of task {task}"));
+        assert_eq!(
+            title_of(Some(" \n"), task),
+            format!("Changes of task {task}")
+        );
         assert_eq!(title_of(None, task), format!("Changes of task {task}"));
     }
 }

@@ -108,7 +108,11 @@ pub(super) fn is_conflict(code: &str) -> bool {
     .contains(&code)
 }
 
-pub(super) fn with_base(error: PromotionError, base: Option<&str>, current: &str) -> PromotionError {
+pub(super) fn with_base(
+    error: PromotionError,
+    base: Option<&str>,
+    current: &str,
+) -> PromotionError {
     if base == Some(current) {
         return error;
     }

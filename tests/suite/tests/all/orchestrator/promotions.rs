@@ -49,7 +49,9 @@ impl World {
         world.project = text(&project["id"])?;
         let task = json!({"name": "t", "project_id": world.project});
         world.task = text(&world.post("/v1/tasks", task).await?["id"])?;
-        world.changeset = world.put("change.patch", "--- a/README\n+++ b/README\n").await?;
+        world.changeset = world
+            .put("change.patch", "--- a/README\n+++ b/README\n")
+            .await?;
         Ok(world)
     }
 
@@ -205,7 +207,11 @@ async fn a_credential_reaches_the_role_and_nothing_else() -> Result<()> {
     let plaintext = world.role.open(id.parse()?)?;
     assert_eq!(plaintext.secret, SECRET);
     assert_eq!(
-        (plaintext.host.as_str(), plaintext.port, plaintext.path_prefix.as_str()),
+        (
+            plaintext.host.as_str(),
+            plaintext.port,
+            plaintext.path_prefix.as_str()
+        ),
         ("forge.example", 443, "/team")
     );
     assert_eq!(plaintext.project_id.to_string(), world.project);
@@ -251,7 +257,12 @@ async fn a_credential_reaches_the_role_and_nothing_else() -> Result<()> {
     let path = format!("/v1/credentials/{id}/disable");
     let disabled = world.post(&path, json!({})).await?;
     ensure!(disabled["disabled_at"].is_string());
-    let gone = async || Ok(world.role.state().is_some_and(|state| state.credentials.is_empty()));
+    let gone = async || {
+        Ok(world
+            .role
+            .state()
+            .is_some_and(|state| state.credentials.is_empty()))
+    };
     eventually("the credential is withdrawn", TIMEOUT, gone).await?;
     let path = format!("/v1/credentials/{id}/rotate");
     assert_eq!(
@@ -304,7 +315,8 @@ async fn the_role_gets_the_rules_whenever_they_change_and_after_its_restart() ->
     };
     eventually("the rules have arrived", TIMEOUT, arrived).await?;
     let first = world.role.state().context("rules")?.revision;
-    let policy = json!({"text": "permit (principal, action == CyNode::Action::\"node.list\", resource);"});
+    let policy =
+        json!({"text": "permit (principal, action == CyNode::Action::\"node.list\", resource);"});
     let request = world.request(Method::PUT, "/v1/policies/site")?;
     ensure!(Answer::of(request.json(&policy)).await?.status == 200);
     let newer = async || {
@@ -328,7 +340,10 @@ async fn the_role_gets_the_rules_whenever_they_change_and_after_its_restart() ->
     let inspected = world.post("/v1/promotions", dry_run).await?;
     assert_eq!(inspected["state"], "done");
     assert_eq!(inspected["reached"], "committed");
-    assert_eq!(world.role.state().map(|state| state.repositories.len()), Some(1));
+    assert_eq!(
+        world.role.state().map(|state| state.repositories.len()),
+        Some(1)
+    );
     ensure!(world.get("/v1/promotions").await?["items"] == json!([]));
     let path = format!("/v1/repositories/{}", text(&repository["id"])?);
     let removed = Answer::of(world.request(Method::DELETE, &path)?).await?;
@@ -343,7 +358,12 @@ async fn without_a_role_calls_say_how_to_start_one() -> Result<()> {
     let http = reqwest::Client::builder().no_proxy().build()?;
     let post = async |path: &str, body: Value| -> Result<Answer> {
         let url = format!("{}{path}", orchestrator.url()?);
-        Answer::of(http.post(url).bearer_auth(orchestrator.token()?).json(&body)).await
+        Answer::of(
+            http.post(url)
+                .bearer_auth(orchestrator.token()?)
+                .json(&body),
+        )
+        .await
     };
     let project = post("/v1/projects", json!({"name": "p"})).await?;
     let project: Value = serde_json::from_slice(&project.body)?;
@@ -352,7 +372,10 @@ async fn without_a_role_calls_say_how_to_start_one() -> Result<()> {
     });
     let problem = post("/v1/credentials", body).await?.problem()?;
     assert_eq!(problem.code, "unavailable");
-    ensure!(problem.remedy.contains("cynode egress --role git"), "{problem:?}");
+    ensure!(
+        problem.remedy.contains("cynode egress --role git"),
+        "{problem:?}"
+    );
     Ok(())
 }
 
@@ -366,7 +389,10 @@ async fn a_changeset_becomes_a_pull_request_once() -> Result<()> {
     ensure!(done["pull_request"].is_string() && done["commit"].is_string());
     let branch = format!("cynode/{}/change-the-file", world.task);
     assert_eq!(done["branch"], json!(branch));
-    assert_eq!(world.role.branches().get(&branch), Some(&text(&done["commit"])?));
+    assert_eq!(
+        world.role.branches().get(&branch),
+        Some(&text(&done["commit"])?)
+    );
     // Asked for again, it is the same one.
     let again = world.promote(&world.promotion("site")).await?;
     assert_eq!(again["id"], done["id"]);
@@ -430,7 +456,10 @@ async fn a_stage_that_is_refused_ends_the_promotion_with_the_reason() -> Result<
     for (number, (call, fault, expected)) in [
         (
             "commits",
-            RoleFault::Refuse(ErrorCode::PatchRejected, json!({"rejects": [{"path": "README"}]})),
+            RoleFault::Refuse(
+                ErrorCode::PatchRejected,
+                json!({"rejects": [{"path": "README"}]}),
+            ),
             "patch_rejected",
         ),
         ("commits", RoleFault::Deny, "change_refused"),
@@ -484,7 +513,10 @@ async fn an_orchestrator_that_dies_at_any_stage_pushes_and_opens_nothing_twice()
         let done = world.reaches(&promotion, "done").await?;
         assert_eq!(done["reached"], "opened");
         let branch = text(&done["branch"])?;
-        assert_eq!(world.role.branches().get(&branch), Some(&text(&done["commit"])?));
+        assert_eq!(
+            world.role.branches().get(&branch),
+            Some(&text(&done["commit"])?)
+        );
         assert_eq!(world.role.pulls().get(&branch), Some(&1));
         // One commit, however often it was built.
         let builds: Vec<Value> = world
@@ -550,7 +582,11 @@ async fn a_promotion_waits_for_a_person_and_no_agent_decides() -> Result<()> {
     let decision = json!({"commit": waiting["commit"], "reason": "not now"});
     let rejected = world.post(&path, decision).await?;
     assert_eq!(rejected["state"], "rejected", "{rejected}");
-    ensure!(rejected["error"]["detail"].as_str().is_some_and(|text| text.contains("not now")));
+    ensure!(
+        rejected["error"]["detail"]
+            .as_str()
+            .is_some_and(|text| text.contains("not now"))
+    );
     assert_eq!(world.role.branches().len(), 1);
     Ok(())
 }
@@ -587,7 +623,10 @@ async fn a_commit_is_pushed_only_after_its_checks_passed_in_sandboxes() -> Resul
     let seeds = world.role.requests("seeds");
     assert_eq!(seeds[0]["commit"], done["commit"]);
     let failed = world.promote(&world.promotion("bad")).await?;
-    assert_eq!((&failed["state"], code(&failed)), (&json!("failed"), "check_failed"));
+    assert_eq!(
+        (&failed["state"], code(&failed)),
+        (&json!("failed"), "check_failed")
+    );
     assert_eq!(world.role.branches().len(), 1);
     Ok(())
 }
@@ -649,7 +688,9 @@ async fn the_same_commit_is_fetched_once_and_scanned_like_any_input() -> Result<
     let path = format!("git/site/{}.tar", "a".repeat(40));
     ensure!(artifacts.to_string().contains(&path), "{artifacts}");
     // Another depth and another commit are other seeds.
-    world.post("/v1/jobs", job(json!({"workspace_depth": 1}))).await?;
+    world
+        .post("/v1/jobs", job(json!({"workspace_depth": 1})))
+        .await?;
     world.role.set_head(&"e".repeat(40));
     world.post("/v1/jobs", job(json!({}))).await?;
     assert_eq!(world.role.requests("seeds").len(), 3);
@@ -660,11 +701,18 @@ async fn the_same_commit_is_fetched_once_and_scanned_like_any_input() -> Result<
     assert_eq!(outcome, (422, "secret_in_input".to_owned()));
     for (more, status) in [
         (json!({"workspace_ref": "git:other"}), 404),
-        (json!({"workspace_ref": "git:site", "workspace_depth": 0}), 400),
+        (
+            json!({"workspace_ref": "git:site", "workspace_depth": 0}),
+            400,
+        ),
         (json!({"workspace_ref": "new", "workspace_depth": 1}), 400),
         (json!({"workspace_ref": "git:Site"}), 400),
     ] {
-        assert_eq!(world.refused("/v1/jobs", job(more.clone())).await?.0, status, "{more}");
+        assert_eq!(
+            world.refused("/v1/jobs", job(more.clone())).await?.0,
+            status,
+            "{more}"
+        );
     }
     Ok(())
 }
