@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::GitFixture;
 
-// proves: CYNAI.SANDBX.GitLocalOnly, REQ-SANDBX-0123 with git::promotion::*
+// proves: CYNAI.SANDBX.GitLocalOnly, REQ-SANDBX-0123 with orchestrator::git::promotion::*
 #[tokio::test]
 async fn git_works_on_the_workspace_and_reaches_no_remote() -> Result<()> {
     let fixture = GitFixture::start("git").await?;

@@ -82,7 +82,7 @@ async fn an_agent_s_change_becomes_a_pull_request(provider: &'static str) -> Res
     fixture.down()
 }
 
-// proves: REQ-SANDBX-0123 with git::inside::*, ISC-08 with patches::*, ISC-09
+// proves: REQ-SANDBX-0123 with orchestrator::git::inside::*, ISC-08, ISC-09
 #[tokio::test]
 async fn an_agent_s_change_becomes_a_pull_request_on_github() -> Result<()> {
     an_agent_s_change_becomes_a_pull_request("github").await

@@ -175,7 +175,7 @@ async fn an_artifact_that_was_changed_in_the_store_is_refused() -> Result<()> {
     fixture.down()
 }
 
-// proves: ISC-10 with git::approval::*
+// proves: ISC-10 with orchestrator::git::approval::*
 #[tokio::test]
 async fn a_check_gates_the_push_by_the_exit_code_that_the_worker_saw() -> Result<()> {
     let fixture = GitFixture::start("github").await?;
