@@ -148,7 +148,7 @@ struct BroughtObjects {
 
 /// Indexes a pack in quarantine. git adds the objects that the pack's deltas build on at its end.
 async fn index(store: &ObjectStore<'_>, pack: &Bytes) -> Result<BroughtObjects, ChangeError> {
-    // The count is the only sign of where the pack ended: whatever follows its checksum is ignored.
+    // Objects after so many were added by git.
     let count = match pack.get(..12) {
         Some([b'P', b'A', b'C', b'K', _, _, _, _, count @ ..]) => {
             let count = <[u8; 4]>::try_from(count).unwrap_or_default();
@@ -167,10 +167,15 @@ async fn index(store: &ObjectStore<'_>, pack: &Bytes) -> Result<BroughtObjects, 
         }
         result => result?,
     };
+    // git prints what it read beyond the pack.
+    let mut printed = printed.splitn(2, |byte| *byte == b'\n');
     let name = printed
-        .strip_prefix(b"pack\t")
-        .or_else(|| printed.strip_prefix(b"keep\t"))
+        .next()
+        .and_then(|line| line.strip_prefix(b"pack\t"))
         .ok_or(UnexpectedOutput("no name of a pack"))?;
+    if printed.next().is_none_or(|rest| !rest.is_empty()) {
+        return Err(invalid("data follows its pack"));
+    }
     let path = format!("objects/pack/pack-{}.idx", output::single_id(name)?);
     // In the quarantine.
     let printed = store
