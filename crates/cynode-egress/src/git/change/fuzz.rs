@@ -59,11 +59,11 @@ pub fn objects(input: &[u8]) {
         1 => check_differences(output),
         2 => {
             if let Ok(refs) = remote_refs(output) {
-                let rendered: String = refs
+                let rendered: Vec<String> = refs
                     .iter()
                     .map(|found| format!("{}\t{}\n", found.id, found.name))
                     .collect();
-                assert_eq!(rendered.as_bytes(), output);
+                assert_eq!(rendered.concat().as_bytes(), output);
             }
         }
         3 => {
@@ -93,8 +93,8 @@ pub fn objects(input: &[u8]) {
         }
         6 => {
             if let Ok(ids) = object_ids(output) {
-                let rendered: String = ids.iter().map(|id| format!("{id}\n")).collect();
-                assert_eq!(rendered.as_bytes(), output);
+                let rendered: Vec<String> = ids.iter().map(|id| format!("{id}\n")).collect();
+                assert_eq!(rendered.concat().as_bytes(), output);
             }
         }
         _ => {

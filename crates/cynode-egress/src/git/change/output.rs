@@ -367,7 +367,7 @@ mod tests {
             format!("100644 blob {ONE}\t\0"),
             format!("100644 blob {ONE} a\0"),
             format!("644 blob {ONE}\ta\0"),
-            format!("100644 blob 11\ta\0"),
+            "100644 blob 11\ta\0".to_owned(),
         ] {
             assert!(tree_entries(broken.as_bytes()).is_err(), "{broken:?}");
         }

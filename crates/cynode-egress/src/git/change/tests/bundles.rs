@@ -166,7 +166,7 @@ async fn malformed_bundles_are_refused() {
         Vec::new(),
         b"no bundle".to_vec(),
         b"# v2 git bundle\n".to_vec(),
-        format!("# v2 git bundle\n\n").into_bytes(),
+        b"# v2 git bundle\n\n".to_vec(),
         format!("# v2 git bundle\n{head} a\n{head} b\n\n").into_bytes(),
         format!("# v3 git bundle\n@filter=blob:none\n{head} a\n\n").into_bytes(),
         bundle(unknown, head, &good),
