@@ -8,6 +8,7 @@ mod node_streams;
 mod reading;
 mod records;
 mod refusals;
+mod role_streams;
 mod signing;
 mod tampering;
 mod truncation;

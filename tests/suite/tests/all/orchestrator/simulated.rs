@@ -24,23 +24,44 @@ pub(super) struct SimulatedFleet {
     pub(super) control_plane: ControlPlane,
 }
 
+async fn launch(
+    control_plane: &ControlPlane,
+    settings: &[(&str, &str)],
+) -> Result<RunningOrchestrator> {
+    let seeds = format!("[{ONE:?}, {TWO:?}]");
+    let defaults = [
+        ("seed_images", seeds.as_str()),
+        ("default_image", ONE),
+        ("heartbeat_seconds", "1"),
+    ];
+    control_plane
+        .orchestrator("", &[&defaults, settings].concat())
+        .await
+}
+
 impl SimulatedFleet {
     pub(super) async fn start(settings: &[(&str, &str)]) -> Result<Self> {
-        let control_plane = ControlPlane::new().await?;
-        let seeds = format!("[{ONE:?}, {TWO:?}]");
-        let defaults = [
-            ("seed_images", seeds.as_str()),
-            ("default_image", ONE),
-            ("heartbeat_seconds", "1"),
-        ];
-        let orchestrator = control_plane
-            .orchestrator("", &[&defaults, settings].concat())
-            .await?;
+        Self::start_on(ControlPlane::new().await?, settings).await
+    }
+
+    pub(super) async fn start_on(
+        control_plane: ControlPlane,
+        settings: &[(&str, &str)],
+    ) -> Result<Self> {
+        let orchestrator = launch(&control_plane, settings).await?;
         Ok(Self {
             client: orchestrator.client()?,
             orchestrator,
             control_plane,
         })
+    }
+
+    /// Kills the orchestrator with SIGKILL and starts another one.
+    pub(super) async fn kill_and_restart(&mut self, settings: &[(&str, &str)]) -> Result<()> {
+        self.orchestrator.kill()?;
+        self.orchestrator = launch(&self.control_plane, settings).await?;
+        self.client = self.orchestrator.client()?;
+        Ok(())
     }
 
     /// Starts a node and registers it.
