@@ -90,10 +90,7 @@ const V6: &[(Ipv6Net, Refusal)] = &[
     (v6([0x2001, 2, 0, 0, 0, 0, 0, 0], 48), Refusal::Special),
     (v6([0x2001, 0x10, 0, 0, 0, 0, 0, 0], 28), Refusal::Special),
     (v6([0x2001, 0x20, 0, 0, 0, 0, 0, 0], 28), Refusal::Special),
-    (
-        v6([0x2001, 0xdb8, 0, 0, 0, 0, 0, 0], 32),
-        Refusal::Special,
-    ),
+    (v6([0x2001, 0xdb8, 0, 0, 0, 0, 0, 0], 32), Refusal::Special),
     (v6([0x3fff, 0, 0, 0, 0, 0, 0, 0], 20), Refusal::Special),
     (v6([0x5f00, 0, 0, 0, 0, 0, 0, 0], 16), Refusal::Special),
 ];
@@ -167,6 +164,18 @@ impl OwnListeners {
         Self(listeners.into_iter().collect())
     }
 
+    /// With those of another copy.
+    pub(crate) fn and(mut self, other: &Self) -> Self {
+        self.0.extend(&other.0);
+        self.0.sort_unstable();
+        self.0.dedup();
+        self
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// A listener on every address makes its port untouchable, because the addresses of this
     /// machine are not known here.
     pub(crate) fn contains(&self, address: IpAddr, port: u16) -> bool {
@@ -174,7 +183,9 @@ impl OwnListeners {
         self.0.iter().any(|own| {
             let ip = unmapped(own.ip());
             own.port() == port
-                && (ip.is_unspecified() || ip == address || (ip.is_loopback() && address.is_loopback()))
+                && (ip.is_unspecified()
+                    || ip == address
+                    || (ip.is_loopback() && address.is_loopback()))
         })
     }
 }
@@ -354,14 +365,14 @@ mod tests {
         fn an_address_inside_another_is_judged_like_itself(bits: u32, rest: u64) {
             let inner = Ipv4Addr::from(bits);
             let expected = refusal_of(IpAddr::V4(inner));
-            let (high, low) = ((bits >> 16) as u16, (bits & 0xffff) as u16);
+            let [a, b, c, d] = bits.to_be_bytes();
+            let (high, low) = (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d]));
             prop_assert_eq!(refusal_of(IpAddr::V6(inner.to_ipv6_mapped())), expected);
             let nat64 = Ipv6Addr::new(0x64, 0xff9b, 0, 0, 0, 0, high, low);
             prop_assert_eq!(refusal_of(IpAddr::V6(nat64)), expected);
-            let tail = [(rest >> 48) as u16, (rest >> 32) as u16, (rest >> 16) as u16, rest as u16];
-            let six = Ipv6Addr::new(
-                0x2002, high, low, tail[0], tail[1], tail[2] | 1, tail[3], 1,
-            );
+            let [a, b, c, d, ..] = rest.to_be_bytes();
+            let (subnet, host) = (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d]));
+            let six = Ipv6Addr::new(0x2002, high, low, subnet, 1, 1, host, 1);
             prop_assert_eq!(refusal_of(IpAddr::V6(six)).is_some(), expected.is_some());
         }
 

@@ -168,10 +168,7 @@ impl Config {
                 format!("must be between {} and {}", range.start(), range.end()),
             );
         }
-        for (key, uid) in [
-            ("role_uid", self.role_uid),
-            ("runner_uid", self.runner_uid),
-        ] {
+        for (key, uid) in [("role_uid", self.role_uid), ("runner_uid", self.runner_uid)] {
             if uid == Some(0) {
                 return bad(key, "must not be root's".to_owned());
             }
@@ -240,10 +237,7 @@ mod tests {
     #[test]
     fn the_directory_and_the_token_are_below_the_state_directory_by_default() {
         let config = read(&[], &[]).expect("defaults");
-        assert_eq!(
-            config.directory(),
-            Path::new("/var/lib/cynode/egress/git")
-        );
+        assert_eq!(config.directory(), Path::new("/var/lib/cynode/egress/git"));
         assert_eq!(
             config.token_file(),
             Path::new("/var/lib/cynode/egress/git/token")

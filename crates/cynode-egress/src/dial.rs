@@ -70,6 +70,18 @@ impl Dialer {
         Self { resolver }
     }
 
+    async fn resolve(&self, host: &str, port: u16) -> Result<Vec<IpAddr>, DialError> {
+        let host_name = || host.to_owned();
+        match timeout(RESOLVE_TIMEOUT, self.resolver.resolve(host, port)).await {
+            Ok(Ok(addresses)) => Ok(addresses),
+            Ok(Err(source)) => Err(DialError::Resolve {
+                host: host_name(),
+                source,
+            }),
+            Err(_) => Err(DialError::Timeout { host: host_name() }),
+        }
+    }
+
     /// The addresses of a host, all of them checked.
     pub(crate) async fn addresses(
         &self,
@@ -84,23 +96,7 @@ impl Dialer {
             .unwrap_or(host);
         let mut addresses = match literal.parse::<IpAddr>() {
             Ok(address) => vec![address],
-            Err(_) => {
-                let resolved = timeout(RESOLVE_TIMEOUT, self.resolver.resolve(host, port));
-                match resolved.await {
-                    Ok(Ok(addresses)) => addresses,
-                    Ok(Err(source)) => {
-                        return Err(DialError::Resolve {
-                            host: host.to_owned(),
-                            source,
-                        });
-                    }
-                    Err(_) => {
-                        return Err(DialError::Timeout {
-                            host: host.to_owned(),
-                        });
-                    }
-                }
-            }
+            Err(_) => self.resolve(host, port).await?,
         };
         addresses.sort_unstable();
         addresses.dedup();
@@ -162,7 +158,12 @@ mod tests {
                 .len(),
             2
         );
-        for refused in ["127.0.0.1", "10.0.0.1", "169.254.169.254", "::ffff:10.0.0.1"] {
+        for refused in [
+            "127.0.0.1",
+            "10.0.0.1",
+            "169.254.169.254",
+            "::ffff:10.0.0.1",
+        ] {
             match dial(&["1.1.1.1", refused], "git.example").await {
                 Err(DialError::Refused { address, .. }) => {
                     assert_eq!(address.to_string(), refused);
@@ -186,7 +187,10 @@ mod tests {
     async fn an_address_as_a_host_is_checked_and_not_resolved() {
         for host in ["127.0.0.1", "[::1]", "10.0.0.1", "[::ffff:10.0.0.1]"] {
             assert!(
-                matches!(dial(&["1.1.1.1"], host).await, Err(DialError::Refused { .. })),
+                matches!(
+                    dial(&["1.1.1.1"], host).await,
+                    Err(DialError::Refused { .. })
+                ),
                 "{host}"
             );
         }

@@ -1,8 +1,8 @@
 //! What every operation of the role begins and ends with.
 //!
 //! Invariant: an operation asks the role's own copy of the rules first, records the decision, and
-//! only then opens a credential, resolves a name or starts git. Its outcome is recorded before it is
-//! answered.
+//! only then opens a credential, resolves a name or starts git. Its outcome is recorded before it
+//! is answered.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -109,8 +109,8 @@ impl GitRole {
                 .by_rules(decision.rules);
             return Err(self.refuse(about(record), error).await);
         }
-        let record = about(RoleRecord::allowed(action, call, &repository.name))
-            .by_rules(decision.rules);
+        let record =
+            about(RoleRecord::allowed(action, call, &repository.name)).by_rules(decision.rules);
         self.record(record.clone()).await?;
         Ok(Operation {
             rules,

@@ -106,13 +106,17 @@ impl RuleStore {
     /// Compiles policies, so it may take a while.
     pub(crate) fn put(&self, state: EgressState) -> Result<(), StateError> {
         let received = self.clock.now();
-        let current = self.current.read().as_ref().map(|(rules, _)| Arc::clone(rules));
+        let current = self
+            .current
+            .read()
+            .as_ref()
+            .map(|(rules, _)| Arc::clone(rules));
         let rules = match current {
             Some(rules) if rules.source == state => rules,
             Some(rules) if rules.source.revision > state.revision => {
                 return Err(older(&state, &rules));
             }
-            _ => Arc::new(Rules::compile(state, self.own)?),
+            previous => Arc::new(Rules::compile(state, self.own, previous.as_deref())?),
         };
         let mut current = self.current.write();
         if let Some((other, _)) = &*current
@@ -145,7 +149,11 @@ fn older(offered: &EgressState, current: &Rules) -> StateError {
 }
 
 impl Rules {
-    fn compile(state: EgressState, own: Option<SocketAddr>) -> Result<Self, StateError> {
+    fn compile(
+        state: EgressState,
+        own: Option<SocketAddr>,
+        previous: Option<&Self>,
+    ) -> Result<Self, StateError> {
         let bounds = [
             ("policies", state.policies.len(), MAX_POLICIES),
             (
@@ -154,7 +162,11 @@ impl Rules {
                 repository_limits::MAX_REPOSITORIES,
             ),
             ("credentials", state.credentials.len(), MAX_CREDENTIALS),
-            ("own_listeners", state.own_listeners.len(), MAX_OWN_LISTENERS),
+            (
+                "own_listeners",
+                state.own_listeners.len(),
+                MAX_OWN_LISTENERS,
+            ),
         ];
         if let Some((name, ..)) = bounds.iter().find(|(_, length, most)| length > most) {
             return Err(StateError::TooMany(name));
@@ -179,6 +191,16 @@ impl Rules {
                     .map_err(|_| StateError::Listener(text.chars().take(100).collect()))?,
             );
         }
+        let mut own_listeners = OwnListeners::new(listeners);
+        if let Some(previous) = previous
+            && previous.source.revision == state.revision
+        {
+            // Each orchestrator names its own.
+            own_listeners = own_listeners.and(&previous.own_listeners);
+        }
+        if own_listeners.len() > MAX_OWN_LISTENERS + 1 {
+            return Err(StateError::TooMany("own_listeners"));
+        }
         let mut repositories = HashMap::new();
         for repository in &state.repositories {
             let id = repository.id;
@@ -200,7 +222,7 @@ impl Rules {
             policies,
             repositories,
             credentials,
-            own_listeners: OwnListeners::new(listeners),
+            own_listeners,
             source: state,
         })
     }
@@ -275,9 +297,7 @@ pub(crate) fn principal_of(principal: &EgressPrincipal) -> Option<Principal> {
 
 #[cfg(test)]
 pub(crate) mod testing {
-    use cynode_api::{
-        EgressPolicy, ForgeKind, ProjectId, RepositoryRules, TaskId,
-    };
+    use cynode_api::{EgressPolicy, ForgeKind, ProjectId, RepositoryRules, TaskId};
     use parking_lot::Mutex;
     use time::OffsetDateTime;
     use uuid::Uuid;
@@ -435,12 +455,28 @@ mod tests {
         let one = repository(ProjectId::generate(), URL);
         let twice = state(2, vec![one.clone(), one]);
         assert!(matches!(store.put(twice), Err(StateError::Duplicate(_))));
-        let many = vec![repository(ProjectId::generate(), URL); repository_limits::MAX_REPOSITORIES + 1];
+        let many =
+            vec![repository(ProjectId::generate(), URL); repository_limits::MAX_REPOSITORIES + 1];
         assert_eq!(
             store.put(state(2, many)),
             Err(StateError::TooMany("repositories"))
         );
         assert_eq!(store.fresh().expect("fresh").source.revision, 1);
+    }
+
+    #[test]
+    fn the_listeners_of_several_orchestrators_are_remembered_together() {
+        let (_, store) = store();
+        let of = |listener: &str| EgressState {
+            own_listeners: vec![listener.to_owned()],
+            ..state(1, Vec::new())
+        };
+        store.put(of("10.0.0.1:12080")).expect("taken");
+        store.put(of("10.0.0.2:12080")).expect("taken");
+        let own = &store.fresh().expect("fresh").own_listeners;
+        for address in ["10.0.0.1", "10.0.0.2"] {
+            assert!(own.contains(address.parse().expect("an address"), 12_080));
+        }
     }
 
     #[test]

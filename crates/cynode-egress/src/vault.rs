@@ -3,10 +3,7 @@
 //! Invariant: a secret leaves this module only for the project, scheme, host, port and path that
 //! were sealed with it. What the database says of a credential is not used.
 
-use std::{
-    io,
-    path::Path,
-};
+use std::{io, path::Path};
 
 use cynode_api::{CredentialPlaintext, ProjectId, SealedCredential};
 use cynode_service::{

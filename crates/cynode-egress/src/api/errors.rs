@@ -13,17 +13,18 @@ use crate::git::{
 };
 
 pub(super) fn repository(error: RepositoryError) -> ApiError {
-    let code = match &error {
+    let detail = error.to_string();
+    let code = match error {
         RepositoryError::RefNotFound(_) => ErrorCode::RefNotFound,
         RepositoryError::NotAdvertised(_) => ErrorCode::NotAdvertised,
         RepositoryError::Unreachable(_) => ErrorCode::RepositoryUnreachable,
         RepositoryError::Refused(_) => ErrorCode::ForgeRefused,
         RepositoryError::TooLarge(_) => ErrorCode::TooLarge,
         RepositoryError::Unusable(_) => ErrorCode::SeedUnusable,
-        RepositoryError::Git(error) => return git(error),
+        RepositoryError::Git(error) => return git(&error),
         RepositoryError::Output(_) => ErrorCode::Internal,
     };
-    ApiError::new(code, error.to_string())
+    ApiError::new(code, detail)
 }
 
 /// A command on objects. What git printed may quote a repository, so it stays out of the answer.

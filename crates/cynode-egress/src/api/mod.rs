@@ -26,12 +26,7 @@ use cynode_service::{
 use http::StatusCode;
 use tokio_util::sync::CancellationToken;
 
-use crate::{
-    operation::GitRole,
-    role::ROLE,
-    state::StateError,
-    trail::RoleTrail,
-};
+use crate::{operation::GitRole, role::ROLE, state::StateError, trail::RoleTrail};
 
 #[derive(Clone, Debug)]
 pub(crate) struct Api {
@@ -93,10 +88,13 @@ pub(crate) fn router(api: Api, tokens: Tokens, metrics: admin::MetricsReader) ->
 /// Not ready without records or rules. An orchestrator sends the rules within seconds.
 fn readiness(api: Api) -> admin::Readiness {
     Arc::new(move || {
-        let result = api
-            .trail
-            .check()
-            .and_then(|()| api.role.rules.fresh().map(drop).map_err(|stale| stale.to_string()));
+        let result = api.trail.check().and_then(|()| {
+            api.role
+                .rules
+                .fresh()
+                .map(drop)
+                .map_err(|stale| stale.to_string())
+        });
         Box::pin(std::future::ready(result))
     })
 }

@@ -105,11 +105,7 @@ async fn read_part(
     Ok(content.freeze())
 }
 
-async fn build(
-    api: &Api,
-    request: &GitCommit,
-    changeset: Bytes,
-) -> Result<GitCommitted, ApiError> {
+async fn build(api: &Api, request: &GitCommit, changeset: Bytes) -> Result<GitCommitted, ApiError> {
     let role = &api.role;
     let base = object_id("base", &request.base)?;
     let promotion = promotion_of(request.call.promotion_id)?;

@@ -1,5 +1,7 @@
 //! Repositories on their way in: references and seeds.
 
+use std::fmt::Write as _;
+
 use axum::{
     Json,
     body::{Body, Bytes},
@@ -146,7 +148,7 @@ fn ascii_json(notes: &SeedNotes) -> Result<String, ApiError> {
         } else {
             let mut units = [0; 2];
             for unit in character.encode_utf16(&mut units) {
-                ascii.push_str(&format!("\\u{unit:04x}"));
+                let _infallible = write!(ascii, "\\u{unit:04x}");
             }
         }
     }

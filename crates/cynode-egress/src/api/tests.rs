@@ -11,9 +11,9 @@ use axum::{
     body::{Body, to_bytes},
 };
 use cynode_api::{
-    AllowedAddress, ChangesetFormat, EgressCall, EgressPolicy, EgressPrincipal, GitCommit, GitCommitted,
-    GitPush, GitPushed, GitResolve, GitResolved, GitSeed, ProjectId, PromotionId, Repository,
-    SEED_NOTES_HEADER,
+    AllowedAddress, ChangesetFormat, EgressCall, EgressPolicy, EgressPrincipal, GitCommit,
+    GitCommitted, GitPush, GitPushed, GitResolve, GitResolved, GitSeed, ProjectId, PromotionId,
+    Repository, SEED_NOTES_HEADER,
 };
 use cynode_service::auth::{Token, Tokens};
 use http::{Method, Request};
@@ -101,7 +101,9 @@ impl World {
             promotion,
             call,
         };
-        world.put(1, (*world.origin.access.repository).clone()).await;
+        world
+            .put(1, (*world.origin.access.repository).clone())
+            .await;
         world
     }
 
@@ -113,7 +115,11 @@ impl World {
     }
 
     async fn raw(&self, request: Request<Body>) -> http::Response<Body> {
-        self.router.clone().oneshot(request).await.expect("an answer")
+        self.router
+            .clone()
+            .oneshot(request)
+            .await
+            .expect("an answer")
     }
 
     async fn send(&self, method: Method, path: &str, body: &impl Serialize) -> (u16, Value) {
@@ -127,7 +133,11 @@ impl World {
         answer(self.raw(request).await).await
     }
 
-    async fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, Value> {
+    async fn post<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &impl Serialize,
+    ) -> Result<T, Value> {
         let (status, answer) = self.send(Method::POST, path, body).await;
         if status == 200 {
             Ok(serde_json::from_value(answer).expect("the type"))
@@ -207,7 +217,8 @@ impl World {
 
     fn remote_branch(&self) -> String {
         let name = format!("refs/heads/{}", self.branch());
-        self.origin.git(&["for-each-ref", "--format=%(objectname)", &name])
+        self.origin
+            .git(&["for-each-ref", "--format=%(objectname)", &name])
     }
 
     fn outcomes(&self) -> Vec<(String, RoleOutcome)> {
@@ -220,7 +231,9 @@ impl World {
 
 async fn answer(response: http::Response<Body>) -> (u16, Value) {
     let status = response.status().as_u16();
-    let body = to_bytes(response.into_body(), usize::MAX).await.expect("a body");
+    let body = to_bytes(response.into_body(), usize::MAX)
+        .await
+        .expect("a body");
     (status, serde_json::from_slice(&body).unwrap_or(Value::Null))
 }
 
@@ -244,7 +257,11 @@ async fn a_change_goes_from_a_reference_to_a_pushed_branch_once() {
         .expect("built");
     assert!(committed.allowed, "{:?}", committed.verdicts);
     assert_eq!(committed.files_total, 1);
-    assert_eq!(world.remote_branch(), "", "a commit was pushed before its push");
+    assert_eq!(
+        world.remote_branch(),
+        "",
+        "a commit was pushed before its push"
+    );
     let again = world
         .commit(&world.commit_request(PATCH, &found.commit), PATCH)
         .await
@@ -256,7 +273,9 @@ async fn a_change_goes_from_a_reference_to_a_pushed_branch_once() {
     assert_eq!(world.remote_branch(), committed.commit);
     let pushed: GitPushed = world.post("git/pushes", &push).await.expect("there");
     assert!(!pushed.pushed);
-    let shown = world.origin.git(&["show", &format!("{}:readme", committed.commit)]);
+    let shown = world
+        .origin
+        .git(&["show", &format!("{}:readme", committed.commit)]);
     assert_eq!(shown, "one\nzwei\nthree");
     // Each operation has its decision and its outcome.
     let outcomes = world.outcomes();
@@ -280,23 +299,31 @@ async fn a_seed_is_streamed_with_its_notes() {
     };
     let request = Request::post("/v1/egress/git/seeds")
         .header("authorization", format!("Bearer {TOKEN}"))
-        .body(Body::from(serde_json::to_vec(&request).expect("serializes")))
+        .body(Body::from(
+            serde_json::to_vec(&request).expect("serializes"),
+        ))
         .expect("a request");
     let response = world.raw(request).await;
     assert_eq!(response.status(), 200);
-    let notes = response.headers()[SEED_NOTES_HEADER].to_str().expect("ascii");
+    let notes = response.headers()[SEED_NOTES_HEADER]
+        .to_str()
+        .expect("ascii");
     assert_eq!(
         serde_json::from_str::<cynode_api::SeedNotes>(notes).expect("notes"),
         cynode_api::SeedNotes::default()
     );
-    let body = to_bytes(response.into_body(), usize::MAX).await.expect("whole");
+    let body = to_bytes(response.into_body(), usize::MAX)
+        .await
+        .expect("whole");
     assert!(body.len() > 1_024 && body.len() % 512 == 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_a_token_or_fresh_rules_nothing_is_permitted() {
     let world = World::new().await;
-    let request = Request::get("/v1/egress").body(Body::empty()).expect("a request");
+    let request = Request::get("/v1/egress")
+        .body(Body::empty())
+        .expect("a request");
     assert_eq!(world.raw(request).await.status(), 401);
     let request = Request::get("/v1/egress")
         .header("authorization", format!("Bearer {TOKEN}"))
@@ -332,11 +359,18 @@ async fn without_a_token_or_fresh_rules_nothing_is_permitted() {
     };
     let refused = world.post::<GitResolved>("git/resolve", &nobody).await;
     assert_eq!(code(&refused.expect_err("an analyst")), "denied_by_policy");
-    assert!(!world.origin.mirror_path().exists(), "git ran for a refused call");
+    assert!(
+        !world.origin.mirror_path().exists(),
+        "git ran for a refused call"
+    );
     let denied = |code: &str| RoleOutcome::Denied {
         code: code.to_owned(),
     };
-    let outcomes: Vec<RoleOutcome> = world.outcomes().into_iter().map(|(_, outcome)| outcome).collect();
+    let outcomes: Vec<RoleOutcome> = world
+        .outcomes()
+        .into_iter()
+        .map(|(_, outcome)| outcome)
+        .collect();
     assert_eq!(
         outcomes,
         [denied("repository_not_found"), denied("denied_by_policy")]
@@ -376,7 +410,11 @@ async fn a_call_that_lies_about_branch_paths_or_commit_is_refused() {
             ..world.push_request(&committed)
         };
         let refused = world.post::<GitPushed>("git/pushes", &push).await;
-        assert_eq!(code(&refused.expect_err("refused")), "change_refused", "{branch}");
+        assert_eq!(
+            code(&refused.expect_err("refused")),
+            "change_refused",
+            "{branch}"
+        );
     }
     // A commit of somebody else, and one of another promotion.
     world.origin.git(&["checkout", "--quiet", "-b", "theirs"]);
@@ -458,8 +496,15 @@ async fn another_changeset_a_conflict_and_a_stale_base_are_told_apart() {
     let world = World::new().await;
     let base = world.head();
     let request = world.commit_request(PATCH, &base);
-    let refused = world.commit(&request, "another").await.expect_err("changed");
-    assert!(refused["detail"].as_str().is_some_and(|text| text.contains("sha256")));
+    let refused = world
+        .commit(&request, "another")
+        .await
+        .expect_err("changed");
+    assert!(
+        refused["detail"]
+            .as_str()
+            .is_some_and(|text| text.contains("sha256"))
+    );
     let conflict = PATCH.replace("two", "deux");
     let refused = world
         .commit(&world.commit_request(&conflict, &base), &conflict)
@@ -479,7 +524,9 @@ async fn another_changeset_a_conflict_and_a_stale_base_are_told_apart() {
     assert_eq!(refused["base"], new_base);
     assert_eq!(refused["paths"], json!(["readme"]));
     // A base of another history.
-    world.origin.git(&["checkout", "--quiet", "--orphan", "apart"]);
+    world
+        .origin
+        .git(&["checkout", "--quiet", "--orphan", "apart"]);
     let apart = world.origin.commit("apart").to_string();
     world.origin.git(&["checkout", "--quiet", "main"]);
     let refused = world
@@ -540,7 +587,10 @@ async fn private_addresses_are_dialled_only_where_an_administrator_admitted_them
             .expect_err("refused");
         code(&refused).to_owned()
     };
-    assert_eq!(refused(2, "https://127.0.0.1:1/a", &[]).await, "address_refused");
+    assert_eq!(
+        refused(2, "https://127.0.0.1:1/a", &[]).await,
+        "address_refused"
+    );
     assert_eq!(
         refused(3, "https://169.254.169.254/a", &[("0.0.0.0/0", 443)]).await,
         "address_refused"

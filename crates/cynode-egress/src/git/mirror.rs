@@ -248,7 +248,15 @@ impl Mirrors {
         new: ObjectId,
     ) -> Result<HashSet<Vec<u8>>, RepositoryError> {
         let (old, new) = (old.to_string(), new.to_string());
-        let args = ["diff-tree", "-r", "-z", "--name-only", "--no-renames", &old, &new];
+        let args = [
+            "diff-tree",
+            "-r",
+            "-z",
+            "--name-only",
+            "--no-renames",
+            &old,
+            &new,
+        ];
         let output = self
             .runner
             .run(mirror, self.command(args, MAX_PATHS_BYTES))
@@ -342,7 +350,11 @@ pub(crate) fn remote_problem(error: GitError) -> RepositoryError {
         "access denied",
     ]) {
         "the remote refuses the credential, or requires one: see 'cynode credential list'"
-    } else if has(&["returned error: 404", "not found", "does not appear to be a git"]) {
+    } else if has(&[
+        "returned error: 404",
+        "not found",
+        "does not appear to be a git",
+    ]) {
         "the remote has no such repository, or hides it from this credential"
     } else if has(&["certificate", "ssl", "tls", "gnutls"]) {
         "the remote's certificate is not trusted: register the repository with its 'ca'"
@@ -350,7 +362,12 @@ pub(crate) fn remote_problem(error: GitError) -> RepositoryError {
         "the remote sent objects that fail git's checks, or more than egress.git.mirror_bytes"
     } else if has(&["remote rejected", "hook declined"]) {
         "the remote's own rules refuse the push"
-    } else if has(&["file too large", "file size limit", "out of memory", "mmap failed"]) {
+    } else if has(&[
+        "file too large",
+        "file size limit",
+        "out of memory",
+        "mmap failed",
+    ]) {
         return RepositoryError::TooLarge(
             "the repository needs more than egress.git.mirror_bytes or egress.git.memory_bytes"
                 .to_owned(),
@@ -541,9 +558,16 @@ pub(crate) mod tests {
         let mirror = &origin.access.mirror;
         let built = GitCommand {
             input: Bytes::from_static(b"built"),
-            ..origin.mirrors.command(["hash-object", "-w", "--stdin"], 100)
+            ..origin
+                .mirrors
+                .command(["hash-object", "-w", "--stdin"], 100)
         };
-        let built = origin.mirrors.runner.run(mirror, built).await.expect("stored");
+        let built = origin
+            .mirrors
+            .runner
+            .run(mirror, built)
+            .await
+            .expect("stored");
         let built = String::from_utf8(built.stdout).expect("an id");
         for number in 1..=MAX_PACKS {
             origin.write("a", number.to_string());
@@ -552,7 +576,9 @@ pub(crate) mod tests {
         }
         let (_, packs) = origin.mirrors.runner.measure(mirror).await.expect("read");
         assert_eq!(packs, 1);
-        let read = origin.mirrors.command(["cat-file", "-e", built.trim()], 100);
+        let read = origin
+            .mirrors
+            .command(["cat-file", "-e", built.trim()], 100);
         origin.mirrors.runner.run(mirror, read).await.expect("kept");
     }
 
@@ -567,7 +593,10 @@ pub(crate) mod tests {
             .to_string()
         };
         for (stderr, expected) in [
-            ("fatal: remote error: planted-secret-value", "could not talk"),
+            (
+                "fatal: remote error: planted-secret-value",
+                "could not talk",
+            ),
             (
                 "fatal: Authentication failed for 'https://git.example/planted-secret-value'",
                 "refuses the credential",

@@ -234,7 +234,9 @@ mod tests {
             assert_eq!((found.commit, found.reference.as_str()), (commit, name));
             assert_eq!(found.default_branch, "main");
         }
-        let by_id = resolve(&origin, Some(&first.to_string())).await.expect("found");
+        let by_id = resolve(&origin, Some(&first.to_string()))
+            .await
+            .expect("found");
         assert_eq!(by_id.commit, first);
         for missing in ["nowhere", "refs/heads/nowhere", "x", "refs/pull/1/head"] {
             assert!(
@@ -244,7 +246,15 @@ mod tests {
                 "{missing}"
             );
         }
-        for invalid in ["--upload-pack=x", "a..b", "a b", "", "*", "HEAD^", "refs/heads/"] {
+        for invalid in [
+            "--upload-pack=x",
+            "a..b",
+            "a b",
+            "",
+            "*",
+            "HEAD^",
+            "refs/heads/",
+        ] {
             assert!(resolve(&origin, Some(invalid)).await.is_err(), "{invalid}");
         }
         let unknown = "0123456789012345678901234567890123456789";

@@ -160,7 +160,13 @@ impl Mirrors {
     ) -> Result<u64, RepositoryError> {
         let name = commit.to_string();
         let show = self.command(
-            ["show", "--no-patch", "--no-show-signature", "--format=%ct", &name],
+            [
+                "show",
+                "--no-patch",
+                "--no-show-signature",
+                "--format=%ct",
+                &name,
+            ],
             MAX_LINES_BYTES,
         );
         let output = self.runner.run(&access.mirror, show).await?;
@@ -177,7 +183,10 @@ impl Mirrors {
         commit: ObjectId,
     ) -> Result<Vec<SeedFile>, RepositoryError> {
         let name = commit.to_string();
-        let list = self.command(["ls-tree", "-r", "-z", "--full-tree", &name], MAX_LISTING_BYTES);
+        let list = self.command(
+            ["ls-tree", "-r", "-z", "--full-tree", &name],
+            MAX_LISTING_BYTES,
+        );
         let listing = self.runner.run(&access.mirror, list).await?.stdout;
         let entries = tree_entries(&listing)?;
         let mut ids = BytesMut::new();
@@ -222,7 +231,10 @@ impl Mirrors {
         let check = GitCommand {
             input: ids,
             ..self.command(
-                ["cat-file", "--batch-check=%(objectname) %(objecttype) %(objectsize)"],
+                [
+                    "cat-file",
+                    "--batch-check=%(objectname) %(objecttype) %(objectsize)",
+                ],
                 MAX_LISTING_BYTES,
             )
         };
@@ -325,16 +337,17 @@ impl Mirrors {
         shallow: &[ObjectId],
         operation: &str,
     ) -> Result<String, RepositoryError> {
-        let base = self
-            .runner
-            .scratch_path(&access.mirror, operation, "pack");
-        let mut input: String = shallow.iter().map(|id| format!("--shallow {id}\n")).collect();
-        input.push_str(&format!("{}\n", request.commit));
+        let base = self.runner.scratch_path(&access.mirror, operation, "pack");
+        let mut input = lines("--shallow ", shallow);
+        input += &lines("", &[request.commit]);
         let mut args: Vec<std::ffi::OsString> = ["pack-objects", "--revs", "--quiet"]
             .iter()
             .map(Into::into)
             .collect();
-        args.extend(["--delta-base-offset".into(), "--no-write-bitmap-index".into()]);
+        args.extend([
+            "--delta-base-offset".into(),
+            "--no-write-bitmap-index".into(),
+        ]);
         if !shallow.is_empty() {
             args.push("--shallow".into());
         }
@@ -356,12 +369,8 @@ impl Mirrors {
         access: &RepositoryAccess,
         ids: &[ObjectId],
     ) -> Result<BlobReader, RepositoryError> {
-        let mut input = BytesMut::with_capacity(ids.len() * 41);
-        for id in ids {
-            input.put_slice(format!("{id}\n").as_bytes());
-        }
         let cat = GitCommand {
-            input: input.freeze(),
+            input: lines("", ids).into(),
             timeout: self.limits.transfer,
             ..self.command(
                 ["cat-file", "--batch", "--buffer"],
@@ -442,7 +451,7 @@ impl Mirrors {
             format!("ref: {reference}\n"),
             format!("{}\n", request.commit),
         );
-        let shallow: String = plan.shallow.iter().map(|id| format!("{id}\n")).collect();
+        let shallow = lines("", &plan.shallow);
         let mut files: Vec<(String, &[u8])> = vec![
             (".git/HEAD".to_owned(), head.as_bytes()),
             (".git/config".to_owned(), CONFIG),
@@ -506,6 +515,17 @@ fn check_total(bytes: u64) -> Result<(), RepositoryError> {
         )));
     }
     Ok(())
+}
+
+/// A line for each id.
+fn lines(prefix: &str, ids: &[ObjectId]) -> String {
+    let mut text = String::new();
+    for id in ids {
+        text += prefix;
+        text += &id.to_string();
+        text.push('\n');
+    }
+    text
 }
 
 fn is_candidate(file: &SeedFile) -> bool {

@@ -235,14 +235,18 @@ mod tests {
         let long = vec![b'n'; 3_000];
         let odd = b"a \xff\n'\"\\ name";
         let mut tar = TarStream::new(to, 1_700_000_000);
-        tar.empty(TarKind::Directory, b"d", b"").await.expect("written");
+        tar.empty(TarKind::Directory, b"d", b"")
+            .await
+            .expect("written");
         tar.bytes(b"d/empty", b"").await.expect("written");
         let large = vec![7; 300_001];
         tar.file(TarKind::Executable, &long, 300_001, large.as_slice())
             .await
             .expect("written");
         tar.bytes(odd, b"x").await.expect("written");
-        tar.empty(TarKind::Symlink, b"link", &long).await.expect("written");
+        tar.empty(TarKind::Symlink, b"link", &long)
+            .await
+            .expect("written");
         tar.finish().await.expect("written");
         let bytes = collect(pieces).await.expect("whole");
         assert_eq!(bytes.len() % BLOCK, 0);

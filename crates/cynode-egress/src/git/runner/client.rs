@@ -113,7 +113,13 @@ impl RunnerClient {
     pub(crate) async fn closed(&self) {
         // The runner sends nothing here.
         let mut byte = [0; 1];
-        while self.0.control.recv(&mut byte).await.is_ok_and(|read| read > 0) {}
+        while self
+            .0
+            .control
+            .recv(&mut byte)
+            .await
+            .is_ok_and(|read| read > 0)
+        {}
     }
 
     /// The path of a file of an operation, for arguments.
@@ -152,7 +158,11 @@ impl RunnerClient {
         match self.ask_with(request, vec![to]).await? {
             RunnerReply::Length(length) => Ok(ScratchFile {
                 length,
-                content: Box::new(Receiver::from_owned_fd(from).map_err(unavailable)?.take(length)),
+                content: Box::new(
+                    Receiver::from_owned_fd(from)
+                        .map_err(unavailable)?
+                        .take(length),
+                ),
             }),
             other => Err(unexpected(&other)),
         }
@@ -200,11 +210,7 @@ impl RunnerClient {
     }
 
     /// Sends a request; the answer comes on the returned socket.
-    async fn send(
-        &self,
-        request: &RunnerRequest,
-        streams: Vec<OwnedFd>,
-    ) -> io::Result<UnixStream> {
+    async fn send(&self, request: &RunnerRequest, streams: Vec<OwnedFd>) -> io::Result<UnixStream> {
         let (ours, theirs) = UnixStream::pair()?;
         let theirs = OwnedFd::from(theirs.into_std()?);
         let descriptors: Vec<_> = std::iter::once(&theirs)
@@ -222,10 +228,7 @@ impl RunnerClient {
             .first()
             .map(|name| name.to_string_lossy().into_owned())
             .unwrap_or_default();
-        let waited = timeout(
-            command.timeout,
-            Arc::clone(&self.0.permits).acquire_owned(),
-        );
+        let waited = timeout(command.timeout, Arc::clone(&self.0.permits).acquire_owned());
         let permit = waited
             .await
             .map_err(|_| GitError::Timeout {
@@ -279,9 +282,7 @@ impl RunnerClient {
         remote
             .credential
             .as_ref()
-            .map(|credential| {
-                CredentialSocket::open(&self.0.calls, remote, credential, self.0.uid)
-            })
+            .map(|credential| CredentialSocket::open(&self.0.calls, remote, credential, self.0.uid))
             .transpose()
     }
 }

@@ -2,8 +2,10 @@
 //!
 //! The role listens on a socket of its own for each command that has a credential. git's helper
 //! connects to it, says what git asks for, and gets one answer, only if that is the host and the
-//! path that the credential is for. Invariant: the credential is in no argument, variable, URL, file
-//! or log, and the runner process never has it.
+//! path that the credential is for.
+//!
+//! Invariant: the credential is in no argument, variable, URL, file or log, and the runner process
+//! never has it.
 
 use std::{
     ffi::OsString,
@@ -114,8 +116,8 @@ async fn answer(
         .take(MAX_QUESTION_BYTES)
         .read_to_end(&mut question)
         .await?;
-    let is_meant = std::str::from_utf8(&question)
-        .is_ok_and(|question| is_for(question, remote, credential));
+    let is_meant =
+        std::str::from_utf8(&question).is_ok_and(|question| is_for(question, remote, credential));
     if is_meant {
         let text = format!(
             "username={}\npassword={}\n",
@@ -138,7 +140,8 @@ fn is_for(question: &str, remote: &RemoteAccess, credential: &Credential) -> boo
         // Two values would leave open which one git means.
         values.next().filter(|_| values.next().is_none())
     };
-    let (Some(protocol), Some(host), Some(path)) = (value("protocol"), value("host"), value("path"))
+    let (Some(protocol), Some(host), Some(path)) =
+        (value("protocol"), value("host"), value("path"))
     else {
         return false;
     };
@@ -170,8 +173,10 @@ fn ask() -> io::Result<()> {
     let path = std::env::var_os(CREDENTIAL_SOCKET)
         .map(PathBuf::from)
         .ok_or_else(|| io::Error::other("is started by git, which the git role runs"))?;
-    let (Some(directory), Some(name)) = (path.parent(), path.file_name().and_then(|name| name.to_str()))
-    else {
+    let (Some(directory), Some(name)) = (
+        path.parent(),
+        path.file_name().and_then(|name| name.to_str()),
+    ) else {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     };
     let mut question = Vec::new();
@@ -219,7 +224,10 @@ mod tests {
         for (question, port) in [
             ("protocol=https\nhost=git.example\npath=team/a.git\n", 443),
             ("protocol=https\nhost=git.example:443\npath=team\n", 443),
-            ("protocol=https\nhost=git.example:8443\npath=team/a\nwwwauth[]=Basic\n", 8443),
+            (
+                "protocol=https\nhost=git.example:8443\npath=team/a\nwwwauth[]=Basic\n",
+                8443,
+            ),
         ] {
             assert!(is_for(question, port), "{question}");
         }
@@ -227,11 +235,20 @@ mod tests {
             ("protocol=http\nhost=git.example\npath=team/a.git\n", 443),
             ("protocol=https\nhost=other.example\npath=team/a.git\n", 443),
             ("protocol=https\nhost=git.example\npath=team/a.git\n", 8443),
-            ("protocol=https\nhost=git.example:8443\npath=team/a.git\n", 443),
-            ("protocol=https\nhost=git.example\npath=teammate/a.git\n", 443),
+            (
+                "protocol=https\nhost=git.example:8443\npath=team/a.git\n",
+                443,
+            ),
+            (
+                "protocol=https\nhost=git.example\npath=teammate/a.git\n",
+                443,
+            ),
             ("protocol=https\nhost=git.example\npath=other/team\n", 443),
             ("protocol=https\nhost=git.example\n", 443),
-            ("protocol=https\nhost=git.example\nhost=evil.example\npath=team/a\n", 443),
+            (
+                "protocol=https\nhost=git.example\nhost=evil.example\npath=team/a\n",
+                443,
+            ),
             ("", 443),
         ] {
             assert!(!is_for(question, port), "{question}");
@@ -270,8 +287,8 @@ mod tests {
         let socket =
             CredentialSocket::open(&long, &remote(443), &credential(), uid).expect("listening");
         let name = socket.path().file_name().expect("a name").to_owned();
-        let stream = reachable(&long, name.to_str().expect("ascii"), StdStream::connect)
-            .expect("connected");
+        let stream =
+            reachable(&long, name.to_str().expect("ascii"), StdStream::connect).expect("connected");
         stream.set_nonblocking(true).expect("set");
         let mut stream = UnixStream::from_std(stream).expect("a stream");
         stream

@@ -157,11 +157,8 @@ impl Layout {
         for entry in fs_err::read_dir(&from)? {
             let entry = entry?;
             let name = entry.file_name();
-            let is_fan_out = name.len() == 2
-                && name
-                    .as_encoded_bytes()
-                    .iter()
-                    .all(u8::is_ascii_hexdigit);
+            let is_fan_out =
+                name.len() == 2 && name.as_encoded_bytes().iter().all(u8::is_ascii_hexdigit);
             if is_fan_out {
                 fs_err::create_dir_all(to.join(&name))?;
                 for object in fs_err::read_dir(entry.path())? {
@@ -176,10 +173,13 @@ impl Layout {
         }
         packs.sort_by_key(|path| path.extension().is_some_and(|extension| extension == "idx"));
         for path in packs {
-            if let Some(name) = path.file_name().filter(|name| {
-                name.to_str()
-                    .is_some_and(|name| name.starts_with("pack-") && !name.ends_with(".keep"))
-            }) {
+            let is_kept = path
+                .extension()
+                .is_some_and(|extension| extension == "keep");
+            let name = path.file_name().filter(|name| {
+                !is_kept && name.to_str().is_some_and(|name| name.starts_with("pack-"))
+            });
+            if let Some(name) = name {
                 move_new(&path, &to.join("pack").join(name))?;
             }
         }
@@ -348,7 +348,14 @@ pub(super) fn invocation(
             };
             environment.push(("GIT_ALLOW_PROTOCOL", scheme.into()));
             options.push(format!("protocol.{scheme}.allow=always").into());
-            add_remote(layout, remote, &home, helper, &mut options, &mut environment)?;
+            add_remote(
+                layout,
+                remote,
+                &home,
+                helper,
+                &mut options,
+                &mut environment,
+            )?;
         }
         // Not empty: git would then permit the protocols of its configuration.
         None => environment.push(("GIT_ALLOW_PROTOCOL", "none".into())),

@@ -19,8 +19,9 @@ use rustix::{
     fs::{Gid as FileGid, Mode, Uid as FileUid, chown},
     net::{AddressFamily, SocketFlags, SocketType, socketpair},
     process::{
-        DumpableBehavior, Gid, Resource, Rlimit, Signal, Uid, geteuid, getppid, parent_process_death_signal,
-        set_dumpable_behavior, set_parent_process_death_signal, setrlimit,
+        DumpableBehavior, Gid, Resource, Rlimit, Signal, Uid, geteuid, getppid,
+        parent_process_death_signal, set_dumpable_behavior, set_parent_process_death_signal,
+        setrlimit,
     },
     thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid},
 };
@@ -114,13 +115,16 @@ fn split_users(config: &Config, directory: &Path) -> io::Result<Split> {
     }
     prepare_directories(directory, Some((role, runner)))?;
     let split = start_runner(directory, Some(runner))?;
-    let signal = parent_process_death_signal()?;
+    let (signal, parent) = (parent_process_death_signal()?, getppid());
     let (uid, gid) = (Uid::from_raw(role.uid), Gid::from_raw(role.gid));
     set_thread_groups(&[])?;
     set_thread_res_gid(gid, gid, gid)?;
     set_thread_res_uid(uid, uid, uid)?;
     // The kernel forgets it when the user changes.
     set_parent_process_death_signal(signal)?;
+    if signal.is_some() && getppid() != parent {
+        return Err(io::Error::other("the supervisor has ended"));
+    }
     Ok(split)
 }
 
@@ -147,8 +151,9 @@ fn prepare_directories(directory: &Path, owners: Option<(Owner, Owner)>) -> io::
     }
     create(directory, open)?;
     set_mode(directory, open)?;
+    let calls = if owners.is_some() { 0o710 } else { 0o700 };
     let parts = [
-        (DIRECTORIES.calls, 0o710),
+        (DIRECTORIES.calls, calls),
         (DIRECTORIES.mirrors, 0o700),
         (DIRECTORIES.audit, 0o700),
     ];
@@ -162,9 +167,17 @@ fn prepare_directories(directory: &Path, owners: Option<(Owner, Owner)>) -> io::
             )));
         }
         if let Some((role, runner)) = owners {
-            let owner = if name == DIRECTORIES.mirrors { runner } else { role };
+            let owner = if name == DIRECTORIES.mirrors {
+                runner
+            } else {
+                role
+            };
             // Sockets in it are for the runner's group.
-            let gid = if name == DIRECTORIES.calls { runner.gid } else { owner.gid };
+            let gid = if name == DIRECTORIES.calls {
+                runner.gid
+            } else {
+                owner.gid
+            };
             own(&path, owner.uid, gid)?;
         }
         set_mode(&path, mode)?;
@@ -204,7 +217,11 @@ fn own(path: &Path, uid: u32, gid: u32) -> io::Result<()> {
     .map_err(|error| {
         io::Error::new(
             io::Error::from(error).kind(),
-            format!("changing the owner of {}: {}", path.display(), io::Error::from(error)),
+            format!(
+                "changing the owner of {}: {}",
+                path.display(),
+                io::Error::from(error)
+            ),
         )
     })
 }
@@ -248,7 +265,11 @@ fn start_runner(directory: &Path, user: Option<Owner>) -> io::Result<Split> {
 
 /// The arguments with which this program limits itself and becomes git.
 pub(super) fn launcher_args(settings: &RunnerSettings, seconds: u64) -> Vec<OsString> {
-    let processes = if settings.is_separate { MAX_PROCESSES } else { 0 };
+    let processes = if settings.is_separate {
+        MAX_PROCESSES
+    } else {
+        0
+    };
     let numbers = [
         settings.memory_bytes,
         settings.file_bytes,
@@ -315,11 +336,7 @@ fn limit(resource: Resource, most: u64) -> io::Result<()> {
 /// A descriptor of this program that stays open in children, and the path by which they execute it.
 pub(super) fn own_program() -> io::Result<(OwnedFd, PathBuf)> {
     use std::os::fd::AsRawFd as _;
-    let program = rustix::fs::open(
-        "/proc/self/exe",
-        rustix::fs::OFlags::PATH,
-        Mode::empty(),
-    )?;
+    let program = rustix::fs::open("/proc/self/exe", rustix::fs::OFlags::PATH, Mode::empty())?;
     let path = PathBuf::from(format!("/proc/self/fd/{}", program.as_raw_fd()));
     Ok((program, path))
 }
@@ -363,7 +380,16 @@ mod tests {
         assert_eq!(mode(&directory), 0o700);
         assert_eq!(mode(&directory.join("mirrors")), 0o700);
         if geteuid().is_root() {
-            let (role, runner) = (Owner { uid: 61_286, gid: 61_286 }, Owner { uid: 61_287, gid: 61_287 });
+            let (role, runner) = (
+                Owner {
+                    uid: 61_286,
+                    gid: 61_286,
+                },
+                Owner {
+                    uid: 61_287,
+                    gid: 61_287,
+                },
+            );
             fs_err::write(directory.join("key"), "").expect("written");
             prepare_directories(&directory, Some((role, runner))).expect("made");
             let owner = |name: &str| {

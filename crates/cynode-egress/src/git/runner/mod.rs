@@ -2,8 +2,8 @@
 //! the role's key.
 //!
 //! The role sends one datagram for each command, with the descriptors of its standard streams and
-//! of a reply socket (`wire.rs`, `client.rs`). The runner (`serve.rs`) starts git through a launcher
-//! that limits itself first (`launch.rs`). A credential never passes through the runner: git's
+//! of a reply socket (`wire.rs`, `client.rs`). The runner (`serve.rs`) starts git through a
+//! launcher that limits itself first (`launch.rs`). A credential never passes through the runner: git's
 //! helper fetches it from the role (`credential.rs`).
 //!
 //! Invariants: when the role drops a command, or is gone, the command's process group is killed;

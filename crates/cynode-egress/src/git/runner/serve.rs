@@ -247,7 +247,10 @@ impl Runner {
             let mut launcher = command(&self.program);
             launcher
                 .arg0("cynode")
-                .args(launcher_args(&self.settings, request.timeout_ms.div_ceil(1_000)))
+                .args(launcher_args(
+                    &self.settings,
+                    request.timeout_ms.div_ceil(1_000),
+                ))
                 .arg(&self.settings.git);
             launcher
         } else {

@@ -108,7 +108,10 @@ pub(super) enum RunnerReply {
     Done,
     /// The length of the file that is being copied.
     Length(u64),
-    Measured { bytes: u64, packs: u64 },
+    Measured {
+        bytes: u64,
+        packs: u64,
+    },
     Exit(i32),
     Killed,
     Timeout,

@@ -52,7 +52,9 @@ async fn try_seed(
 }
 
 async fn seed(origin: &Origin, commit: ObjectId, branch: &str, depth: Option<u32>) -> Unpacked {
-    let (notes, archive) = try_seed(origin, commit, branch, depth).await.expect("a seed");
+    let (notes, archive) = try_seed(origin, commit, branch, depth)
+        .await
+        .expect("a seed");
     let path = origin.root.path().join(format!("seed-{}", Uuid::new_v4()));
     fs_err::create_dir(&path).expect("made");
     let mut tar = program("tar")
@@ -85,11 +87,19 @@ async fn a_seed_is_a_clean_checkout_with_its_history_and_nothing_else() {
     fs_err::set_permissions(path, std::fs::Permissions::from_mode(0o755)).expect("set");
     symlink("src/deep", origin.path.join("link")).expect("linked");
     symlink("/nowhere", origin.path.join("src/dangling")).expect("linked");
-    for odd in [&b"tab\tand\nline"[..], b"quote\"back\\slash", b"\xff\xfe", "ünïcode".as_bytes()] {
+    for odd in [
+        &b"tab\tand\nline"[..],
+        b"quote\"back\\slash",
+        b"\xff\xfe",
+        "ünïcode".as_bytes(),
+    ] {
         let path = origin.path.join(std::ffi::OsStr::from_bytes(odd));
         fs_err::write(path, "odd\n").expect("written");
     }
-    origin.write(&format!("{}/{}", "d".repeat(120), "f".repeat(120)), "long\n");
+    origin.write(
+        &format!("{}/{}", "d".repeat(120), "f".repeat(120)),
+        "long\n",
+    );
     origin.commit("one");
     origin.git(&["tag", "v1"]);
     origin.git(&["checkout", "--quiet", "-b", "secret"]);
@@ -104,7 +114,10 @@ async fn a_seed_is_a_clean_checkout_with_its_history_and_nothing_else() {
     assert_eq!(seeded.git(&["rev-parse", "HEAD"]), head.to_string());
     assert_eq!(seeded.git(&["symbolic-ref", "HEAD"]), "refs/heads/main");
     assert_eq!(seeded.git(&["rev-list", "--count", "HEAD"]), "2");
-    assert_eq!(seeded.git(&["for-each-ref", "--format=%(refname)"]), "refs/heads/main");
+    assert_eq!(
+        seeded.git(&["for-each-ref", "--format=%(refname)"]),
+        "refs/heads/main"
+    );
     assert_eq!(seeded.git(&["remote"]), "");
     assert!(!seeded.path.join(".git/hooks").exists());
     let all = seeded.git(&["cat-file", "--batch-check", "--batch-all-objects"]);
@@ -116,7 +129,11 @@ async fn a_seed_is_a_clean_checkout_with_its_history_and_nothing_else() {
         .arg(&seeded.path)
         .output()
         .expect("diff runs");
-    assert!(compare.status.success(), "{}", String::from_utf8_lossy(&compare.stdout));
+    assert!(
+        compare.status.success(),
+        "{}",
+        String::from_utf8_lossy(&compare.stdout)
+    );
     let mode = |path: &Path| fs_err::symlink_metadata(path).expect("there").mode() & 0o111;
     assert_ne!(mode(&seeded.path.join("run.sh")), 0);
     assert_eq!(mode(&seeded.path.join("readme")), 0);
@@ -210,7 +227,10 @@ async fn submodules_and_lfs_pointers_are_named_and_not_fetched() {
     assert_eq!(seeded.notes.submodules.len(), MAX_NOTED);
     assert_eq!(seeded.notes.submodules[0], "libs/module-00");
     assert_eq!(seeded.notes.lfs_files_total, 2);
-    assert_eq!(seeded.notes.lfs_files, ["media/copy.mp4", "media/video.mp4"]);
+    assert_eq!(
+        seeded.notes.lfs_files,
+        ["media/copy.mp4", "media/video.mp4"]
+    );
     let module = seeded.path.join("libs/module-00");
     assert_eq!(fs_err::read_dir(module).expect("a directory").count(), 0);
 }
@@ -221,7 +241,10 @@ async fn a_commit_without_files_is_a_seed_and_an_unadvertised_one_is_none() {
     let empty = origin.commit("nothing");
     let seeded = seed(&origin, empty, "topic/deep", None).await;
     seeded.assert_clean();
-    assert_eq!(seeded.git(&["symbolic-ref", "HEAD"]), "refs/heads/topic/deep");
+    assert_eq!(
+        seeded.git(&["symbolic-ref", "HEAD"]),
+        "refs/heads/topic/deep"
+    );
     origin.write("a", "hidden");
     let hidden = origin.commit("hidden");
     origin.git(&["update-ref", "refs/pull/1/head", &hidden.to_string()]);
@@ -266,7 +289,14 @@ async fn repositories_that_would_break_out_are_refused() {
         try_seed(&origin, evil, "evil", None).await,
         Err(RepositoryError::Refused(_))
     ));
-    for path in [&b".git/config"[..], b"a/.GIT/x", b"../x", b"a//b", b"./a", b""] {
+    for path in [
+        &b".git/config"[..],
+        b"a/.GIT/x",
+        b"../x",
+        b"a//b",
+        b"./a",
+        b"",
+    ] {
         assert!(check_path(path).is_err(), "{path:?}");
     }
     assert!(check_path(&vec![b'a'; 4_096]).is_err());
