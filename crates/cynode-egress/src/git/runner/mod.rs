@@ -3,8 +3,8 @@
 //!
 //! The role sends one datagram for each command, with the descriptors of its standard streams and
 //! of a reply socket (`wire.rs`, `client.rs`). The runner (`serve.rs`) starts git through a
-//! launcher that limits itself first (`launch.rs`). A credential never passes through the runner: git's
-//! helper fetches it from the role (`credential.rs`).
+//! launcher that limits itself first (`launch.rs`). A credential never passes through the runner:
+//! git's helper fetches it from the role (`credential.rs`).
 //!
 //! Invariants: when the role drops a command, or is gone, the command's process group is killed;
 //! every command has a timeout; the environment of git is this module's alone.
