@@ -631,6 +631,7 @@ async fn a_prompt_stands_alone_and_is_scanned_as_a_specification_is() -> Result<
     }
     let step = json!([{"type": "run_command", "args": {"argv": ["true"]}}]);
     let mut both = prompt("repair it", "m");
+    both.timeout_seconds = None;
     let mut spec = cynode_tests::specification(step.as_array().context("steps")?);
     spec["task_id"] = json!(task(&agents.cluster, &json!({"name": "both"})).await?);
     both.job = Some(Box::new(cynode_api::sba::JobSpec::from_value(spec)?));
