@@ -1,5 +1,5 @@
 //! Refuses messages with a name that occurs twice in one object: serde_json keeps the last value,
-//! and whoever reads the message otherwise may see the first.
+//! and another parser may keep the first.
 
 use std::{collections::HashSet, fmt};
 

@@ -187,7 +187,7 @@ impl Ledger {
         let exceeds_share = self.has_shares && account.bytes + cost > MAX_SHARE_BYTES;
         let is_crowded = key.is_some()
             && (account.repeats.len() >= MAX_DISTINCT_DENIALS || !account.names.take(now));
-        // An outcome belongs to an effect that was admitted, so there are only so many.
+        // An outcome belongs to an effect that was admitted, which bounds their number.
         let is_outcome = matches!(
             decision.outcome,
             DecisionOutcome::Done | DecisionOutcome::Failed { .. }

@@ -28,7 +28,7 @@ pub(super) enum Command {
     Stop,
 }
 
-/// A record and whoever waits for it.
+/// A record, and the channel that reports when it is durable.
 pub(super) struct Entry {
     pub(super) at: OffsetDateTime,
     pub(super) record: NewRecord,

@@ -399,7 +399,7 @@ impl From<CallError> for ServerProblem {
     }
 }
 
-/// Reads a body that may have so many bytes.
+/// Reads a body of at most this many bytes.
 pub(super) async fn read_bounded(
     mut response: reqwest::Response,
     most: usize,

@@ -15,7 +15,7 @@ const END_BYTES: usize = 4;
 pub(super) struct UsageFilter {
     /// The beginning of an event.
     pending: BytesMut,
-    /// The rest of an event that is too long to be looked at.
+    /// Passes the rest of an event that is too long to inspect.
     is_passing: bool,
 }
 

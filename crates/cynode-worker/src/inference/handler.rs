@@ -94,7 +94,7 @@ impl Inference {
         let room = std::mem::take(&mut body.room);
         let judged = judge(&client, &endpoint, &body).await;
         let requested = judged.is_err().then(|| requested_model(&body.bytes));
-        // Its place is for checks, not for whoever waits for the model server.
+        // Releases the permit: it bounds bodies in checks, not requests at the model server.
         drop(body);
         if !endpoint.runs_model() {
             let request = judged?;

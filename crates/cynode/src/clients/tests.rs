@@ -582,7 +582,7 @@ fn a_token_is_in_the_file_only_and_the_file_is_private() {
 
 #[test]
 // invariant: no-secrets-inside
-fn no_diff_shows_a_token_whoever_wrote_it() {
+fn no_diff_shows_a_token() {
     let files = Files::new();
     let with_token = EntrySpec {
         http: Some((

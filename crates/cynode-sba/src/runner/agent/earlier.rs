@@ -8,7 +8,7 @@ use super::{dialogue::middle_cut, tools};
 const MAX_STEP_BYTES: usize = 500;
 const MAX_BYTES: usize = 32 * 1024;
 
-/// What a model has to know of the steps that an earlier runner finished, in at most so many bytes.
+/// Summarizes for a model the steps that an earlier runner finished, within a bound in bytes.
 pub(super) fn finished_steps(results: &[StepResult], most: usize) -> Option<String> {
     if results.is_empty() {
         return None;
